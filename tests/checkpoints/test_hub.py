@@ -17,7 +17,7 @@ from ppo_rlhf.checkpoints.hub import check_push, files_to_push, push
 from ppo_rlhf.checkpoints.model_card import render_card, with_index
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import loading
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import TrainedModel
@@ -96,6 +96,8 @@ def test_a_second_push_is_a_new_commit_without_weights_of_the_first(hub: Hub, ex
     TrainedModel(tiny_model(), word_tokenizer(), card=(exported / "README.md").read_text()).save(one_file)
     push(one_file, "me/policy", "second", license="mit", private=False)
     repository = hub.repositories["me/policy"]
+    assert "chat_template.jinja" in repository.commits[0]
+    assert "chat_template.jinja" not in repository.files
     assert repository.messages == ["first", "second"]
     assert repository.is_private
     assert [name for name in repository.files if name.endswith(".safetensors")] != []
@@ -122,6 +124,19 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub: Hub, exported: Path):
     with pytest.raises(ConfigError, match=r"^push: the hub did not take me/policy: .*401") as refused:
         push(exported, "me/policy", "first", token="wrong")
     assert "\n" not in str(refused.value)
+
+
+def test_a_folder_whose_weights_are_gone_is_not_pushed(exported: Path):
+    next(exported.glob("model-0*.safetensors")).unlink()
+    with pytest.raises(ModelError, match="is missing, damaged or a Git LFS pointer"):
+        files_to_push(exported)
+
+
+def test_a_card_that_names_several_base_models_keeps_the_licence_it_has(hub: Hub, exported: Path):
+    card = exported / "README.md"
+    card.write_text(card.read_text().replace("base_model: org/base", "base_model: [org/base, org/other]"))
+    push(exported, "me/policy", "first")
+    assert metadata_of(hub.repositories["me/policy"].files["README.md"])["base_model"] == ["org/base", "org/other"]
 
 
 def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(tmp_path: Path):

@@ -71,6 +71,8 @@ def test_the_code_on_a_card_runs(make_run, make_model, tmp_path: Path, chat: boo
     assert len(printed) == 1
     assert isinstance(printed[0], str)
     assert "max_new_tokens=8, temperature=0.8" in code
+    # transformers itself would put an adapter on the main revision of its base, whatever revision it was trained on
+    assert ("model=AutoPeftModelForCausalLM.from_pretrained(name)" in code) == (export == "adapter")
 
 
 def test_a_result_replaces_the_one_before_and_leaves_what_a_person_wrote() -> None:

@@ -251,11 +251,13 @@ def test_without_options_the_policy_itself_is_exported_and_nothing_beside_it(mak
 
 def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
     state = make_run(temperature=0.7, top_k=5, top_p=0.9, response_length=6).state
+    state.policy.generation_config.bos_token_id = 4
     exported_policy(state).save(tmp_path / "policy")
     saved = GenerationConfig.from_pretrained(tmp_path / "policy")
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
     assert (saved.max_length, saved.max_new_tokens) == (64, None)
     assert saved.eos_token_id == state.sampling.stop_token_ids[0]
+    assert saved.bos_token_id == 4
 
 
 def test_a_plain_pipeline_on_the_export_stops_at_the_context(make_run, tmp_path):

@@ -252,7 +252,7 @@ def break_at(monkeypatch, name: str, error: BaseException):
     [
         ("save_tensors", OSError(28, "No space left on device")),
         ("save_tensors", SafetensorError("I/O error: No space left on device")),
-        ("_write_manifest", SystemExit(143)),
+        ("follow_umask", SystemExit(143)),
         ("sync", KeyboardInterrupt()),
     ],
 )

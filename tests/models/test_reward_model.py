@@ -16,6 +16,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
     pipeline,
 )
 
@@ -23,7 +25,8 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import reward_model as reward_model_module
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from tests.tiny_models import END, KINDS, PAD, save, tiny_model, word_tokenizer
+from ppo_rlhf.supervised.reward_training import normalise_scores
+from tests.tiny_models import END, KINDS, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
 
@@ -80,7 +83,7 @@ def test_a_saved_model_comes_back_normalised_and_without_this_machines_paths(tmp
     model = CausalLMRewardModel.from_causal_lm(PretrainedHandle(source).causal_lm())
     inputs = padded("right", pad=0)
     before = model(*inputs).logits.detach()
-    model.rescale(float(before.mean()), float(before.std()))
+    normalise_scores(model, before)
     saved = save(tmp_path / "reward", model, word_tokenizer())
     scores = PretrainedHandle(saved).reward_model()(*inputs).logits
     assert_close(scores, (before - before.mean()) / before.std(), rtol=1e-4, atol=1e-4)
@@ -113,6 +116,26 @@ def test_as_transformers_own_classifier_it_gives_the_same_scores_up_to_the_mean_
     assert_close(loaded(*inputs).logits, ours, rtol=0.0, atol=1e-6)
     with pytest.raises(ModelError, match="a reward model cannot generate"):
         PretrainedHandle(saved).causal_lm()
+
+
+def test_a_pipeline_gives_the_score_of_our_own_form_and_not_its_sigmoid(tmp_path):
+    model = reward_model("bitnet").float()
+    saved = save(tmp_path / "reward", model)
+    (shown,) = pipeline("text-classification", model=saved)(["a b c </s>"])
+    assert shown["score"] == pytest.approx(model(torch.tensor([[4, 5, 6, END]])).logits.item(), abs=1e-5)
+
+
+def test_the_head_reads_hidden_states_that_a_model_projects_to_another_width(tmp_path):
+    """OPT's smallest model (350m) does."""
+    shape = {"hidden_size": 16, "word_embed_proj_dim": 8, "ffn_dim": 24, "num_hidden_layers": 2}
+    config = OPTConfig(**shape, num_attention_heads=2, vocab_size=len(VOCABULARY), do_layer_norm_before=False)
+    model = CausalLMRewardModel.from_causal_lm(OPTForCausalLM(config).eval())
+    ids = torch.tensor([[4, 5, 6, END]])
+    expected = model.score(model.base_model(ids).last_hidden_state[:, -1])
+    assert model.score.in_features == 8
+    assert_close(model(ids).logits, expected, rtol=0.0, atol=1e-6)
+    saved = save(tmp_path / "reward", model.to_classifier(PAD, END))
+    assert_close(PretrainedHandle(saved).reward_model()(ids).logits, expected, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +187,4 @@ def test_the_fresh_head_has_deviation_one_over_root_width_plus_one():
     model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", n_embd=1024, n_layer=1))
     assert float(model.score.weight.detach().std()) == pytest.approx(1025**-0.5, rel=0.1)
     assert model.score.bias.tolist() == [0.0]
-    assert (model.config.vocab_size, model.config.hidden_size, model.config.num_labels) == (25, 1024, 1)
+    assert (model.score.in_features, model.config.num_labels) == (1024, 1)

@@ -7,6 +7,7 @@ import re
 import pandas as pd
 import pytest
 import torch
+from transformers import pipeline
 
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -147,6 +148,15 @@ def test_the_code_on_the_card_prints_the_score_that_ppo_uses(policies, kind, tmp
     exec(code, {"print": printed.append})
     ids = torch.tensor([[4, 5, 6, 3]])
     assert printed == [pytest.approx(PretrainedHandle(str(tmp_path)).reward_model()(ids).logits.item(), abs=1e-6)]
+
+
+def test_others_pad_the_saved_model_on_the_right_where_gpt2s_positions_are_those_of_its_classifier(policies, tmp_path):
+    trained, _ = train_reward_model(policies["gpt2"], pairs(), config(max_steps=1, minimum_accuracy=0.0))
+    trained.save(tmp_path)
+    scorer = pipeline("text-classification", model=str(tmp_path))
+    texts = ["a b c d e </s>", "f </s>"]
+    together, alone = scorer(texts, batch_size=2), [scorer(text)[0] for text in texts]
+    assert [row["score"] for row in together] == pytest.approx([row["score"] for row in alone], abs=1e-5)
 
 
 @pytest.mark.gpu

@@ -727,7 +727,8 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
     places = ("trainer", "progress", "query_sampler")
     for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
-    monkeypatch.setattr("ppo_rlhf.trainer.progress.on_main", lambda work: [])  # locks and looks for checkpoints
+    for place in ("progress", "trainer"):  # locks and looks for checkpoints, and writes a policy
+        monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
         trainer.train(output_dir=tmp_path / "run")
@@ -869,6 +870,22 @@ def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
     files = [path for path in (tmp_path / "policy").rglob("*") if path.is_file()]
     assert "ema" in {path.parent.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+def test_a_policy_is_not_saved_where_it_would_be_read_as_another_one(sft: str, tmp_path: Path):
+    """transformers puts an adapter in a folder onto whole weights in it, whichever was saved last."""
+    whole, adapter = PPOTrainer(config(), sft), PPOTrainer(config(use_peft=True, export="adapter"), sft)
+    whole.save_pretrained(tmp_path / "whole")
+    adapter.save_pretrained(tmp_path / "adapter")
+    whole.save_pretrained(tmp_path / "whole")
+    for trainer, place, other in ((whole, "adapter", "adapter_config.json"), (adapter, "whole", "config.json")):
+        before = sorted((tmp_path / place).iterdir())
+        with pytest.raises(ModelError, match=rf"^\S+/{place} holds {other} of another model, which would change this"):
+            trainer.save_pretrained(tmp_path / place)
+        assert sorted((tmp_path / place).iterdir()) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="file is a file; give a folder"):
+        whole.save_pretrained(tmp_path / "file")
 
 
 def test_the_pipelines_card_names_the_command_that_evaluates_and_the_trainers_none(sft: str, tmp_path: Path):

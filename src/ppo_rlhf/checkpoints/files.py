@@ -46,7 +46,11 @@ def write_directory(target: Path, iteration: int, write: Callable[[Path], None])
     with written_whole(target, replaces_folder=True) as draft:
         draft.mkdir()
         write(draft)
-        _write_manifest(draft, target.parent.name, iteration)
+        sizes = {path.relative_to(draft).as_posix(): _size_and_hash(path) for path in _files(draft)}
+        entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sizes.items()}
+        manifest = {"format": FORMAT, "run": target.parent.name, "iteration": iteration, "files": entries}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        follow_umask(draft)
 
 
 def verify_checkpoint(directory: Path) -> dict[str, Any]:
@@ -120,14 +124,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as a checkpoint's JSON ({error})") from None
-
-
-def _write_manifest(directory: Path, run: str, iteration: int) -> None:
-    sizes = {path.relative_to(directory).as_posix(): _size_and_hash(path) for path in _files(directory)}
-    entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sizes.items()}
-    manifest = {"format": FORMAT, "run": run, "iteration": iteration, "files": entries}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    follow_umask(directory)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -12,10 +12,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from ppo_rlhf.core.errors import ConfigError, in_one_line
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, HUB_ID, is_adapter, is_local
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, HUB_ID, check_model_directory, is_adapter, is_local
 from ppo_rlhf.models.loading import CARD
 
-STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json")
+STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja")
 """Files of an earlier push that would be read beside those of another model."""
 
 
@@ -34,7 +34,9 @@ def files_to_push(folder: Path) -> dict[str, Path]:
 
     Raises:
         ConfigError: The model is an adapter on a model that only this machine has.
+        ModelError: Weights or configuration are missing or damaged.
     """
+    check_model_directory(folder)
     base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] if is_adapter(folder) else None
     if base is not None and is_local(base):
         raise ConfigError(
@@ -81,7 +83,7 @@ def _card(api: HfApi, file: Path | None, repo_id: str, given: str | None) -> Mod
     card = ModelCard("" if file is None else file.read_text(encoding="utf-8"))
     data: Any = card.data
     data.license = given or data.license
-    if data.license is None and data.base_model is not None:
+    if data.license is None and isinstance(data.base_model, str):
         with suppress(RepositoryNotFoundError):
             data.license = (api.model_info(data.base_model).card_data or data).license
     if data.eval_results:

@@ -20,7 +20,6 @@ from ppo_rlhf.ppo.state import TrainingState
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """The module that lets transformers load a reward model of our own form."""
-PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
 INDEXED = {
@@ -158,7 +157,7 @@ def _list(facts: Mapping[str, str | None]) -> str:
 
 
 def _versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ppo_rlhf", "torch", "transformers"))
 
 
 def _usage(state: TrainingState) -> str:
@@ -174,11 +173,14 @@ def _usage(state: TrainingState) -> str:
         "eos_token_id": list(sampling.stop_token_ids) or None,
     }
     arguments = ", ".join(f"{name}={value}" for name, value in options.items())
+    by_peft = state.config.export == "adapter"  # transformers itself does not read the revision of the base
+    needed = "from peft import AutoPeftModelForCausalLM\n" if by_peft else ""
+    model = "AutoPeftModelForCausalLM.from_pretrained(name)" if by_peft else "name"
     return f"""```python
-from transformers import pipeline
+{needed}from transformers import pipeline
 
 name = "path or hub id of this model"
-generator = pipeline("text-generation", model=name, tokenizer=name)
+generator = pipeline("text-generation", model={model}, tokenizer=name)
 sampling = dict({arguments})  # as in training
 print(generator({prompt}, do_sample=True, **sampling)[0]{text})
 ```

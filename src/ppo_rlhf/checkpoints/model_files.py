@@ -145,6 +145,7 @@ def _sampled_as(state: TrainingState) -> GenerationConfig:
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        bos_token_id=getattr(state.policy.generation_config, "bos_token_id", None),
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=sampling.pad_token_id,
         max_length=context,

@@ -84,7 +84,7 @@ def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) ->
     return int(best["iteration"])
 
 
-def write_completions(directory: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def write_completions(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write one iteration's rows to `completions/iteration_NNNNNN.jsonl`; no rows: nothing was due.
 
     An iteration that a resumed run repeats replaces its file. `datasets.load_dataset("json", data_files=…)` reads them.
@@ -94,7 +94,5 @@ def write_completions(directory: Path, rows: Sequence[Mapping[str, object]]) -> 
     """
     if not rows:
         return
-    iteration = rows[0]["iteration"]
-    assert isinstance(iteration, int)
-    with written_whole(directory / COMPLETIONS / f"{checkpoint_name(iteration)}.jsonl") as draft:
+    with written_whole(directory / COMPLETIONS / f"{checkpoint_name(rows[0]['iteration'])}.jsonl") as draft:
         draft.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")

@@ -29,12 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.directories import ADAPTER_QUANTISATION, ADAPTER_WEIGHTS, is_local
-from ppo_rlhf.models.quantisation import (
-    forget_quantisation,
-    is_quantised,
-    quantisation_states,
-    unquantised,
-)
+from ppo_rlhf.models.quantisation import forget_quantisation, is_quantised, quantisation_states, unquantised
 
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
@@ -83,12 +78,9 @@ class LoraSettings:
 
 
 def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torch.Generator) -> PreTrainedModel:
-    """Return a model over the same weights, all frozen, with a fresh adapter that trains.
+    """Return a model with a fresh adapter that trains, over the very weights of one without, which this freezes.
 
-    Args:
-        model: Any transformers model without adapters; this freezes its parameters and shares them.
-        settings: The adapter's shape.
-        generator: Draws A on the CPU, so that it is the same for every device: uniform as in peft (He et al. 2015).
+    The generator draws A on the CPU, so that it is the same for every device: uniform as in peft (He et al. 2015).
 
     Raises:
         ModelError: The model has none of the target layers.
@@ -265,7 +257,6 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _merge(model: PreTrainedModel) -> PreTrainedModel:
-    """Merge a model's adapter in place."""
     if quantisation_states(model):
         _restore_quantised_layers(model)
     nn.Module.to(model, torch.promote_types(model.dtype, torch.float32))

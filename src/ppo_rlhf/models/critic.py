@@ -57,12 +57,9 @@ class Critic(ValueModel):
     def from_policy(
         cls, policy: PreTrainedModel, *, value_head: nn.Linear | None = None, own_backbone: OwnBackbone | None = None
     ) -> Critic:
-        """Start from the policy's backbone.
+        """Start from the policy's backbone, and a copy of `value_head` or zeros.
 
-        Args:
-            policy: A causal language model.
-            value_head: Copied if given; otherwise the head starts at zero.
-            own_backbone: Makes the critic's backbone; None copies all weights, and all of them train.
+        `own_backbone` makes the critic's backbone; None copies all weights, and all of them train.
         """
         return cls((own_backbone or copy_to_train)(backbone_of(policy)), make_value_head(policy, value_head))
 
@@ -77,11 +74,7 @@ class Critic(ValueModel):
     ) -> Critic:
         """Start from the backbone and the score head of a reward model or of a stored critic, on the policy's device.
 
-        Args:
-            reward_model: Ours or a sequence classifier of transformers, with one label.
-            policy: The policy whose states the critic values.
-            own_backbone: As in `from_policy`.
-            setting: The value of `ppo.value_model` that asks for it, for errors.
+        `own_backbone` is as in `from_policy`, and `setting`, for errors, the value of `ppo.value_model`.
 
         Raises:
             ModelError: The model has another vocabulary than the policy, or no linear score head.

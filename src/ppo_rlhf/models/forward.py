@@ -24,12 +24,7 @@ from ppo_rlhf.models.capabilities import (
     probed_once,
     probing,
 )
-from ppo_rlhf.models.packed_attention import (
-    packed_hidden_states,
-    take_rows,
-    use_packed_attention,
-    use_padded_attention,
-)
+from ppo_rlhf.models.packed_attention import packed_hidden_states, take_rows, use_packed_attention, use_padded_attention
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)

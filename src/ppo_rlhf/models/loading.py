@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, pr
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
-from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
+from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +151,7 @@ class PretrainedHandle:
     ) -> PreTrainedModel:
         """Return the language model in eval mode, without dropout, on the CPU.
 
-        Args:
-            dtype: Type of the weights.
-            quantised_on: A device to load the model to with its linear layers in 4 bits, which compute in `dtype`.
+        With `quantised_on` it is loaded to that device with its linear layers in 4 bits, which compute in `dtype`.
 
         Raises:
             ConfigError: bitsandbytes is missing.
@@ -207,17 +205,14 @@ class PretrainedHandle:
         Raises:
             ModelError: The directory cannot be used, or the value head is not a linear layer with one output.
         """
-        if is_local(self.source):
-            check_model_directory(self.source)
+        check_model_directory(self.source)
         file = self._file(WEIGHTS, local_files_only=True) or self._file(WEIGHTS_INDEX, local_files_only=True)
         return None if file is None else read_value_head(file.parent)
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
         """Raise `ModelError` unless the model is a sequence classifier with one label.
 
-        Args:
-            what: What the model is to be: a stored critic has the form of a reward model.
-            stage: The pipeline that trains one.
+        The error says `what` it is to be (a stored critic has the form of a reward model), and what stage trains one.
         """
         config = self.config()
         if why := why_no_reward_model(next(iter(config.architectures or ()), None), config):
@@ -335,8 +330,7 @@ class PretrainedHandle:
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
-        if local:
-            check_model_directory(self.source)
+        check_model_directory(self.source)
         try:
             with quiet_transformers():
                 return load(
@@ -363,10 +357,22 @@ class TrainedModel:
     generation_config: GenerationConfig | None = None  # instead of the model's own
 
     def save(self, folder: Path) -> None:
-        """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
-        options: dict[str, Any] = {} if "save_pretrained" in vars(self.model) else {"max_shard_size": SHARD}
-        if self.value_head is not None:
-            options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
+        """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below.
+
+        Raises:
+            ModelError: The folder is a file, or holds a whole model where an adapter is to be saved, or the reverse.
+        """
+        only_adapter = "save_pretrained" in vars(self.model)
+        other = CONFIG if only_adapter else ADAPTER_CONFIG
+        if folder.is_file():
+            raise ModelError(f"{folder} is a file; give a folder to save the model in.")
+        if (folder / other).is_file():  # transformers would put the adapter onto the whole weights, whichever is newer
+            raise ModelError(
+                f"{folder} holds {other} of another model, which would change this one; give another folder."
+            )
+        options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
+        if (head := self.value_head) is not None:
+            options["state_dict"] = self.model.state_dict() | {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}
         with quiet_transformers():
             self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
@@ -376,8 +382,7 @@ class TrainedModel:
             (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)
         if self.average is not None:
-            average = TrainedModel(self.average, self.tokenizer, generation_config=self.generation_config)
-            average.save(folder / AVERAGE)
+            replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
 
 
 def why_unreadable(error: Exception) -> str:

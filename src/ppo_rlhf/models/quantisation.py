@@ -38,10 +38,7 @@ def check_bitsandbytes(settings: str) -> None:
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return how transformers quantises a model that computes in `dtype`."""
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
@@ -71,12 +68,8 @@ def quantisation_states(model: nn.Module) -> list[Any]:
 def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | Conv1D:
     """Return a plain layer, of the class that was quantised, with the weights that a 4-bit layer computes with.
 
-    Args:
-        layer: In 4 bits, on any device.
-        summand: `[outputs, inputs]`, added to the weights.
-
-    Returns:
-        A layer on the CPU, in float32: a GPU that needs 4 bits has no room for it.
+    `summand` `[outputs, inputs]` is added to them. The layer is on the CPU, in float32: a GPU that needs 4 bits has no
+    room for it.
     """
     from bitsandbytes.functional import dequantize_4bit
 

@@ -46,22 +46,12 @@ class CausalLMRewardConfig(PretrainedConfig):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
         self.text_config.name_or_path = ""  # else the saved configuration names a folder of this machine
-        kwargs.setdefault("num_labels", 1)
+        kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}  # so that pipelines give the score itself
         super().__init__(**kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
         """Return the configuration of the text model; a model that also reads images nests it one level deeper."""
         return self.text_config.get_text_config(*args, **kwargs)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the backbone's embedding."""
-        return self.get_text_config().vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the backbone's hidden states."""
-        return self.get_text_config().hidden_size
 
 
 class CausalLMRewardModel(PreTrainedModel):
@@ -83,7 +73,8 @@ class CausalLMRewardModel(PreTrainedModel):
         super().__init__(config)
         # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
-        self.score = nn.Linear(config.hidden_size, 1, bias=True)
+        text = config.get_text_config()  # OPT's smallest model projects its hidden states to another width
+        self.score = nn.Linear(getattr(text, "word_embed_proj_dim", None) or text.hidden_size, 1)
         self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self.post_init()
 
@@ -140,11 +131,7 @@ class CausalLMRewardModel(PreTrainedModel):
         return cast("PreTrainedModel", model)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
         """Return `.logits` [B, 1]: the scores of sequences [B, S] that are padded on either side.
 
@@ -164,12 +151,6 @@ class CausalLMRewardModel(PreTrainedModel):
         # select before the head: padded positions, NaN included, never enter the score
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
         return SequenceClassifierOutput(logits=self.score(last_hidden_BH))
-
-    @torch.no_grad()
-    def rescale(self, mean: float, deviation: float) -> None:
-        """Fold `(score - mean) / deviation` into the head, so that the saved model is already normalised."""
-        self.score.weight.div_(deviation)
-        self.score.bias.sub_(mean).div_(deviation)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the head: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""

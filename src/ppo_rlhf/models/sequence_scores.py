@@ -18,16 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """Return a reward model's scores `[B]`.
+    """Return the scores `[B]` of B sequences of token ids.
 
-    Our reward models score packed sequences where their backbone can. Classifiers of transformers run their own
-    forward on a padded batch, or on one sequence at a time if padding changes their scores or they have no pad id.
-
-    Args:
-        model: A `CausalLMRewardModel`, or a sequence classifier of transformers with one label.
-        sequences: B sequences of token ids.
-        pad_id: Fills up the padded batch unless the model's configuration names its own pad id, by which
-            transformers' classifiers find the last token.
+    Our reward models score packed sequences where their backbone can. Classifiers of transformers with one label run
+    their own forward on a padded batch, or on one sequence at a time if padding changes their scores or they have no
+    pad id. `pad_id` fills up the batch unless the model's configuration names its own, by which transformers'
+    classifiers find the last token.
     """
     own_pad_id = model.config.get_text_config().pad_token_id
     ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None

@@ -86,7 +86,7 @@ def stop_token_ids(
     """Return the ids that end a response, ascending.
 
     Args:
-        tokenizer: The policy's tokenizer.
+        tokenizer: The policy's.
         generation_config: Its `eos_token_id` may be one id or a list; all of them stop.
         stop_token: "eos" is the union of the generation configuration's ids, the tokenizer's end of text and the chat
             template's end of turn; "period" the ids of "."; "none" no id.
@@ -208,11 +208,7 @@ def encode_texts(
     """Return the tokens of texts, with the beginning that the tokenizer puts before them, but never a second one.
 
     An end of text that the tokenizer appends is taken off: not all texts end. One that a text has itself stays.
-
-    Args:
-        texts: Plain texts, some of them rendered by a chat template beforehand.
-        tokenizer: Any tokenizer.
-        is_rendered: Whether a text was rendered here, so that no token is to be added to it; None: none was.
+    `is_rendered` says which texts a chat template wrote, so that no token is to be added to them; None: to any may be.
     """
     begin, eos, end = tokenizer.bos_token, tokenizer.eos_token_id, str(tokenizer.eos_token)
     ids: list[list[int]] = [[] for _ in texts]
@@ -232,12 +228,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids:
     """Return the text that each token adds to the text before it; concatenated they are the text of `ids`.
 
     Where a character of several bytes is cut into tokens, the last of them has all of it and the others have "". Bytes
-    that are no UTF-8 become U+FFFD. Special tokens are written out.
-
-    Args:
-        tokenizer: Any tokenizer.
-        context_ids: The tokens before `ids`: many tokenizers drop the space at the start of a text.
-        ids: The tokens whose text is wanted.
+    that are no UTF-8 become U+FFFD. Special tokens are written out. `context_ids` are the tokens before `ids`: many
+    tokenizers drop the space at the start of a text.
     """
 
     def decode(start: int, end: int) -> str:
@@ -256,14 +248,9 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids:
 
 
 def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerBase:
-    """Train a word-level tokenizer: one id for each space-separated word.
+    """Train a word-level tokenizer: one id for each space-separated word, and <pad>, <unk> and </s>.
 
-    Args:
-        texts: The training corpus.
-        context_length: Recorded as the tokenizer's `model_max_length`, tokens.
-
-    Returns:
-        A tokenizer with <pad>, <unk> and </s>, where decode(encode(text)) == text for single-spaced known words.
+    decode(encode(text)) == text for single-spaced known words. `context_length` becomes its `model_max_length`, tokens.
     """
     backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()

@@ -36,8 +36,3 @@ def read_value_head(folder: Path) -> nn.Linear | None:
     head = nn.Linear(width, 1, dtype=torch.promote_types(found[WEIGHT].dtype, torch.float32))
     head.load_state_dict({"weight": found[WEIGHT], "bias": found[BIAS]})
     return head
-
-
-def value_head_tensors(head: nn.Linear) -> dict[str, Tensor]:
-    """Return a value head's weights under the names that they have on disk."""
-    return {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}

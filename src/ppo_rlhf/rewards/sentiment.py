@@ -4,8 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import pipeline
+
+from ppo_rlhf.models.quiet import errors_only
 
 MODEL = "lvwerra/distilbert-imdb"
 """A classifier whose class 1 is positive."""
@@ -14,19 +15,14 @@ _BATCH_SIZE = 64
 
 def positive_logit(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
     """Return the logit of the class positive for each prompt with its completion."""
-    tokenizer, model = _classifier(MODEL)
+    classifier = _classifier(MODEL)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    logits: list[float] = []
-    with torch.no_grad():
-        for start in range(0, len(texts), _BATCH_SIZE):
-            batch = tokenizer(
-                texts[start : start + _BATCH_SIZE], padding=True, truncation=True, return_tensors="pt"
-            ).to(model.device)
-            logits += model(**batch).logits[:, 1].tolist()
-    return logits
+    positive = classifier.model.config.id2label[1]
+    with errors_only("transformers"):  # on a GPU it advises a data set after ten calls
+        found = classifier(texts, batch_size=_BATCH_SIZE, truncation=True, top_k=None, function_to_apply="none")
+    return [label["score"] for labels in found for label in labels if label["label"] == positive]
 
 
 @functools.cache
-def _classifier(name: str) -> tuple[Any, Any]:
-    model = AutoModelForSequenceClassification.from_pretrained(name).eval()
-    return AutoTokenizer.from_pretrained(name), model.to("cuda" if torch.cuda.is_available() else "cpu")
+def _classifier(name: str) -> Any:
+    return pipeline("text-classification", model=name)

@@ -69,10 +69,7 @@ class RewardModellingConfig(OptimisationConfig):
 
 
 def train_reward_model(
-    sft_policy: PretrainedHandle,
-    preferences: pd.DataFrame,
-    config: RewardModellingConfig,
-    watch: Watch | None = None,
+    sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig, watch: Watch | None = None
 ) -> tuple[TrainedModel, History]:
     """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
 
@@ -122,6 +119,7 @@ def train_reward_model(
     card = render_reward_card(
         sft_policy.source, _facts(config, len(trained), accuracy, len(held_out)), config.preferences_path, own_form
     )
+    tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
     return TrainedModel(saved, tokenizer, card=card), history
 
 
@@ -157,7 +155,8 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
     source = f"sampled from the model it started from, labelled by `{config.labeller}`"
     if config.preferences_path is not None or config.labeller is None:
         source = f"of `{place(config.preferences_path or 'preferences')}`"
-    length = f"{config.num_train_epochs:g} epochs" if config.max_steps is None else f"{config.max_steps:,} steps"
+    passes = f"{config.num_train_epochs:g} epoch{'' if config.num_train_epochs == 1.0 else 's'}"
+    length = passes if config.max_steps is None else f"{config.max_steps:,} steps"
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
         "Data": f"{pairs:,} pairs {source}",
@@ -168,6 +167,7 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
     }
 
 
+@torch.no_grad()
 def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
     """Rescale the head so that responses with these scores [N] get mean 0 and standard deviation 1.
 
@@ -177,7 +177,8 @@ def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
     mean, deviation = float(scores.double().mean()), float(scores.double().std())
     if not deviation > 0.0:  # NaN included
         raise TrainingError(f"reward_modelling: the scores of all responses have mean {mean}, deviation {deviation}.")
-    model.rescale(mean, deviation)
+    model.score.weight.div_(deviation)
+    model.score.bias.sub_(mean).div_(deviation)
 
 
 def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch_size: int) -> tuple[Tensor, Tensor]:

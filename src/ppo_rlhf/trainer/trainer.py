@@ -330,15 +330,16 @@ class PPOTrainer:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
-        An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`. The
-        model card README.md is written, too, unless the folder has another README.md.
+        An adapter is merged, unless `config.export` is `adapter`. The moving average of the weights, if there is one,
+        is written to the folder `ema`. The model card README.md is written, too, unless the folder has another one.
+
+        Raises:
+            ModelError: As `TrainedModel.save`.
         """
-        if is_main_process():
-            folder = Path(save_directory)
-            rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
-            card = render_card(self.state, rewards) if may_write_card(folder) else None
-            replace(exported_policy(self.state), card=card).save(folder)
-        wait_for_all()
+        folder = Path(save_directory)
+        rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
+        card = render_card(self.state, rewards) if may_write_card(folder) else None
+        on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.
