@@ -292,16 +292,18 @@ def _iterate(
         rows = catalog.load(EVALUATION_METRICS) if is_told else None
         callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
 
-    if state.iteration > 0 or state.finished:
+    is_complete = state.finished
+    if not is_complete:
+        say("Training: %d iterations.", state.total_iterations - state.iteration)
+        callbacks.begin()
+    if state.iteration > 0 or is_complete:
         catalog.save(NEXT_STATE, state)
         for node in plan.rerun_on_resume:
             execute(node)
         tell_evaluation()
-    if state.finished:
+    if is_complete:
         say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
         return
-    say("Training: %d iterations.", state.total_iterations - state.iteration)
-    callbacks.begin()
     shutdown = _Shutdown(state)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (

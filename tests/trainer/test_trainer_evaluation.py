@@ -39,7 +39,7 @@ def trainer_of(**given: Any) -> PPOTrainer:
     return PPOTrainer(settings, tiny_model(), None, word_tokenizer(), **given)
 
 
-def pipelines_rows(sft: str, judge: str | None, **settings: Any) -> list[dict[str, Any]]:
+def pipelines_rows(sft: str, judge: str | None, resume: Path | None = None, **settings: Any) -> list[dict[str, Any]]:
     """The rows that the pipeline's node `evaluate_iteration` makes of the same run."""
     given = {
         "params:ppo": config(**settings),
@@ -49,6 +49,7 @@ def pipelines_rows(sft: str, judge: str | None, **settings: Any) -> list[dict[st
         "raw_prompts": table_of({"prompt": PROMPTS}),
         "raw_evaluation_prompts": table_of({"prompt": HELD_OUT}),
         "sft_policy": PretrainedHandle(sft),
+        "resume_checkpoint": resume,
     }
     rows: list[dict[str, Any]] = []
 

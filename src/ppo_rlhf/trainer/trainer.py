@@ -82,7 +82,7 @@ class PPOTrainer:
         value_model: ModelSource | None = None,
         evaluation_prompts: Any = None,
         judge: Callable[..., list[float]] | str | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
 
@@ -98,7 +98,8 @@ class PPOTrainer:
                 or the directory of a stored critic. None follows `config.value_model`.
             evaluation_prompts: Held-out prompts, of the same kinds, for `evaluate()` and every `eval_interval`.
             judge: Decides who wins these: see `trainer.evaluation.take_held_out`; None takes the reward.
-            callbacks: transformers' TrainerCallbacks for `train()` (docs/callbacks.md), beside `config.callbacks`.
+            callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/callbacks.md), beside
+                `config.callbacks`.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
@@ -111,7 +112,7 @@ class PPOTrainer:
                 "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
             )
         self.config = config = with_dtype(config)
-        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks]
+        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
         self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
         start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
