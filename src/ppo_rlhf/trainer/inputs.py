@@ -46,13 +46,14 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def take_prompts(
-    prompts: Any, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
+    prompts: Any, name: str, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
 ) -> PromptDataset:
     """Return prompts as a tokenised dataset.
 
-    Prompts are texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
-    column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset. A prompt and
-    its response have at most `context` tokens; errors say `why` if that is not the policy's context.
+    Prompts are texts, chats or token ids in a list, an array or a column of a table; a table (pandas, `datasets`, rows,
+    a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a
+    PromptDataset. A prompt and its response have at most `context` tokens; errors say `why` if that is not the policy's
+    context, and call the prompts by the `name` of PPOTrainer's argument.
 
     Raises:
         DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
@@ -60,37 +61,38 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    given, tokenizer = _columns(prompts), policy.tokenizer
+    given, tokenizer = _columns(prompts, name), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
     if given.keys() & {"prompt", *CONVERSATIONS}:
-        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
+        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", name)
     if TOKENS not in given:
         names = ", ".join(map(str, given))
-        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {names}")
+        raise DataError(f"PPOTrainer: {name} has no column `prompt` or `{TOKENS}`; the columns are {names}")
     rows = list(given[TOKENS])
     if MASK in given:
         try:
             pairs = [zip(*row, strict=True) for row in zip(rows, given[MASK], strict=True)]
             rows = [[token for token, is_text in row if is_text] for row in pairs]
         except (TypeError, ValueError):
-            raise DataError(f"PPOTrainer: prompts has not one number of `{MASK}` for each of `{TOKENS}`") from None
+            raise DataError(f"PPOTrainer: {name} has not one number of `{MASK}` for each of `{TOKENS}`") from None
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
-    others = {name: given[name] for name in given if name not in (TOKENS, MASK)}
+    others = {column: given[column] for column in given if column not in (TOKENS, MASK)}
     prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(each) for each in ids]}
     table = table_of({**others, **prompts})
-    return PromptDataset.of_table(reader.fit(table, "prompts"))
+    return PromptDataset.of_table(reader.fit(table, name))
 
 
-def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
+def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
-    if isinstance(prompts, list | tuple):
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # of a tensor, an array, a Series
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
             if strange := [row for row in prompts if not isinstance(row, Mapping)]:
-                raise DataError(f"PPOTrainer: prompts has rows of columns, and {strange[0]!r:.60}; give one kind")
+                raise DataError(f"PPOTrainer: {argument} has rows of columns, and {strange[0]!r:.60}; give one kind")
             names = dict.fromkeys(name for row in prompts for name in row)
             return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
@@ -100,7 +102,7 @@ def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
         return prompts
     raise DataError(
-        f"PPOTrainer: prompts is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
+        f"PPOTrainer: {argument} is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
         "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
         "Dataset.from_list of a stream"
     )

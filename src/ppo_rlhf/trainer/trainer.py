@@ -120,8 +120,8 @@ class PPOTrainer:
         critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts, held_out = (
-            None if table is None else trainer_inputs.take_prompts(table, start, config, *limit)
-            for table in (prompts, evaluation_prompts)
+            None if table is None else trainer_inputs.take_prompts(table, name, start, config, *limit)
+            for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
         decides = take_held_out(held_out, judge, self._scorer, self._prompts)
         tables = [table for table in (self._prompts, held_out) if table is not None]
