@@ -259,7 +259,7 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     skipped: set[Node] = set()
     for node in reversed(pipeline.nodes):
         readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
-        if node.outputs and all(catalog.has_written(name) or (of and of <= skipped) for name, of in readers.items()):
+        if node.outputs and all(name in catalog.written or (of and of <= skipped) for name, of in readers.items()):
             skipped.add(node)
     if not skipped:
         return pipeline
@@ -308,7 +308,7 @@ def _iterate(
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as report,
-        finishing_first(state.shutdown_grace_s, shutdown.ask, say),
+        finishing_first(state.config.shutdown_grace_s, shutdown.ask, say),
     ):
         while not state.finished:
             shutdown.iteration = state.iteration + 1

@@ -74,33 +74,28 @@ def resolve_device(name: str) -> torch.device:
         ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
             processes would share it; or `check_launch` refuses the launch.
     """
-    device = _named_device(name)
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return device
-
-
-def _named_device(name: str) -> torch.device:
     check_launch()
+    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     if process_count() > 1:
-        own = join_processes().device
-        if name not in ("auto", own.type):
+        device = join_processes().device
+        if name not in ("auto", device.type):
             raise ConfigError(
-                f"device={name}: with {process_count()} processes each has the {own.type} device of its local "
+                f"device={name}: with {process_count()} processes each has the {device.type} device of its local "
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
-        return own
-    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    if device.type == "cuda" and keeps_to_cpu:
-        raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
+    elif name == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or one such as cuda:1") from None
+        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"device={name}: this machine has {count} CUDA devices; use auto or cpu")
+        if device.type == "cuda" and keeps_to_cpu:
+            raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

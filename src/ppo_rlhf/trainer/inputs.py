@@ -121,9 +121,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     """
     device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
     offload = config.offload_reward_model
-    if reward is None:
-        reward = config.reward_model_path
     path = config.reward_model_path
+    reward = path if reward is None else reward
     if isinstance(reward, str | Path):
         reward, path = RewardConfig(components=[RewardComponentConfig(type="model")]), str(reward)
     if isinstance(reward, RewardConfig):

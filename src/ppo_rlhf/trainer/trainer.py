@@ -124,12 +124,6 @@ class PPOTrainer:
             for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
         decides = take_held_out(held_out, judge, self._scorer, self._prompts)
-        tables = [table for table in (self._prompts, held_out) if table is not None]
-        if self._scorer is not None:
-            for table in tables:
-                if self._scorer is not reward:
-                    trainer_inputs.try_functions(self._scorer, table, config)
-                check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
         in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
@@ -142,8 +136,11 @@ class PPOTrainer:
         if held_out is not None and self._scorer is not None:
             self.held_out = HeldOut(self.state, self.reference_policy, held_out, self._scorer, decides)
         self._sampler = QuerySampler(self.state, limit)
-        for table in tables:
-            if self._scorer is not None:
+        for table in (self._prompts, held_out):
+            if self._scorer is not None and table is not None:
+                if self._scorer is not reward:
+                    trainer_inputs.try_functions(self._scorer, table, config)
+                check_chats(self._scorer, table)
                 check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
         progress.warn(self.state, evaluates=self.held_out is not None)
 
