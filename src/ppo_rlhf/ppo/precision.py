@@ -13,19 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
+from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.sharding import sharded
 from ppo_rlhf.models.token_rows import few_shapes_are_faster
-from ppo_rlhf.processes import (
-    check_launch,
-    forget_accelerator,
-    join_processes,
-    process_count,
-    quick_group,
-    shards_models,
-)
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -74,13 +67,13 @@ def resolve_device(name: str) -> torch.device:
         ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
             processes would share it; or `check_launch` refuses the launch.
     """
-    check_launch()
+    processes.check_launch()
     keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    if process_count() > 1:
-        device = join_processes().device
+    if (count := processes.process_count()) > 1:
+        device = processes.join_processes().device
         if name not in ("auto", device.type):
             raise ConfigError(
-                f"device={name}: with {process_count()} processes each has the {device.type} device of its local "
+                f"device={name}: with {count} processes each has the {device.type} device of its local "
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
     elif name == "auto":
@@ -104,8 +97,8 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
     `finds_unused`: some steps leave weights without a gradient, which DDP must then look for.
     """
-    if process_count() > 1:
-        join_processes()
+    if processes.process_count() > 1:
+        processes.join_processes()
     # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
@@ -116,7 +109,7 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
         accelerator = make()
         if accelerator.device.type == device.type:
             return accelerator
-    forget_accelerator()
+    processes.forget_accelerator()
     return make()
 
 
@@ -125,13 +118,13 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
 
     The pass is on its device already, unless FSDP2 is to share it out: then `sharded` brings it there.
     """
-    if shards_models():
+    if processes.shards_models():
         return sharded(forward, accelerator.device)
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
     if hasattr(wrapped, "register_comm_hook"):  # DDP's wrapper
-        wrapped.register_comm_hook(quick_group(), _sum_over_processes)  # type: ignore[operator]
+        wrapped.register_comm_hook(processes.quick_group(), _sum_over_processes)  # type: ignore[operator]
     return wrapped
 
 

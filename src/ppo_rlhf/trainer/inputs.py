@@ -29,15 +29,9 @@ from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_voc
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards import scorers
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
-from ppo_rlhf.rewards.scorers import (
-    NOTHING_TO_OFFLOAD,
-    ModelScorer,
-    build_reward_scorer,
-    functions_of,
-    score_by_function,
-)
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
@@ -129,7 +123,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         handle = None if path is None else PretrainedHandle(path)
         if handle is not None and reward.needs_model:
             _check_ids_of_critic(handle.tokenizer(), policy, config)
-        return build_reward_scorer(
+        return scorers.build_reward_scorer(
             reward, handle, policy.tokenizer, batch_size=batch_size, device=device, dtype=dtype, offload=offload
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
@@ -146,9 +140,10 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
         ensure_pad_token(own, model.config)
         ensure_pad_id(model, own)
-        return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size, device))], model)
+        scoring = scorers.ModelScorer(model, own, policy.tokenizer, batch_size, device)
+        return RewardScorer([("model", 1.0, scoring)], model)
     if offload:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
+        raise ConfigError(scorers.NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):
         return reward
     if not callable(reward):
@@ -158,7 +153,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         )
     name = getattr(reward, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
-    return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
+    return RewardScorer([(name, 1.0, partial(scorers.score_by_function, reward, name))])
 
 
 def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
@@ -166,12 +161,12 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     if scorer is None:
         return {}
     parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
-    return {"reward": [type(scorer), parts], MENDABLE: functions_of(scorer) or None}
+    return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
     """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
-    if functions := functions_of(scorer):
+    if functions := scorers.functions_of(scorer):
         batch = few_answered(prompts)
         if 2 in [function(batch).dim() for function in functions]:
             check_token_rewards(config)

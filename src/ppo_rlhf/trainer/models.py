@@ -93,10 +93,7 @@ def take_policies(
 
 
 def take_critic(
-    config: PPOConfig,
-    policy: TrainedModel,
-    reward_model: PreTrainedModel | None,
-    value_model: ModelSource | None,
+    config: PPOConfig, policy: TrainedModel, reward_model: PreTrainedModel | None, value_model: ModelSource | None
 ) -> AnyCritic:
     """Return the critic: from `value_model` if it is given, else by `ppo.value_model`.
 
