@@ -237,8 +237,8 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
         metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
         state = SimpleNamespace(iteration=int(row["iteration"]), finished=False)
-        log.node_ran(SimpleNamespace(name="a"), {}, {"next_training_state": state, "ppo_metrics": metrics})
-        log.node_ran(SimpleNamespace(name="b"), {"next_training_state": state}, {"evaluation_metrics": evaluated})
+        log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
+        log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     with caplog.at_level(logging.INFO):
         log.log_advice()
     assert logged(caplog)[0] == HEADLINE
@@ -252,7 +252,7 @@ def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics
     log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
     state = SimpleNamespace(iteration=40, finished=True)
     evaluated = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0]}
-    log.node_ran(SimpleNamespace(name="b"), {"next_training_state": state}, {"evaluation_metrics": evaluated})
+    log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     assert [entry for entry in logged if entry[0]] == [({"eval/since_best_p": 0.5}, 40)]
 
 
@@ -261,7 +261,7 @@ def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged
     log = RunLog("run", Pipeline([]), catalog, is_resumed=True)
     log._log = SimpleNamespace(log=lambda *_, **__: None)
     state = SimpleNamespace(iteration=40, finished=False, history=history(FAR))
-    log.node_ran(SimpleNamespace(name="initialise_training_state"), {}, {"training_state": state})
+    log.node_ran({}, {"training_state": state})
     with caplog.at_level(logging.INFO):
         log.log_advice()
     assert logged(caplog)[1].startswith(EXPECTED)

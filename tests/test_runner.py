@@ -32,7 +32,6 @@ class CountingState:
     iteration: int = 0
     stop_requested: bool = False
     stopping: bool = False
-    shutdown_grace_s: float = 25.0
 
     @property
     def finished(self) -> bool:

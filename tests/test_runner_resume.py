@@ -32,7 +32,7 @@ ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
 class State:
     """One iteration."""
 
-    total_iterations, stopping, shutdown_grace_s, config = 1, False, 25.0, PPOConfig()
+    total_iterations, stopping, config = 1, False, PPOConfig()
 
     def __init__(self) -> None:
         self.iteration = 0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from kedro.framework.hooks.manager import _create_hook_manager
@@ -25,8 +25,7 @@ from ppo_rlhf.signals import RunInterruptedError
 class State:
     """A state that is changed in place, as PPO's is."""
 
-    config: ClassVar = PPOConfig()
-    shutdown_grace_s: float = 25.0
+    config: PPOConfig = field(default_factory=PPOConfig)
     total_iterations: int = 6
     save_interval: int = 2
     iteration: int = 0
@@ -122,7 +121,7 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
 
 def play(grace: float = 25.0, **at: str | Callable[[], None]) -> Scene:
     """Run the loop with signals (by name) or actions at the given moments until it is interrupted."""
-    scene = Scene(State(grace))
+    scene = Scene(State(PPOConfig(shutdown_grace_s=grace)))
     for moment, action in at.items():
         raised = None if callable(action) else signal.Signals[action]
         scene.at[moment.replace("_", " ")] = action if callable(action) else lambda s=raised: signal.raise_signal(s)

@@ -259,7 +259,7 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     skipped: set[Node] = set()
     for node in reversed(pipeline.nodes):
         readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
-        if node.outputs and all(catalog.has_written(name) or (of and of <= skipped) for name, of in readers.items()):
+        if node.outputs and all(name in catalog.written or (of and of <= skipped) for name, of in readers.items()):
             skipped.add(node)
     if not skipped:
         return pipeline
@@ -292,21 +292,23 @@ def _iterate(
         rows = catalog.load(EVALUATION_METRICS) if is_told else None
         callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
 
-    if state.iteration > 0 or state.finished:
+    is_complete = state.finished
+    if not is_complete:
+        say("Training: %d iterations.", state.total_iterations - state.iteration)
+        callbacks.begin()
+    if state.iteration > 0 or is_complete:
         catalog.save(NEXT_STATE, state)
         for node in plan.rerun_on_resume:
             execute(node)
         tell_evaluation()
-    if state.finished:
+    if is_complete:
         say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
         return
-    say("Training: %d iterations.", state.total_iterations - state.iteration)
-    callbacks.begin()
     shutdown = _Shutdown(state)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as report,
-        finishing_first(state.shutdown_grace_s, shutdown.ask, say),
+        finishing_first(state.config.shutdown_grace_s, shutdown.ask, say),
     ):
         while not state.finished:
             shutdown.iteration = state.iteration + 1

@@ -118,7 +118,7 @@ def test_token_samples_are_a_page_of_their_iteration_and_none_where_none_were_du
     node = Node(lambda: {}, None, "token_samples", name="show_tokens")
     log = RunLog(run_id, Pipeline([node]), DataCatalog({}))
     for outputs in ({"iteration": 1, "responses": 8, "samples": [sample]}, {}):
-        log.node_ran(node, {}, {"token_samples": outputs})
+        log.node_ran({}, {"token_samples": outputs})
     assert log.close(is_finished=True)
     assert [file.path for file in MlflowClient().list_artifacts(run_id, "token_view")] == [
         "token_view/iteration_000001.html"
@@ -126,6 +126,22 @@ def test_token_samples_are_a_page_of_their_iteration_and_none_where_none_were_du
     page = mlflow.artifacts.load_text(f"{mlflow.active_run().info.artifact_uri}/token_view/iteration_000001.html")
     assert page.startswith("<!doctype html>")
     assert "> film</span>" in page
+
+
+def test_the_first_twenty_completions_of_a_sampled_iteration_are_a_table(run_id: str):
+    rows = [
+        {"iteration": 3, "prompt": f"p{i}", "completion": f"c{i}", "score": i / 4, "kl": i / 8, "stopped": i > 0}
+        for i in range(24)
+    ]
+    log = RunLog(run_id, Pipeline([]), DataCatalog({}))
+    for completions in ([{**row, "advantage": 1.0, "tokens": 4} for row in rows], []):
+        log.node_ran({}, {"completions": completions})
+    assert log.close(is_finished=True)
+    table = mlflow.artifacts.load_dict(f"{mlflow.active_run().info.artifact_uri}/samples.json")
+    assert table["columns"] == ["iteration", "prompt", "response", "score", "kl", "stopped"]
+    assert len(table["data"]) == 20
+    assert table["data"][19] == [3, "p19", "c19", 19 / 4, 19 / 8, True]
+    assert table["data"][0][-1] is False
 
 
 def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):
@@ -138,7 +154,7 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
     history = [{"iteration": float(i), "objective/scores": i / 4} for i in (1, 2)]
     state = SimpleNamespace(iteration=2, finished=False, history=history)
     log = RunLog(run_id, pipeline, catalog, is_resumed=True)
-    log.node_ran(SimpleNamespace(name="initialise_training_state"), {}, {"training_state": state})
+    log.node_ran({}, {"training_state": state})
     assert log.close(is_finished=False)
     assert points(run_id, "objective/scores") == [(1, 0.25), (2, 0.5)]
     assert points(run_id, "eval/win_rate") == [(1, 0.4)]  # iteration 3 is behind the checkpoint
@@ -176,7 +192,7 @@ def test_a_stage_that_is_one_node_reaches_mlflow_while_it_runs_and_once(run_id: 
         report(4, {"sft/eval_loss": 2.5})
         assert log._log.flush(10.0)
         assert points(run_id, "sft/loss") == [(2, 3.0), (4, 2.0)]
-    log.node_ran(node, {}, {"sft_metrics": rows})
+    log.node_ran({}, {"sft_metrics": rows})
     assert log.close(is_finished=True)
     assert points(run_id, "sft/loss") == [(2, 3.0), (4, 2.0)]
     assert points(run_id, "sft/eval_loss") == [(4, 2.5)]

@@ -11,8 +11,8 @@ from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.ppo.experience import (
     Scores,
+    completion_rows,
     estimate_advantages,
-    sample_table,
     score_responses,
     shape_rewards,
 )
@@ -239,15 +239,14 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_samples_has_a_row_for_each_of_the_first_responses(rollouts):
+def test_completions_are_a_row_for_each_response(rollouts):
     scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of())
-    table = sample_table(rollouts, scores, shaped, limit=2)
-    assert table == {
-        "prompt": rollouts.prompts.texts[:2],
-        "response": ["response 0", "response 1"],
-        "score": [3.0, -7.0],
-        "kl": [-0.5, 2.25],  # summed over the response, nats
-        "stopped": [True, False],
-    }
-    assert [len(column) for column in sample_table(rollouts, scores, shaped).values()] == [3] * 5
+    experience = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False))
+    rows = completion_rows(experience)
+    assert [row["prompt"] for row in rows] == rollouts.prompts.texts
+    assert [row["completion"] for row in rows] == ["response 0", "response 1", "response 2"]
+    assert [row["score"] for row in rows] == [3.0, -7.0, 1.0]
+    assert [row["kl"] for row in rows][:2] == [-0.5, 2.25]  # summed over the response, nats
+    assert [row["stopped"] for row in rows][:2] == [True, False]
+    assert {row["iteration"] for row in rows} == {rollouts.iteration}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerControl
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
@@ -177,6 +177,27 @@ def test_an_evaluation_that_a_callback_asks_for_is_made():
     assert [row["iteration"] for row in trainer.held_out.rows] == [1.0, 3.0]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_a_resumed_run_begins_before_the_evaluation_that_it_makes_up_for(tmp_path: Path, in_pipeline: bool):
+    with pytest.raises(TrainingError):
+        trainer_of(Recorder(("save", 2), ValueError("x"))).train(output_dir=tmp_path / "run")
+    seen, checkpoint = Recorder(), tmp_path / "run" / "iteration_000002"
+    if in_pipeline:
+        MADE.clear()
+        sft, settings = save(tmp_path / "sft", tiny_model()), {"save_interval": 2, "eval_interval": 2}
+        pipelines_rows(sft, None, resume=checkpoint, callbacks=f"{HERE}:recorder", **settings)
+        (seen,) = MADE
+    else:
+        trainer_of(seen).train(resume_from_checkpoint=checkpoint, output_dir=tmp_path / "run")
+    assert seen.events[:4] == [("begin", 2), ("log", 2), ("evaluate", 2), ("step", 3)]
+
+
+def test_what_is_not_saved_is_no_event():
+    seen = Recorder(("step", 2), "should_training_stop")
+    trainer_of(seen).train()
+    assert ("save", 2) not in seen.events
+
+
 @pytest.mark.parametrize("at", ["step", "log", "evaluate"])
 def test_what_a_callback_raises_ends_the_run_in_one_line_once_the_iteration_is_saved(tmp_path: Path, at: str):
     trainer = trainer_of(Recorder((at, 2), ValueError("no such\nplace")), save_interval=100)
@@ -240,6 +261,37 @@ def test_transformers_own_callbacks_work_where_they_can(capsys):
         TrainingError, match=r"^The callback EarlyStoppingCallback.on_train_begin raised AssertionError"
     ):
         trainer_of(EarlyStoppingCallback()).train()
+
+
+class OwnProgress(ProgressCallback):
+    """Its parent has events that PPO's loop lacks."""
+
+
+class OfEpochsToo(OwnProgress, OfEpochs):
+    """Has one of its own, too."""
+
+
+def test_a_class_below_one_of_transformers_is_taken_if_its_own_events_are():
+    assert reporting_callbacks(PPOConfig()) == []
+    trainer_of(OwnProgress())
+    with pytest.raises(ConfigError, match=r"PPO's loop has no on_epoch_end; its events"):
+        trainer_of(OfEpochsToo())
+
+
+def test_callbacks_may_be_classes_or_none_as_in_transformers():
+    (made,) = trainer_of(Recorder)._callbacks  # type: ignore[arg-type]
+    assert isinstance(made, Recorder)
+    with pytest.raises(ConfigError, match=r"^PPOTrainer: callbacks: making it raised .*early_stopping_patience"):
+        trainer_of(Patient)  # type: ignore[arg-type]
+    policy, tokenizer = tiny_model(), word_tokenizer()
+    assert PPOTrainer(config(), policy, None, tokenizer, callbacks=None)._callbacks == []
+
+
+class Patient(EarlyStoppingCallback):
+    """A class that needs an argument."""
+
+    def __init__(self, early_stopping_patience: int) -> None:
+        super().__init__(early_stopping_patience)
 
 
 def test_in_a_loop_of_ones_own_callbacks_are_refused():
@@ -357,6 +409,10 @@ def test_a_report_that_cannot_be_made_is_refused_in_one_line(report_to: str, lin
     with pytest.raises(ConfigError, match=line) as caught:
         reporting_callbacks(PPOConfig(report_to=report_to))
     assert "\n" not in str(caught.value)
+
+
+def test_a_report_that_is_named_twice_is_made_once():
+    assert len(reporting_callbacks(PPOConfig(report_to="tensorboard,none, tensorboard"))) == 1
 
 
 def test_tensorboard_needs_a_folder():

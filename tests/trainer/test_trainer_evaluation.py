@@ -13,6 +13,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
@@ -39,7 +40,7 @@ def trainer_of(**given: Any) -> PPOTrainer:
     return PPOTrainer(settings, tiny_model(), None, word_tokenizer(), **given)
 
 
-def pipelines_rows(sft: str, judge: str | None, **settings: Any) -> list[dict[str, Any]]:
+def pipelines_rows(sft: str, judge: str | None, resume: Path | None = None, **settings: Any) -> list[dict[str, Any]]:
     """The rows that the pipeline's node `evaluate_iteration` makes of the same run."""
     given = {
         "params:ppo": config(**settings),
@@ -49,6 +50,7 @@ def pipelines_rows(sft: str, judge: str | None, **settings: Any) -> list[dict[st
         "raw_prompts": table_of({"prompt": PROMPTS}),
         "raw_evaluation_prompts": table_of({"prompt": HELD_OUT}),
         "sft_policy": PretrainedHandle(sft),
+        "resume_checkpoint": resume,
     }
     rows: list[dict[str, Any]] = []
 
@@ -149,6 +151,7 @@ def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tm
         ({"evaluation_prompts": None, "judge": brevity}, ConfigError, "judge decides between answers to evaluation_"),
         ({"reward": None, "prompts": None}, ConfigError, "evaluation_prompts are answered and scored by the reward"),
         ({"judge": 3}, ConfigError, "judge is a int; give a function"),
+        ({"judge": tiny_model()}, ConfigError, "judge is a LlamaForCausalLM; give a function"),
         ({"judge": "no_such_module:judge"}, RewardError, "no_such_module"),
         ({"judge": lambda completions: ["a"] * len(completions)}, RewardError, "judge"),
         ({"judge": lambda completion_ids: [1.0] * len(completion_ids)}, RewardError, "judge cannot be called"),
@@ -175,3 +178,22 @@ def test_without_prompts_evaluate_is_refused_and_eval_interval_warned_of(caplog)
 def test_prompts_that_are_trained_on_are_counted_in_a_warning(caplog):
     trainer_of(evaluation_prompts=[*HELD_OUT, PROMPTS[0]])
     assert "PPO trains on 1 of the 13 evaluation_prompts." in caplog.messages
+
+
+@pytest.mark.parametrize("prompts", [[], "a b", [""], {"x": ["a"]}, ["a " * 40]])
+def test_a_problem_of_evaluation_prompts_names_them(prompts: Any):
+    with pytest.raises(DataError, match=r"^(PPOTrainer: )?evaluation_prompts"):
+        trainer_of(evaluation_prompts=prompts)
+
+
+@pytest.mark.parametrize(("judge", "is_reward"), [(None, True), (early_letters, True), (brevity, False)])
+def test_a_judge_that_is_the_reward_shows_only_a_higher_reward(monkeypatch, judge: Any, is_reward: bool):
+    told: list[bool] = []
+
+    def conclude(*_: Any, by_trained_reward: bool) -> dict[str, float]:
+        told.append(by_trained_reward)
+        return {"eval/verdict": 0.0}
+
+    monkeypatch.setattr(during_training, "conclude", conclude)
+    trainer_of(judge=judge).evaluate()
+    assert told == [is_reward]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import peft
 import pytest
@@ -73,6 +74,23 @@ def test_tokens_that_cannot_be_prompts_are_refused(sft: str):
     with pytest.raises(DataError, match=r"1 of 2 prompts \(the first in row 1\) are longer than 26 tokens"):
         prompts_of(sft, [[4], [4] * 27])  # the context has 32 tokens, a response 6
     assert prompts_of(sft, [[4], [4] * 27], overlong_prompts="drop").prompt_ids == [[4]]
+
+
+TEXTS = datasets.Dataset.from_dict({"prompt": PROMPTS})
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [TEXTS["prompt"], pd.Series(PROMPTS, index=[7] * len(PROMPTS)), np.array(PROMPTS)],
+    ids=["column", "series", "array"],
+)
+def test_a_column_of_texts_is_prompts(sft: str, prompts: Any):
+    found = prompts_of(sft, prompts)
+    assert (found.texts[:], found.prompt_ids[:]) == (PROMPTS, IDS)
+
+
+def test_a_tensor_of_token_ids_is_prompts(sft: str):
+    assert prompts_of(sft, torch.tensor([[4, 5], [6, 4]])).prompt_ids == [[4, 5], [6, 4]]
 
 
 ROWS = datasets.Dataset.from_list([{"prompt": "a"}])

@@ -321,8 +321,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.rollout_engine == "vllm" and self.importance_cap is None:
             object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)  # so that it is logged and saved
-        problems = rules.problems(self)
-        if problems:
+        if problems := rules.problems(self):
             raise ConfigError("\n".join(problems))
 
     @property
@@ -371,11 +370,7 @@ class PPOConfig:
 
     def not_default(self) -> dict[str, Any]:
         """Return the settings whose value differs from the default, in order of declaration."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        }
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
     def advice(self, names: Container[str] | None = None, parameters: int | None = None) -> list[str]:
         """Return a line for each changed setting, among `names` if given, that is unusual or of little effect.

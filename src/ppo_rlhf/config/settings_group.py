@@ -73,9 +73,8 @@ def _document(checked: Any) -> None:
 
 
 def _unknown(group: str, name: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
-    if name in elsewhere:
-        return f"{group}.{name} is not a parameter of this group: {elsewhere[name]}"
-    return f"{group}.{name} is not a parameter of this group.{closest(name, known)}"
+    hint = f": {elsewhere[name]}" if name in elsewhere else f".{closest(name, known)}"
+    return f"{group}.{name} is not a parameter of this group{hint}"
 
 
 def _describe(group: str, detail: Any) -> str:

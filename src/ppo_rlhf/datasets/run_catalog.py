@@ -56,14 +56,11 @@ class RunCatalog:
         models = {name: model for name in pipeline.inputs() if is_model(model := entry(name))}
         newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
         found = outputs.find(catalog) if outputs is not None and resumed else {}
-        self._found, versions = processes.from_main((found, {**newest, **found}))
+        # `written`: the datasets that a resumed run has written before
+        self.written, versions = processes.from_main((found, {**newest, **found}))
         for name, path in versions.items():
             if is_model(dataset := entry(name)):
                 dataset.pinned = Path(path)
-
-    def has_written(self, name: str) -> bool:
-        """Return whether this is a resumed run that has written the dataset before."""
-        return name in self._found
 
     def save(self, name: str, data: Any) -> None:
         """Save on every process what stays in memory, and on the main one what does not."""

@@ -225,11 +225,7 @@ class Evaluator:
     samples_per_prompt: int = 1  # each has noise of its own
 
     def evaluate(
-        self,
-        policy: PreTrainedModel,
-        reference_policy: PreTrainedModel | None,
-        *,
-        device: torch.device | None = None,
+        self, policy: PreTrainedModel, reference_policy: PreTrainedModel | None, *, device: torch.device | None = None
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy; without a reference policy it is its own, and its KL 0.
 

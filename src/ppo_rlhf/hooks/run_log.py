@@ -12,7 +12,6 @@ from typing import Any
 import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
-from kedro.pipeline.node import Node
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
@@ -30,7 +29,9 @@ FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"
 AUDIT = "reward_audit"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
-SAMPLED_NODE = "estimate_advantages"
+COMPLETIONS = "completions"
+SAMPLES, SAMPLED = 20, ("prompt", "completion", "score", "kl", "stopped")
+"""Completions of an iteration in the table of samples, and what it has of each."""
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
     "objective/scores": "at_a_glance/reward",
@@ -62,7 +63,7 @@ class RunLog:
         """Log metrics that begin so even if MLflow has them: they are measured anew."""
         self._log.repeated = beginnings
 
-    def node_ran(self, node: Node, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
             self._iteration = self._iteration if state is None else state.iteration
         if self._is_resumed and STATE in outputs:
@@ -79,8 +80,9 @@ class RunLog:
         self._log.log((outputs.get(AUDIT) or {}).get("metrics", {}), 0)
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
-        if node.name.rpartition(".")[2] == SAMPLED_NODE:
-            self._log_samples(inputs)
+        if rows := outputs.get(COMPLETIONS, [])[:SAMPLES]:
+            columns = {name.replace("completion", "response"): [row[name] for row in rows] for name in SAMPLED}
+            self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get(TOKEN_SAMPLES):
             from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
 
@@ -186,14 +188,6 @@ class RunLog:
         for row in rows:
             step = int(row["step"])
             self._log.log({key: value for key, value in row.items() if (key, step) not in self._live}, step)
-
-    def _log_samples(self, inputs: Mapping[str, Any]) -> None:
-        iteration = inputs["rollouts"].iteration
-        if parameter(self._catalog, "ppo").samples(iteration):
-            from ppo_rlhf.ppo.experience import sample_table  # heavy: only runs that train pay for it
-
-            table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])
-            self._log.log_samples(iteration, table)
 
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:

@@ -220,7 +220,7 @@ class TrackingHook(MlflowHook):
         self._take_mlflow_back()
         if self._log is not None:
             with name_slow_store(self._uri()):
-                self._log.node_ran(node, inputs, outputs)
+                self._log.node_ran(inputs, outputs)
 
     @hook_impl
     def before_dataset_saved(self, dataset_name: str) -> None:

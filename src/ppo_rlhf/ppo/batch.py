@@ -54,12 +54,7 @@ def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def make_batch(
-    prompt_ids: Sequence[Sequence[int]],
-    response_ids: Tensor,
-    lengths: Tensor,
-    pad_token_id: int,
-    *,
-    fill: bool = False,
+    prompt_ids: Sequence[Sequence[int]], response_ids: Tensor, lengths: Tensor, pad_token_id: int, *, fill: bool = False
 ) -> SequenceBatch:
     """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
 
@@ -128,12 +123,7 @@ def first_hands(epochs: Epochs) -> list[list[int]]:
 
 
 def cut_batch(
-    config: PPOConfig,
-    iteration: int,
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    *,
-    padded: bool,
+    config: PPOConfig, iteration: int, prompt_lengths: Sequence[int], response_lengths: Sequence[int], *, padded: bool
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 

@@ -38,13 +38,16 @@ def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[T
     """
     found = []
     for name in [name.strip() for name in (config.callbacks or "").split(",") if name.strip()]:
-        factory = load_function(name, project_path)
-        try:
-            callback = factory()
-        except Exception as error:  # a user's class can raise anything
-            raise ConfigError(f"ppo.callbacks={name}: making it raised {in_one_line(error)}") from error
-        found.append(checked(callback, f"ppo.callbacks={name}"))
+        where = f"ppo.callbacks={name}"
+        found.append(checked(_made(load_function(name, project_path), where), where))
     return found
+
+
+def _made(factory: Callable[[], Any], where: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:  # a user's class can raise anything
+        raise ConfigError(f"{where}: making it raised {in_one_line(error)}") from error
 
 
 def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
@@ -53,7 +56,7 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
     Raises:
         ConfigError: There is none of this name, or its package is not installed.
     """
-    names = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", NONE)]
+    names = sorted({name.strip() for name in config.report_to.split(",")} - {"", NONE})
     if not names:
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -67,18 +70,19 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
 
 
 def checked(callback: Any, where: str) -> TrainerCallback:
-    """Return a callback.
+    """Return a callback, given as an object or as its class.
 
     Raises:
-        ConfigError: It is no TrainerCallback, or has an event that PPO's loop lacks.
+        ConfigError: It is no TrainerCallback, cannot be made, or has an event of its own that PPO's loop lacks.
     """
     from transformers import TrainerCallback
 
+    callback = _made(callback, where) if isinstance(callback, type) else callback
     if not isinstance(callback, TrainerCallback):
         raise ConfigError(f"{where}: a {type(callback).__name__} is no transformers.TrainerCallback")
     others = sorted({name for name in dir(TrainerCallback) if name.startswith("on_")} - set(EVENTS))
-    lacking = [name for name in others if getattr(type(callback), name) is not getattr(TrainerCallback, name)]
-    if lacking and not type(callback).__module__.startswith("transformers."):
+    lacking = [name for name in others if not getattr(type(callback), name).__module__.startswith("transformers.")]
+    if lacking:
         raise ConfigError(f"{where}: PPO's loop has no {', '.join(lacking)}; its events are {', '.join(EVENTS)}")
     return callback
 
@@ -175,7 +179,8 @@ class Callbacks:
                 self._save()
             finally:
                 self._state.save_asked = False
-            self._call("on_save")
+            if self._folder is not None:
+                self._call("on_save")
         if self._error is not None:
             raise self._error
 

@@ -187,16 +187,3 @@ def completion_rows(experience: Experience) -> list[dict[str, object]]:
     if len(scores.components) > 1:
         columns |= {f"score_{name}": values.tolist() for name, values in scores.components.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def sample_table(
-    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, limit: int = 20
-) -> dict[str, list[object]]:
-    """Return the first `limit` rollouts as columns: prompt, response, score, KL (nats over the response), stopped."""
-    return {
-        "prompt": list(rollouts.prompts.texts[:limit]),
-        "response": list(rollouts.texts.completions[:limit]),
-        "score": scores.total[:limit].tolist(),
-        "kl": shaped_rewards.kl.sum(-1)[:limit].tolist(),
-        "stopped": rollouts.responses.terminated[:limit].tolist(),
-    }

@@ -13,19 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
+from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.sharding import sharded
 from ppo_rlhf.models.token_rows import few_shapes_are_faster
-from ppo_rlhf.processes import (
-    check_launch,
-    forget_accelerator,
-    join_processes,
-    process_count,
-    quick_group,
-    shards_models,
-)
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -74,33 +67,28 @@ def resolve_device(name: str) -> torch.device:
         ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
             processes would share it; or `check_launch` refuses the launch.
     """
-    device = _named_device(name)
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return device
-
-
-def _named_device(name: str) -> torch.device:
-    check_launch()
-    if process_count() > 1:
-        own = join_processes().device
-        if name not in ("auto", own.type):
+    processes.check_launch()
+    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    if (count := processes.process_count()) > 1:
+        device = processes.join_processes().device
+        if name not in ("auto", device.type):
             raise ConfigError(
-                f"device={name}: with {process_count()} processes each has the {own.type} device of its local "
+                f"device={name}: with {count} processes each has the {device.type} device of its local "
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
-        return own
-    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    if device.type == "cuda" and keeps_to_cpu:
-        raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
+    elif name == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or one such as cuda:1") from None
+        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"device={name}: this machine has {count} CUDA devices; use auto or cpu")
+        if device.type == "cuda" and keeps_to_cpu:
+            raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
@@ -109,8 +97,8 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
     `finds_unused`: some steps leave weights without a gradient, which DDP must then look for.
     """
-    if process_count() > 1:
-        join_processes()
+    if processes.process_count() > 1:
+        processes.join_processes()
     # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
@@ -121,7 +109,7 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
         accelerator = make()
         if accelerator.device.type == device.type:
             return accelerator
-    forget_accelerator()
+    processes.forget_accelerator()
     return make()
 
 
@@ -130,13 +118,13 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
 
     The pass is on its device already, unless FSDP2 is to share it out: then `sharded` brings it there.
     """
-    if shards_models():
+    if processes.shards_models():
         return sharded(forward, accelerator.device)
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
     if hasattr(wrapped, "register_comm_hook"):  # DDP's wrapper
-        wrapped.register_comm_hook(quick_group(), _sum_over_processes)  # type: ignore[operator]
+        wrapped.register_comm_hook(processes.quick_group(), _sum_over_processes)  # type: ignore[operator]
     return wrapped
 
 

@@ -68,11 +68,6 @@ class TrainingState:
         return self.ended or self.iteration >= self.total_iterations
 
     @property
-    def shutdown_grace_s(self) -> float:
-        """Seconds that the run has, once it is asked to stop, to finish and save an iteration."""
-        return self.config.shutdown_grace_s
-
-    @property
     def shares_trunk(self) -> bool:
         """Whether policy and critic are one model: one forward pass, one loss, one optimiser."""
         return isinstance(self.critic, SharedCritic)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.records import add_evaluation, read_evaluations
@@ -18,6 +19,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, Resol
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process, on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.scorers import functions_of
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.inputs import few_answered
 
@@ -58,7 +60,7 @@ def take_held_out(
     known = set() if trained is None else {*trained.texts}
     if (shared := sum(text in known for text in prompts.texts)) and is_main_process():
         log.warning("PPO trains on %d of the %d evaluation_prompts.", shared, len(prompts))
-    if not (judge is None or isinstance(judge, str) or callable(judge)):
+    if isinstance(judge, nn.Module) or not (judge is None or isinstance(judge, str) or callable(judge)):
         raise ConfigError(f"PPOTrainer: judge is a {type(judge).__name__}; give a function, or its module:name")
     function = load_function(judge) if isinstance(judge, str) else judge
     if function is not None:
@@ -94,7 +96,8 @@ class HeldOut:
             EvaluationConfig(iteration_prompts=len(prompts)),
             ResolvedJudge(judge=judge, rates={}, description=described),
         )
-        self._state, self._reference, self._by_reward = state, reference_policy, judge is None
+        self._state, self._reference = state, reference_policy
+        self._by_reward = judge is None or any(judge in getattr(each, "args", ()) for each in functions_of(scorer))
         self.rows: list[dict[str, Any]] = []
 
     @cached_property

@@ -29,15 +29,9 @@ from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_voc
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards import scorers
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
-from ppo_rlhf.rewards.scorers import (
-    NOTHING_TO_OFFLOAD,
-    ModelScorer,
-    build_reward_scorer,
-    functions_of,
-    score_by_function,
-)
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
@@ -46,13 +40,14 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 
 def take_prompts(
-    prompts: Any, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
+    prompts: Any, name: str, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
 ) -> PromptDataset:
     """Return prompts as a tokenised dataset.
 
-    Prompts are texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
-    column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset. A prompt and
-    its response have at most `context` tokens; errors say `why` if that is not the policy's context.
+    Prompts are texts, chats or token ids in a list, an array or a column of a table; a table (pandas, `datasets`, rows,
+    a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a
+    PromptDataset. A prompt and its response have at most `context` tokens; errors say `why` if that is not the policy's
+    context, and call the prompts by the `name` of PPOTrainer's argument.
 
     Raises:
         DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
@@ -60,37 +55,38 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    given, tokenizer = _columns(prompts), policy.tokenizer
+    given, tokenizer = _columns(prompts, name), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
     if given.keys() & {"prompt", *CONVERSATIONS}:
-        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
+        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", name)
     if TOKENS not in given:
         names = ", ".join(map(str, given))
-        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {names}")
+        raise DataError(f"PPOTrainer: {name} has no column `prompt` or `{TOKENS}`; the columns are {names}")
     rows = list(given[TOKENS])
     if MASK in given:
         try:
             pairs = [zip(*row, strict=True) for row in zip(rows, given[MASK], strict=True)]
             rows = [[token for token, is_text in row if is_text] for row in pairs]
         except (TypeError, ValueError):
-            raise DataError(f"PPOTrainer: prompts has not one number of `{MASK}` for each of `{TOKENS}`") from None
+            raise DataError(f"PPOTrainer: {name} has not one number of `{MASK}` for each of `{TOKENS}`") from None
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
-    others = {name: given[name] for name in given if name not in (TOKENS, MASK)}
+    others = {column: given[column] for column in given if column not in (TOKENS, MASK)}
     prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(each) for each in ids]}
     table = table_of({**others, **prompts})
-    return PromptDataset.of_table(reader.fit(table, "prompts"))
+    return PromptDataset.of_table(reader.fit(table, name))
 
 
-def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
+def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
-    if isinstance(prompts, list | tuple):
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # of a tensor, an array, a Series
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
             if strange := [row for row in prompts if not isinstance(row, Mapping)]:
-                raise DataError(f"PPOTrainer: prompts has rows of columns, and {strange[0]!r:.60}; give one kind")
+                raise DataError(f"PPOTrainer: {argument} has rows of columns, and {strange[0]!r:.60}; give one kind")
             names = dict.fromkeys(name for row in prompts for name in row)
             return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
@@ -100,7 +96,7 @@ def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
         return prompts
     raise DataError(
-        f"PPOTrainer: prompts is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
+        f"PPOTrainer: {argument} is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
         "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
         "Dataset.from_list of a stream"
     )
@@ -119,16 +115,15 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     """
     device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
     offload = config.offload_reward_model
-    if reward is None:
-        reward = config.reward_model_path
     path = config.reward_model_path
+    reward = path if reward is None else reward
     if isinstance(reward, str | Path):
         reward, path = RewardConfig(components=[RewardComponentConfig(type="model")]), str(reward)
     if isinstance(reward, RewardConfig):
         handle = None if path is None else PretrainedHandle(path)
         if handle is not None and reward.needs_model:
             _check_ids_of_critic(handle.tokenizer(), policy, config)
-        return build_reward_scorer(
+        return scorers.build_reward_scorer(
             reward, handle, policy.tokenizer, batch_size=batch_size, device=device, dtype=dtype, offload=offload
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
@@ -145,9 +140,10 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
         ensure_pad_token(own, model.config)
         ensure_pad_id(model, own)
-        return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size, device))], model)
+        scoring = scorers.ModelScorer(model, own, policy.tokenizer, batch_size, device)
+        return RewardScorer([("model", 1.0, scoring)], model)
     if offload:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
+        raise ConfigError(scorers.NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):
         return reward
     if not callable(reward):
@@ -157,7 +153,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         )
     name = getattr(reward, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
-    return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
+    return RewardScorer([(name, 1.0, partial(scorers.score_by_function, reward, name))])
 
 
 def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
@@ -165,12 +161,12 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     if scorer is None:
         return {}
     parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
-    return {"reward": [type(scorer), parts], MENDABLE: functions_of(scorer) or None}
+    return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
     """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
-    if functions := functions_of(scorer):
+    if functions := scorers.functions_of(scorer):
         batch = few_answered(prompts)
         if 2 in [function(batch).dim() for function in functions]:
             check_token_rewards(config)

@@ -97,10 +97,10 @@ class Bookkeeper:
 
     def begin(self, *, is_resumed: bool) -> None:
         """Before the first iteration: a checkpoint was saved before its evaluation, which is made up for."""
-        if is_resumed and self.state.iteration:
-            self._evaluate_if_due()
         if not self.state.finished:
             self.callbacks.begin()
+        if is_resumed and self.state.iteration:
+            self._evaluate_if_due()
 
     def before_update(self, experience: Experience) -> None:
         """Keep the completions of a sampled iteration."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from ppo_rlhf import processes
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import hub
 from ppo_rlhf.checkpoints.files import checkpoint_name
@@ -37,15 +38,7 @@ from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_
 from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
-from ppo_rlhf.processes import (
-    check_alike,
-    check_launch,
-    from_main,
-    is_main_process,
-    on_main,
-    refuse_sharding,
-    wait_for_all,
-)
+from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer import progress
@@ -82,7 +75,7 @@ class PPOTrainer:
         value_model: ModelSource | None = None,
         evaluation_prompts: Any = None,
         judge: Callable[..., list[float]] | str | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
 
@@ -98,20 +91,21 @@ class PPOTrainer:
                 or the directory of a stored critic. None follows `config.value_model`.
             evaluation_prompts: Held-out prompts, of the same kinds, for `evaluate()` and every `eval_interval`.
             judge: Decides who wins these: see `trainer.evaluation.take_held_out`; None takes the reward.
-            callbacks: transformers' TrainerCallbacks for `train()` (docs/callbacks.md), beside `config.callbacks`.
+            callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/callbacks.md), beside
+                `config.callbacks`.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
-        check_launch()
-        refuse_sharding("PPOTrainer")
+        processes.check_launch()
+        processes.refuse_sharding("PPOTrainer")
         if not isinstance(config, PPOConfig):
             raise ConfigError(
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
                 "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
             )
         self.config = config = with_dtype(config)
-        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks]
+        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
         self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
         start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
@@ -119,21 +113,15 @@ class PPOTrainer:
         critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts, held_out = (
-            None if table is None else trainer_inputs.take_prompts(table, start, config, *limit)
-            for table in (prompts, evaluation_prompts)
+            None if table is None else trainer_inputs.take_prompts(table, name, start, config, *limit)
+            for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
         decides = take_held_out(held_out, judge, self._scorer, self._prompts)
-        tables = [table for table in (self._prompts, held_out) if table is not None]
-        if self._scorer is not None:
-            for table in tables:
-                if self._scorer is not reward:
-                    trainer_inputs.try_functions(self._scorer, table, config)
-                check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
         in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
-        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
+        processes.check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
         self._folders: set[Path] = set()  # that hold this run's checkpoints
@@ -141,8 +129,11 @@ class PPOTrainer:
         if held_out is not None and self._scorer is not None:
             self.held_out = HeldOut(self.state, self.reference_policy, held_out, self._scorer, decides)
         self._sampler = QuerySampler(self.state, limit)
-        for table in tables:
-            if self._scorer is not None:
+        for table in (self._prompts, held_out):
+            if self._scorer is not None and table is not None:
+                if self._scorer is not reward:
+                    trainer_inputs.try_functions(self._scorer, table, config)
+                check_chats(self._scorer, table)
                 check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
         progress.warn(self.state, evaluates=self.held_out is not None)
 
@@ -194,8 +185,10 @@ class PPOTrainer:
             DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
         """
         if length_sampler is not None:
-            generation = {"max_new_tokens": from_main(length_sampler()), **generation}
-        check_alike("generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation])
+            generation = {"max_new_tokens": processes.from_main(length_sampler()), **generation}
+        processes.check_alike(
+            "generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation]
+        )
         return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
@@ -221,7 +214,7 @@ class PPOTrainer:
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         self._check_ready("step")
-        check_alike("step", queries=queries, responses=responses, scores=scores)
+        processes.check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
@@ -288,7 +281,7 @@ class PPOTrainer:
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
-        check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
+        processes.check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
@@ -339,7 +332,7 @@ class PPOTrainer:
         folder = Path(save_directory)
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         card = render_card(self.state, rewards) if may_write_card(folder) else None
-        on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
+        processes.on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.
@@ -347,10 +340,10 @@ class PPOTrainer:
         A new repository is private; this, `license` and `token` are options of `checkpoints.hub.push`, whose errors
         this raises.
         """
-        on_main(partial(hub.check_push, repo_id, options.get("token")))
+        processes.on_main(partial(hub.check_push, repo_id, options.get("token")))
         with TemporaryDirectory() as directory:
             self.save_pretrained(directory)
-            return on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
+            return processes.on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
         """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.
@@ -362,7 +355,7 @@ class PPOTrainer:
         progress.claim(Path(output_dir), self._folders)
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
-        wait_for_all()
+        processes.wait_for_all()
         return Path(output_dir) / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:

@@ -19,13 +19,7 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.paths import shown
-from ppo_rlhf.pipelines.reporting.charts import (
-    ExpectedCurve,
-    panel_figure,
-    panels_of,
-    score_distribution,
-    training_curves,
-)
+from ppo_rlhf.pipelines.reporting import charts
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows
 from ppo_rlhf.processes import is_main_process
@@ -42,18 +36,18 @@ class ReportingConfig:
     """Heading of the page."""
     report_path: str = "data/08_reporting/report.html"
     """Where the catalog writes the page; only printed."""
-    expected_curve: ExpectedCurve | None = None
+    expected_curve: charts.ExpectedCurve | None = None
     """A published curve to draw beside the run's own, a mapping with the settings of `reporting.expected_curve`."""
 
 
 def plot_training(training_history: pd.DataFrame, ppo: PPOConfig, reporting: ReportingConfig) -> go.Figure:
     """Plot the curves of training: reward, KL, entropy, clip fractions, explained variance, losses and more."""
-    return training_curves(training_history, ppo, reporting.expected_curve)
+    return charts.training_curves(training_history, ppo, reporting.expected_curve)
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
     """Plot the distribution of the held-out scores of SFT and PPO."""
-    return score_distribution(*_scores(sft_evaluation, ppo_evaluation))
+    return charts.score_distribution(*_scores(sft_evaluation, ppo_evaluation))
 
 
 def write_report(
@@ -79,7 +73,7 @@ def write_report(
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
-    panels = panels_of(training_history, ppo, reporting.expected_curve)
+    panels = charts.panels_of(training_history, ppo, reporting.expected_curve)
     models = [("SFT policy", shown(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", shown(reward_model.source)))
@@ -92,9 +86,9 @@ def write_report(
         measures=table_rows(before_after),
         reward_model_accuracy=accuracy,
         score_label=score_label,
-        distribution=score_distribution(sft_scores, ppo_scores, score_label),
+        distribution=charts.score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
-        panels=[(panel, panel_figure(panel, training_history)) for panel in panels],
+        panels=[(panel, charts.panel_figure(panel, training_history)) for panel in panels],
         advice=in_words(ppo, curves) if curves else [],
         samples=sample_pairs.to_dict("records"),
         token_view=render_view(token_samples) if token_samples and panels else None,

@@ -114,9 +114,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def remarks(
-    summary: Mapping[str, Any],
-    before_after: pd.DataFrame,
-    reward_model_accuracy: float | None = None,
+    summary: Mapping[str, Any], before_after: pd.DataFrame, reward_model_accuracy: float | None = None
 ) -> list[str]:
     """Return one sentence for each problem in the result, as the node `compare_policies` summed it up.
 

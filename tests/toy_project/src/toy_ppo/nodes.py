@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 from datasets import Dataset
@@ -27,8 +26,7 @@ VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 @dataclass
 class ToyState:
     total_iterations: int
-    config: ClassVar = PPOConfig()
-    shutdown_grace_s: float = 25.0
+    config: PPOConfig = field(default_factory=PPOConfig)
     iteration: int = 0
     stop_requested: bool = False
     stopping: bool = False
@@ -52,7 +50,7 @@ def read_prompts(raw_prompts: Dataset, prompts: PromptsConfig, reward: RewardCon
 
 
 def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> ToyState:
-    return ToyState(ppo_config.num_total_batches, ppo_config.shutdown_grace_s)
+    return ToyState(ppo_config.num_total_batches, ppo_config)
 
 
 def generate_rollouts(training_state: ToyState, prompt_texts: list[str]) -> SimpleNamespace:
@@ -74,6 +72,22 @@ def estimate_advantages(
     rollouts: SimpleNamespace, scores: SimpleNamespace, shaped_rewards: SimpleNamespace, ppo_config: PPOConfig
 ) -> float:
     return 0.0
+
+
+def list_completions(
+    rollouts: SimpleNamespace, scores: SimpleNamespace, shaped_rewards: SimpleNamespace, ppo_config: PPOConfig
+) -> list[dict[str, object]]:
+    if not ppo_config.samples(rollouts.iteration):
+        return []
+    columns = {
+        "prompt": rollouts.prompts.texts,
+        "completion": rollouts.texts.completions,
+        "score": scores.total.tolist(),
+        "kl": shaped_rewards.kl.sum(-1).tolist(),
+        "stopped": rollouts.responses.terminated.tolist(),
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [{"iteration": rollouts.iteration, **row} for row in rows]
 
 
 def optimise_policy(training_state: ToyState, experience: float) -> dict[str, object]:

@@ -36,6 +36,12 @@ def register_pipelines() -> dict[str, Pipeline]:
             name="estimate_advantages",
         ),
         Node(
+            nodes.list_completions,
+            ["rollouts", "scores", "shaped_rewards", "ppo_config"],
+            "completions",
+            name="list_completions",
+        ),
+        Node(
             nodes.optimise_policy,
             ["training_state", "experience"],
             {"state": "next_training_state", "metrics": "ppo_metrics", "checkpoint": "checkpoint"},
