@@ -38,7 +38,6 @@ from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_
 from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
-from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer import progress
@@ -353,7 +352,7 @@ class PPOTrainer:
             ConfigError: The directory holds another run.
         """
         progress.claim(Path(output_dir), self._folders)
-        if is_main_process():
+        if processes.is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         processes.wait_for_all()
         return Path(output_dir) / checkpoint_name(self.state.iteration)
@@ -375,7 +374,7 @@ class PPOTrainer:
     def _save(self, directory: Path | None) -> None:
         if directory is not None:
             self.save_checkpoint(directory)
-            if is_main_process():
+            if processes.is_main_process():
                 prune_run(directory, self.config, self.state.iteration)
 
     def _check_ready(self, call: str) -> None:
