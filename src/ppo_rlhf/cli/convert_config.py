@@ -60,7 +60,7 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise ConfigError(
-            f"{' and '.join(existing)} exists already: give --force to replace, --to FILE to write elsewhere, or --to "
+            f"{' and '.join(existing)} already there: give --force to replace, --to FILE to write elsewhere, or --to "
             "- to print."
         )
     for path, text in files.items():
