@@ -7,6 +7,7 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
-from ppo_rlhf.progress import reporting, say, silenced
+from ppo_rlhf.progress import reporting, say
 from ppo_rlhf.signals import (
     RunInterruptedError,
     TerminationSignal,
@@ -38,12 +39,10 @@ from ppo_rlhf.signals import (
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
-    from ppo_rlhf.ppo.callbacks import Callbacks
     from ppo_rlhf.ppo.state import TrainingState
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
-NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,13 @@ class LoopRunner(SequentialRunner):
 
         run_once(plan.upstream, 1)
         if plan.iteration:
-            with silenced(NODE_LOGGERS):
+            from ppo_rlhf.models.quiet import errors_only  # heavy
+
+            # which log a line a node, a load and a save
+            with (
+                errors_only("kedro.pipeline.node", logging.WARNING),
+                errors_only("kedro.io.data_catalog", logging.WARNING),
+            ):
                 _repeat(plan, catalog, execute)
             for node in plan.iteration:
                 self._release_datasets(node, catalog, loads, pipeline)
@@ -280,49 +285,43 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     state: TrainingState = catalog.load(STATE)
     of_run = own_callbacks(state.config), reporting_callbacks(state.config)
     with contextlib.closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks:
-        _iterate(plan, catalog, execute, state, callbacks)
+        is_told = not callbacks.is_empty and any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
 
+        def tell_evaluation() -> None:
+            rows = catalog.load(EVALUATION_METRICS) if is_told else None
+            callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
 
-def _iterate(
-    plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None], state: TrainingState, callbacks: Callbacks
-) -> None:
-    is_told = not callbacks.is_empty and any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
-
-    def tell_evaluation() -> None:
-        rows = catalog.load(EVALUATION_METRICS) if is_told else None
-        callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
-
-    if state.iteration > 0 or state.finished:
-        catalog.save(NEXT_STATE, state)
-        for node in plan.rerun_on_resume:
-            execute(node)
-        tell_evaluation()
-    if state.finished:
-        say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
-        return
-    say("Training: %d iterations.", state.total_iterations - state.iteration)
-    callbacks.begin()
-    shutdown = _Shutdown(state)
-    has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
-    with (
-        reporting(state.iteration, state.total_iterations) as report,
-        finishing_first(state.shutdown_grace_s, shutdown.ask, say),
-    ):
-        while not state.finished:
-            shutdown.iteration = state.iteration + 1
-            for node in plan.until_update:
-                execute(node)
-            state = shutdown.state = catalog.load(NEXT_STATE)
-            metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
-            report(state.iteration, metrics)
-            callbacks.iteration_ended(metrics, is_saved=catalog.is_checkpoint_saved)
-            shutdown.stop_if_asked(catalog)
-            for node in plan.after_update:
+        if state.iteration > 0 or state.finished:
+            catalog.save(NEXT_STATE, state)
+            for node in plan.rerun_on_resume:
                 execute(node)
             tell_evaluation()
-            shutdown.stop_if_asked(catalog)
-            catalog.save(STATE, state)
-    callbacks.end()
+        if state.finished:
+            say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
+            return
+        say("Training: %d iterations.", state.total_iterations - state.iteration)
+        callbacks.begin()
+        shutdown = _Shutdown(state)
+        has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
+        with (
+            reporting(state.iteration, state.total_iterations) as report,
+            finishing_first(state.shutdown_grace_s, shutdown.ask, say),
+        ):
+            while not state.finished:
+                shutdown.iteration = state.iteration + 1
+                for node in plan.until_update:
+                    execute(node)
+                state = shutdown.state = catalog.load(NEXT_STATE)
+                metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
+                report(state.iteration, metrics)
+                callbacks.iteration_ended(metrics, is_saved=catalog.is_checkpoint_saved)
+                shutdown.stop_if_asked(catalog)
+                for node in plan.after_update:
+                    execute(node)
+                tell_evaluation()
+                shutdown.stop_if_asked(catalog)
+                catalog.save(STATE, state)
+        callbacks.end()
 
 
 class _Shutdown:
