@@ -195,7 +195,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():
-            tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
+            tags[f"data.{name}.fingerprint"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
             dataset.pinned = Path(handle.source)  # another run may write a newer version before this one reads it
@@ -211,10 +211,6 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
         files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
-            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": _sha256(file)}
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": digest}
     return tags
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
