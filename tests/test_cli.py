@@ -102,6 +102,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(["--params", "sead=3"], ["`seed`"]),
         slow(["--pipelines", "algin"], ["align"]),
         slow(["--runner", "SequentialRunner"], ["--runner"]),
+        (["--runner", "no.such.Runner"], ["--runner no.such.Runner: No module named 'no'"]),
+        slow(["--runner", "LopRunner"], ["--runner LopRunner: "]),
         slow(["--pipelines", "supervised_finetuning", "--load-versions", "raw_prompts:2020"], ["raw_prompts: "]),
         slow(["--load-versions", "ppo_polcy:2020"], ["ppo_polcy"]),
     ],

@@ -78,8 +78,9 @@ def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_p
     assert (project / "src/my_first/rewards.py").is_file()
 
 
-def test_what_is_left_out_is_left_open_and_said(tmp_path: Path) -> None:
-    result = init(tmp_path / "later")
+@pytest.mark.parametrize("options", [[], ["--model", "", "--reward", "", "--prompts", ""]])
+def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[str]) -> None:
+    result = init(tmp_path / "later", *options)
     assert result.exit_code == 0, result.output
     for setting in ("sft_model_path", "prompts_path"):
         assert f"{setting}: not yet named; set it in {tmp_path}/later/conf/base/globals.yml" in result.output
@@ -93,7 +94,11 @@ def test_what_is_left_out_is_left_open_and_said(tmp_path: Path) -> None:
         ("full", [], "full is not empty, and nothing is overwritten: name a new folder or an empty one."),
         ("full/file", [], "full/file cannot be written: File exists."),
         ("3rd", [], "'3rd' cannot be the name of a Python package; name the folder otherwise."),
+        ("größe", [], "'größe' cannot be the name of a Python package; name the folder otherwise."),
+        ("_mine", [], "'_mine' cannot be the name of a Python package; name the folder otherwise."),
         ("Torch", [], "there is a Python package torch already; name the folder otherwise."),
+        ("new", ["--reward", "my-rewards:score"], "--reward my-rewards:score: a function is named module:name"),
+        ("new", ["--reward", "rewards.py"], "--reward rewards.py: a function is named module:name"),
         ("new", ["--model", "./nowhere"], "--model ./nowhere: nothing is there. Correct it, or leave --model out"),
         ("new", ["--modle", "a"], "No such option '--modle'."),
     ],
@@ -113,9 +118,11 @@ def test_what_cannot_be_written_is_refused_in_one_line(
 
 
 def test_an_empty_folder_is_taken_and_a_function_named_as_reward(tmp_path: Path) -> None:
-    (tmp_path / "ready").mkdir()
-    assert init(tmp_path / "ready", "--reward", "my.rewards:polite").exit_code == 0
-    ppo = yaml.safe_load((tmp_path / "ready/conf/base/parameters_ppo.yml").read_text())
+    (tmp_path / "get ready").mkdir()
+    result = init(tmp_path / "get ready", "--reward", "my.rewards:polite")
+    assert result.exit_code == 0
+    assert f"Next: cd '{tmp_path}/get ready', kedro doctor" in result.output  # as a shell takes it
+    ppo = yaml.safe_load((tmp_path / "get ready/conf/base/parameters_ppo.yml").read_text())
     assert ppo["reward"]["components"] == [{"type": "function", "function": "my.rewards:polite"}]
 
 

@@ -64,6 +64,7 @@ def test_what_cannot_be_pushed_is_said_in_one_line(kedro: Kedro, toy_project: Pa
                 "me/policy",
                 "--dry-run",
             ): "ppo_policy: there is none of any finished run of the MLflow experiment ppo_rlhf;",
+            ("my policy", "--dry-run", "--run", run): "push: my policy is no repository of the hub;",
             ("me/policy", "--dry-run", "--run", run): f"ppo_policy: there is none of MLflow run {run};",
         }.items():
             result = kedro(toy_project, "push", *arguments)

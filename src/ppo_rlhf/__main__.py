@@ -18,8 +18,6 @@ from kedro.framework.project import configure_project
 from kedro.framework.startup import bootstrap_project
 from kedro.utils import find_kedro_project
 
-HELP = ("-h", "--help")
-
 
 def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **options: Any) -> Any:
     """Run a command of the project that the working directory is in.
@@ -34,7 +32,7 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
         SystemExit: The command has ended, outside of an interactive Python.
     """
     words = list(sys.argv[1:] if args is None else args)
-    begins_with_option = bool(words) and words[0].startswith("-") and words[0] not in HELP
+    begins_with_option = bool(words) and words[0].startswith("-") and words[0] not in ("-h", "--help")
     if begins_with_option or (args is not None and not words):
         words.insert(0, "run")
     project_path = find_kedro_project(Path.cwd())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -39,13 +39,8 @@ def reporting(
     """Yield a function that shows that an iteration (counted from 1) is complete, with its metrics.
 
     On a terminal that is one bar, on rich's console as Kedro's log. Elsewhere it is a log line for each of few
-    iterations; for each of many if the last line is two seconds old, and for the last one.
-
-    Args:
-        done: Iterations that are complete already.
-        total: All iterations.
-        title: Stands before the bar.
-        step: Stands for `Iteration` in a log line.
+    iterations; for each of many if the last line is two seconds old, and for the last one. Of the `total` iterations
+    `done` are complete already; `step` stands for `Iteration` in a log line.
     """
     started_at = time.monotonic()
     line_at = float("-inf")
@@ -84,20 +79,6 @@ def watching(title: str, total: int) -> Iterator[Callable[[int, Mapping[str, flo
                 listener(metrics, step)
 
         yield report
-
-
-@contextmanager
-def silenced(names: Iterable[str]) -> Iterator[None]:
-    """Let these loggers through only from WARNING on, unless they were set to DEBUG."""
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for quiet, level in levels.items():
-        if quiet.getEffectiveLevel() > logging.DEBUG:
-            quiet.setLevel(max(logging.WARNING, level))
-    try:
-        yield
-    finally:
-        for quiet, level in levels.items():
-            quiet.setLevel(level)
 
 
 def say(text: str, *arguments: object) -> None:

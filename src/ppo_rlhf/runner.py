@@ -7,6 +7,7 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
-from ppo_rlhf.progress import reporting, say, silenced
+from ppo_rlhf.progress import reporting, say
 from ppo_rlhf.signals import (
     RunInterruptedError,
     TerminationSignal,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
-NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class LoopRunner(SequentialRunner):
             for number, node in enumerate(nodes, first):
                 stage = (node.namespace or "").split(".")[0]
                 if done and stage != done:
-                    _stop_if_over(hours, f"after {done}, before {stage}")
+                    _stop_if_over(hours, node.name)
                 done = stage
                 started = time.perf_counter()
                 execute(node)
@@ -187,7 +187,13 @@ class LoopRunner(SequentialRunner):
 
         run_once(plan.upstream, 1)
         if plan.iteration:
-            with silenced(NODE_LOGGERS):
+            from ppo_rlhf.models.quiet import errors_only  # heavy
+
+            # which log a line a node, a load and a save
+            with (
+                errors_only("kedro.pipeline.node", logging.WARNING),
+                errors_only("kedro.io.data_catalog", logging.WARNING),
+            ):
                 _repeat(plan, catalog, execute)
             for node in plan.iteration:
                 self._release_datasets(node, catalog, loads, pipeline)
@@ -267,9 +273,9 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
-def _stop_if_over(hours: float | None, where: str) -> None:
+def _stop_if_over(hours: float | None, next_node: str) -> None:
     if why := next(filter(None, processes.from_all(time_is_over(hours))), "") if hours is not None else "":
-        say("%s are over: the run stops %s. Stages that ended are kept.", why, where)
+        say("%s are over: the run stops before %s. What was written is kept.", why, next_node)
         raise TerminationSignal(signal.SIGTERM, why)
 
 

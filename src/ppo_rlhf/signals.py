@@ -80,8 +80,6 @@ class _State:
 
 
 _state = _State()
-Requests = SimpleQueue[tuple[int, str] | None]
-"""The first signal with its line; None: the block has ended."""
 
 
 def time_is_over(hours: float | None) -> str:
@@ -160,35 +158,31 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
     if not _in_main_thread():
         yield
         return
-    requests: Requests = SimpleQueue()  # the only queue whose `put` a signal handler may call
-    watch = threading.Thread(target=_watch, args=(requests, grace_s, say), name="shutdown", daemon=True)
+    # the signal with its line, None at the end of the block; the only queue whose `put` a signal handler may call
+    requests: SimpleQueue[tuple[int, str] | None] = SimpleQueue()
+
+    def stop_after_grace() -> None:
+        if (request := requests.get()) is None:
+            return
+        signum, line = request
+        say(line)
+        with suppress(Empty):
+            requests.get(timeout=grace_s)
+            return
+        name = signal.Signals(signum).name
+        say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stands.")
+        _state.first_at = float("-inf")  # the next signal is no repetition of the first
+        signal.pthread_kill(threading.main_thread().ident or 0, signum)
+
+    watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
     watch.start()
-
-    def finish_first(signum: int) -> None:
-        requests.put((signum, ask(signum)))
-
-    _state.finish_first = finish_first
+    _state.finish_first = lambda signum: requests.put((signum, ask(signum)))
     try:
         yield
     finally:
         _state.finish_first = None
         requests.put(None)
         watch.join()
-
-
-def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> None:
-    request = requests.get()
-    if request is None:
-        return
-    signum, line = request
-    say(line)
-    with suppress(Empty):
-        requests.get(timeout=grace_s)
-        return  # the block has ended
-    name = signal.Signals(signum).name
-    say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stands.")
-    _state.first_at = float("-inf")  # the next signal is no repetition of the first
-    signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
@@ -198,13 +192,11 @@ def _handle(signum: int, frame: FrameType | None) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     if os.getpid() != _state.process:  # a forked worker has no iteration to finish, and its pool waits for its end
         raise TerminationSignal(signum)
-    now = monotonic()
-    is_first = _state.first_at is None
-    if _state.first_at is None:
-        _state.first_at = now
-    elif now - _state.first_at < SAME_REQUEST_S:
+    now, first_at = monotonic(), _state.first_at
+    if first_at is not None and now - first_at < SAME_REQUEST_S:
         return
-    if is_first and _state.finish_first is not None:
+    _state.first_at = now if first_at is None else first_at
+    if first_at is None and _state.finish_first is not None:
         _state.finish_first(signum)
     elif not _state.deferring:
         raise TerminationSignal(signum)

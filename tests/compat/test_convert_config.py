@@ -76,6 +76,7 @@ def test_what_the_source_does_not_name_is_written_to_be_filled_in_and_never_left
     result = convert("trl", "--to", "parameters.yml", "legacy.yaml")
     assert written(folder)["prompts_path"] is None
     assert "reward_model_path: null # FILL IN" in (folder / "globals.yml").read_text()
+    assert "FILL IN: your prompts: a file, a folder, or a name on the hub" in (folder / "globals.yml").read_text()
     assert result.stderr.splitlines()[-2:] == [
         "Fill in before you run: reward_model_path, prompts_path in globals.yml.",
         "Then: kedro run --pipelines align",
@@ -117,7 +118,7 @@ def test_existing_files_are_replaced_only_by_force(folder: Path):
     (folder / "globals.yml").write_text("seed: 7\n")
     refused = convert("trl", "--to", "parameters.yml", "legacy.yaml")
     assert refused.exit_code == 1
-    assert "globals.yml exists already" in refused.stderr
+    assert "Already there: globals.yml. Give --force" in refused.stderr
     assert written(folder) == {"seed": 7}
     assert convert("trl", "--to", "parameters.yml", "--force", "legacy.yaml").exit_code == 0
     assert written(folder) == parameters(from_trl(LEGACY_SCRIPT))

@@ -199,7 +199,7 @@ def test_a_stopped_sweep_says_what_it_keeps_and_how_it_is_resumed(toy: Toy, capl
     with caplog.at_level(logging.INFO):
         run_id = toy.interrupted(pipelines="sweep")
         assert toy.run("resume=latest", pipelines="sweep").info.run_id == run_id
-    assert "Trainings that ended are kept. To resume: resume=latest among the parameters" in caplog.messages
+    assert "Trainings that ended are kept.\nTo resume: resume=latest among the parameters" in caplog.messages
     assert f"Resuming MLflow run {run_id} from the trainings that have not ended." in caplog.messages
     assert not any("no checkpoint" in line for line in caplog.messages)
 

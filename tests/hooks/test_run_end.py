@@ -37,16 +37,16 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
         "last_checkpoint": "data/ppo_checkpoints/run/iteration_000030",
     }
     assert resume_hint(error, checkpoints, tmp_path) == (
-        "Last checkpoint: data/ppo_checkpoints/run/iteration_000030. To resume: resume=latest among the parameters"
+        "Last checkpoint: data/ppo_checkpoints/run/iteration_000030.\nTo resume: resume=latest among the parameters"
     )
 
 
 def test_of_a_sweep_without_checkpoints_the_trainings_that_ended_are_what_is_kept(tmp_path: Path, checkpoints: Path):
     stopped, nothing = as_error(KeyboardInterrupt()), tmp_path / "nothing"
     assert resume_hint(stopped, nothing, tmp_path, is_sweep=True) == (
-        "Trainings that ended are kept. To resume: resume=latest among the parameters"
+        "Trainings that ended are kept.\nTo resume: resume=latest among the parameters"
     )
-    assert resume_hint(stopped, nothing, tmp_path).startswith("There is no checkpoint yet. To resume: ")
+    assert resume_hint(stopped, nothing, tmp_path).startswith("There is no checkpoint yet.\nTo resume: ")
     assert resume_hint(stopped, checkpoints, tmp_path, is_sweep=True).startswith("Last checkpoint: ")  # align,sweep
 
 
@@ -88,6 +88,13 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
 def test_the_command_to_go_on_is_what_was_typed_with_resume(typed: str, expected: str):
     for program in ("/bin/kedro", "python -m kedro"):  # what Kedro makes of the path of its `__main__`
         assert resume_command([program, *shlex.split(typed)]) == expected
+
+
+def test_outside_of_a_project_the_command_to_go_on_is_ppo_rlhfs_as_it_was_typed():
+    """`kedro` has no `run` there, where a wheel runs with `--conf-source`."""
+    for program in ("/venv/bin/ppo_rlhf", "/venv/lib/ppo_rlhf/__main__.py"):
+        typed = [program, "run", "--conf-source", "conf"]
+        assert resume_command(typed) == "ppo_rlhf run --conf-source conf --params resume=latest"
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ LOST = {"verdict": LOSS}
     ("summary", "table", "accuracy", "texts"),
     [
         ({}, {}, 0.74, []),
-        ({"verdict": NO_DIFFERENCE}, {}, None, ["contains 50%"]),
+        ({"verdict": NO_DIFFERENCE}, {}, None, ["prompts (prompts.held_out_share, prompts.max_held_out)"]),
         ({"verdict": TOO_FEW_PROMPTS, "wins": 2, "losses": 0}, {}, None, ["2 held-out prompts were won and 0 lost"]),
         ({"verdict": FELL}, {}, None, ["The reward fell"]),
         (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),

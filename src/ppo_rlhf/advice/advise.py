@@ -35,10 +35,8 @@ class Advice:
 def advise(config: PPOConfig, history: History) -> list[Advice]:
     """Return the advice for a run, in the order of the rules.
 
-    Args:
-        config: The run's settings.
-        history: One mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
-            iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
+    `history` has one mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
+    iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
     """
     run = Run(config, history)
     return [

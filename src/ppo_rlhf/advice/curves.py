@@ -25,10 +25,8 @@ class Run(KLSituation):
 
     Iterations in which only the critic trains (`critic_warmup_iterations`) are left out.
 
-    Args:
-        config: The run's settings.
-        rows: One mapping for each iteration, in any order: metrics by key, and `iteration` (from 1) if known. NaN,
-            None and a missing key mean that the metric was not measured.
+    `rows` has one mapping for each iteration, in any order: metrics by key, and `iteration` (from 1) if known. NaN,
+    None and a missing key mean that the metric was not measured.
     """
 
     def __init__(self, config: PPOConfig, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -19,10 +19,15 @@ STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja")
 """Files of an earlier push that would be read beside those of another model."""
 
 
-def check_push(repo_id: str, token: str | None = None) -> None:
-    """Raise `ConfigError` if nothing can be pushed: the name is none of the hub's, or there is no token or network."""
+def check_name(repo_id: str) -> None:
+    """Raise `ConfigError` if a name cannot be that of a repository."""
     if not HUB_ID.fullmatch(repo_id) or repo_id.count("/") != 1 or "@" in repo_id:
         raise ConfigError(f"push: {repo_id} is no repository of the hub; give organisation/name or user/name.")
+
+
+def check_push(repo_id: str, token: str | None = None) -> None:
+    """Raise `ConfigError` if nothing can be pushed: the name is none of the hub's, or there is no token or network."""
+    check_name(repo_id)
     if constants.HF_HUB_OFFLINE:
         raise ConfigError("push: HF_HUB_OFFLINE is set, so nothing can be sent to the hub; unset it.")
     if not token and get_token() is None:

@@ -60,15 +60,13 @@ def newest_run(client: MlflowClient, experiment: str) -> str:
     """
     found = client.get_experiment_by_name(experiment)
     runs = [] if found is None else client.search_runs([found.experiment_id])
-    trained = next(
-        (run for run in runs if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags), None
+    for run in runs:
+        if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags:
+            return str(run.info.run_id)
+    raise DataError(
+        f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run of "
+        "another experiment with --run."
     )
-    if trained is None:
-        raise DataError(
-            f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run "
-            "of another experiment with --run."
-        )
-    return str(trained.info.run_id)
 
 
 def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:

@@ -13,6 +13,7 @@ from kedro.framework.cli.catalog import catalog
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import CONTEXT_SETTINGS
 from kedro.framework.project import pipelines
+from kedro.utils import load_obj
 
 from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.clean import clean
@@ -43,6 +44,10 @@ def _run(**options: Any) -> Any:
     for option in NODE_OPTIONS:
         if options[option]:
             options[option] = _full_names(options[option], options["pipelines"] or [options["pipeline"]])
+    try:
+        load_obj(options["runner"], "kedro.runner")
+    except (ImportError, AttributeError) as error:
+        raise click.ClickException(f"--runner {options['runner']}: {error}. Without it {RUNNER} runs.") from None
     if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
         rich.reconfigure(width=LOG_WIDTH)  # in a file or a pipe rich would wrap every log line at 80 columns
     assert kedro_run.callback is not None

@@ -60,8 +60,8 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise ConfigError(
-            f"{' and '.join(existing)} exists already: give --force to replace, --to FILE to write elsewhere, or --to "
-            "- to print."
+            f"Already there: {', '.join(existing)}. Give --force to replace, --to FILE to write elsewhere, or --to - "
+            "to print."
         )
     for path, text in files.items():
         try:

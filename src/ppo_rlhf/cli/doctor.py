@@ -23,7 +23,6 @@ from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password
-from ppo_rlhf.names import LATEST
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
 if TYPE_CHECKING:
@@ -178,8 +177,8 @@ def _store(context: Any) -> Iterator[Finding]:
 
 def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[Finding]:
     entry = resume_entry(run.pipeline, run.catalog)
-    if entry is not None and entry.requested not in (None, LATEST):
-        find_named(str(entry.requested), entry.root, context.project_path)
+    if entry is not None:
+        find_named(entry.requested, entry.root, context.project_path)
     problems, advice, parts = judge_settings(context.config_loader, request)
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)

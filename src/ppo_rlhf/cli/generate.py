@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,14 +73,9 @@ def generate(**options: Any) -> Iterator[str]:
 
 def _typed() -> Iterator[str]:
     """Yield the lines of the standard input until an empty one, asking for them on a terminal."""
-    while True:
-        try:
-            line = input("\n> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-        if not line.strip():
-            return
-        yield line
+    with suppress(EOFError):
+        while (line := input("\n> " if sys.stdin.isatty() else "")).strip():
+            yield line
 
 
 class _Policies:
@@ -118,12 +114,8 @@ class _Policies:
         self.seed = config.seed if options["seed"] is None else options["seed"]
         self.samples = options["samples"]
         self.reader = PromptReader.of(sft, config)
-
-    @property
-    def heading(self) -> str:
-        """How the answers are drawn."""
         how = "greedy" if self.sampling.top_k == 1 else f"temperature {self.sampling.temperature:g}"
-        return f"At most {self.sampling.response_length} tokens, {how}, seed {self.seed}"
+        self.heading = f"At most {self.sampling.response_length} tokens, {how}, seed {self.seed}"
 
     def lines(self, table: Dataset, column: str, name: str, turn: int = 0, typed: str | None = None) -> Iterator[str]:
         """Yield each prompt of a table, as it was typed or as the policies read it, and the answers to it."""

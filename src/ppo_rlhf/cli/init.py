@@ -8,6 +8,7 @@ import json
 import keyword
 import os
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -70,9 +71,11 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
     Its name is the folder's. What is left out can be set later, in conf/base of the project.
     """
     name = project_name(folder)
-    is_function = reward is not None and FUNCTION.fullmatch(reward) is not None
+    is_function = FUNCTION.fullmatch(reward or "") is not None
     given = {"sft_model_path": ("--model", model), "prompts_path": ("--prompts", prompts)}
-    if not is_function and reward is not None:
+    if reward and not is_function:
+        if reward.endswith(".py") or (":" in reward and not os.path.exists(reward)):
+            raise ConfigError(f"--reward {reward}: a function is named module:name, for example my_rewards:score.")
         given["reward_model_path"] = ("--reward", reward)
     named = {setting: named_here(option, value) for setting, (option, value) in given.items()}
     function = reward if is_function else f"{name}.rewards:score"
@@ -85,7 +88,7 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
         else:
             where = "" if os.path.isabs(value) else f" (not here: a name on the hub, or a path in {folder})"
             click.echo(f"{setting}: {value}{where}")
-    click.echo(f"Next: cd {folder}, kedro doctor, kedro run")
+    click.echo(f"Next: cd {shlex.quote(str(folder))}, kedro doctor, kedro run")
 
 
 def project_name(folder: Path) -> str:
@@ -95,7 +98,7 @@ def project_name(folder: Path) -> str:
         ConfigError: It cannot be a package's name, or it is one that Python finds already.
     """
     name = re.sub(r"\W", "_", folder.resolve().name.lower())
-    if not name.isidentifier() or keyword.iskeyword(name):
+    if not re.fullmatch(r"[a-z](\w*[a-z\d])?", name, re.ASCII) or keyword.iskeyword(name):  # as pyproject.toml takes it
         raise ConfigError(f"{folder}: {name!r} cannot be the name of a Python package; name the folder otherwise.")
     found = importlib.util.find_spec(name)
     if found is not None and found.origin is not None:  # None: a folder without Python files, perhaps this one
@@ -114,7 +117,7 @@ def named_here(option: str, given: str | None) -> str | None:
         return os.path.abspath(path)
     if given and given.startswith((".", "/", "~")):
         raise ConfigError(f"{option} {given}: nothing is there. Correct it, or leave {option} out and set it later.")
-    return given
+    return given or None
 
 
 def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:

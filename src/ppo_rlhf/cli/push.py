@@ -30,8 +30,7 @@ def push(repository: str, name: str, run_id: str | None, env: str | None, **opti
     """
     from ppo_rlhf.checkpoints import hub  # heavy: other commands do not wait for it
 
-    if not options["dry_run"]:
-        hub.check_push(repository)
+    (hub.check_name if options["dry_run"] else hub.check_push)(repository)
     with recorded_runs(env) as (client, experiment):
         found = None if run_id else client.get_experiment_by_name(experiment)
         finished = client.search_runs([found.experiment_id], "attributes.status = 'FINISHED'") if found else []

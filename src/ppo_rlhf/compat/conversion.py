@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError
 TO_FILL_IN = {
     "sft_model_path": "your SFT model, a directory or hub id",
     "reward_model_path": "your reward model; or leave null and name a function in reward.components",
-    "prompts_path": "your prompts: .jsonl, .json, .csv, .parquet or .txt",
+    "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
 """Globals that a run would take from the shipped demo if they were not set."""
 _GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}

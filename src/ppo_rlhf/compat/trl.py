@@ -24,7 +24,7 @@ LEFT = {
     "load_in_8bit": "quantised weights have 4 bits (load_in_4bit)",
     "bnb_4bit_* use_bnb_nested_quant": "4-bit weights are always NF4, doubly quantised",
     "dataset_num_proc dataloader_*": "prompts are tokenised once, before training",
-    "dataset_* query_dataset": f"prompts come from a file ({', '.join(PROMPT_FILES)}): write one, and set prompts_path",
+    "dataset_* query_dataset": "set prompts_path to it as a file, or as a name on the hub with its split",
     "reward_model": "TRL only tracks its name: set reward_model_path, or a function in reward.components",
     "run_name exp_name project* log_with tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
     "push_to_hub* disable_tqdm": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",

@@ -204,14 +204,16 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
         raise DataError(f"{file}: this data file has no rows. It needs at least one.")
     if builder == "text":
         return []
-    if not text.lstrip().startswith("["):
-        return [_object(file, number, line) for number, line in lines]
-    if not (rows := _parsed(file, 1, text)):
+    if text.lstrip().startswith("["):
+        rows = [(f"row {row}", value) for row, value in enumerate(_parsed(file, 1, text))]
+    else:
+        rows = [(f"line {number}", _parsed(file, number, line)) for number, line in lines]
+    if not rows:
         raise DataError(f"{file}: this data file has no rows. It needs at least one.")
-    for row, value in enumerate(rows):
+    for place, value in rows:
         if not isinstance(value, dict):
-            raise DataError(f"{file}: row {row} is not an object with named columns: {json.dumps(value)[:40]}")
-    return list(rows)
+            raise DataError(f"{file}: {place} is not an object with named columns: {json.dumps(value)[:40]}")
+    return [value for _, value in rows]
 
 
 def _text(file: Path) -> str:
@@ -239,13 +241,6 @@ def _parsed(file: Path, number: int, text: str) -> Any:
         raise DataError(f"{file}: line {number} is damaged, it has half of a surrogate pair.") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         raise DataError(f"{file}: line {number} cannot be read: {error}.") from error
-    return value
-
-
-def _object(file: Path, number: int, line: str) -> dict[str, Any]:
-    value = _parsed(file, number, line)
-    if not isinstance(value, dict):
-        raise DataError(f"{file}: line {number} is not an object with named columns: {line.strip()[:40]}")
     return value
 
 
@@ -282,14 +277,13 @@ def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
     import datasets
 
     try:
-        plain = {name: [_plain(value) for value in values] for name, values in columns.items()}
+        plain = {
+            name: [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
+            for name, values in columns.items()
+        }
         return datasets.Dataset.from_dict(plain, on_mixed_types="use_json")
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
         raise DataError(f"this table cannot be read: {in_one_line(error)}") from error
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 @contextmanager

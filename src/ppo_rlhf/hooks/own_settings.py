@@ -29,15 +29,10 @@ class OwnSettings:
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         self._loader, self._given = loader, loader.runtime_params or {}
-        alike: dict[str, Any] = {
-            "base_env": loader.base_env,
-            "config_patterns": loader.config_patterns,
-            "merge_strategy": loader.merge_strategy,
-        }
-        shipped = OmegaConfigLoader(str(SHIPPED_CONF), default_run_env="base", **{**alike, "base_env": "base"})
+        alike: dict[str, Any] = {"config_patterns": loader.config_patterns, "merge_strategy": loader.merge_strategy}
+        shipped = OmegaConfigLoader(str(SHIPPED_CONF), base_env="base", default_run_env="base", **alike)
         self._base = {kind: shipped[kind] for kind in REFERENCES}
-        self._shipped = {kind: {str(name) for name in values} for kind, values in self._base.items()}
-        alike["default_run_env"] = loader.default_run_env
+        alike |= {"base_env": loader.base_env, "default_run_env": loader.default_run_env}
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
         self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
         self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
@@ -80,7 +75,7 @@ class OwnSettings:
             else:
                 unknown[f"--params {name}"] = name
         for kind, reference in REFERENCES.items():
-            names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
+            names = {str(name) for name in loader[kind]} - self._given.keys() - self._base[kind].keys()
             for name in names - set(re.findall(reference, text)):
                 begins = re.compile(rf"^{re.escape(name)}(?!\w)", re.MULTILINE)
                 place = next((f for f in reversed(folders) if begins.search(texts[f])), own)
@@ -121,13 +116,13 @@ class OwnSettings:
 
     def _hint(self, name: str) -> str:
         for other in ("globals", "parameters"):
-            if name in self._shipped[other]:
+            if name in self._base[other]:
                 return f" Set it in conf/local/{other}.yml."
         from ppo_rlhf.config import PPOConfig  # settings that no file lists have their defaults
 
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
         dotted = [f"{group}.{key}" for group, keys in groups.items() if isinstance(keys, Mapping) for key in keys]
-        return closest(name, [*dotted, *set().union(*self._shipped.values())])
+        return closest(name, [*dotted, *set().union(*self._base.values())])
 
 
 def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:

@@ -111,8 +111,8 @@ def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpoi
     return entry if isinstance(entry, ResumeCheckpointDataset) else None
 
 
-def find_named(requested: str, root: Path, project_path: Path) -> Named:
-    """Return the run, and the checkpoint if one is named, for a run id or a directory; only the disk is read.
+def find_named(requested: str | None, root: Path, project_path: Path) -> Named | None:
+    """Return the run, and the checkpoint if one is named, for a run id or a directory; None for none or `latest`.
 
     A path is taken from the project, or else from the working directory. `root` holds the checkpoints of all runs.
 
@@ -122,6 +122,8 @@ def find_named(requested: str, root: Path, project_path: Path) -> Named:
     """
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, verify_checkpoint_of_run
 
+    if requested is None or requested == LATEST:
+        return None
     home, given = root.resolve(), Path(requested).expanduser()
     places = (home / given, project_path / given, given.absolute())
     path = next((place.resolve() for place in places if place.is_dir()), home)

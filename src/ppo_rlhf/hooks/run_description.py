@@ -216,5 +216,5 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # which may not fit in the memory
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,21 +41,23 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
-        return f"{where}. To resume: {resume_command(sys.argv)}"
+        return f"{where}.\nTo resume: {resume_command(sys.argv)}"  # on a line of its own, which is copied whole
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the typed `kedro run` (`sys.argv` as Kedro leaves it), those of torchrun or accelerate first.
+    """Return the words of the typed `kedro run` or `ppo_rlhf run`, those of torchrun or accelerate first.
 
-    None in a notebook or another program.
+    `typed` is `sys.argv` as Kedro leaves it. None in a notebook or another program.
     """
-    if typed[1:2] != ["run"] or not {"kedro", "python -m kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}:
+    places = Path(typed[0].removeprefix("python -m ")).parts[-2:]
+    program = next((name for name in ("kedro", "ppo_rlhf") if name in places), None)
+    if typed[1:2] != ["run"] or program is None:
         return None
     python, *launcher = psutil.Process(os.getppid()).cmdline() if process_count() > 1 else [""]
     if launcher[1 - len(typed) :] != typed[1:]:
-        return ["kedro", *typed[1:]]
+        return [program, *typed[1:]]
     return [Path(python).name, *launcher] if launcher[0] == "-m" else [Path(launcher[0]).name, *launcher[1:]]
 
 

@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
-TOKEN_SAMPLES = "token_samples"
-AUDIT = "reward_audit"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
-COMPLETIONS = "completions"
 SAMPLES, SAMPLED = 20, ("prompt", "completion", "score", "kl", "stopped")
 """Completions of an iteration in the table of samples, and what it has of each."""
 AT_A_GLANCE = {
@@ -55,9 +52,8 @@ class RunLog:
         self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
         self._iteration = 0
         self._model_id: str | None = None
-        self._live: set[tuple[str, int]] = set()
         self._curves: dict[int, dict[str, float]] = {}
-        progress.listeners[:] = [self._log_live]
+        progress.listeners[:] = [self._log.log]
 
     def repeat(self, beginnings: tuple[str, ...]) -> None:
         """Log metrics that begin so even if MLflow has them: they are measured anew."""
@@ -77,13 +73,13 @@ class RunLog:
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
         if outputs.get(FINAL_METRICS):
             self._conclude(outputs[FINAL_METRICS])
-        self._log.log((outputs.get(AUDIT) or {}).get("metrics", {}), 0)
+        self._log.log((outputs.get("reward_audit") or {}).get("metrics", {}), 0)
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
-        if rows := outputs.get(COMPLETIONS, [])[:SAMPLES]:
+        if rows := outputs.get("completions", [])[:SAMPLES]:
             columns = {name.replace("completion", "response"): [row[name] for row in rows] for name in SAMPLED}
             self._log.log_samples(rows[0]["iteration"], columns)
-        if samples := outputs.get(TOKEN_SAMPLES):
+        if samples := outputs.get("token_samples"):
             from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
@@ -179,15 +175,9 @@ class RunLog:
         """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""
         return bool(FINAL_METRICS in self._outputs and state.finished)
 
-    def _log_live(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log what a stage that is one node measures while it runs."""
-        self._live |= {(key, step) for key in metrics}
-        self._log.log(metrics, step)
-
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:
-            step = int(row["step"])
-            self._log.log({key: value for key, value in row.items() if (key, step) not in self._live}, step)
+            self._log.log(row, int(row["step"]))  # which sends none twice that the stage has told before
 
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:

@@ -48,7 +48,7 @@ from ppo_rlhf.hooks.tracking_store import (
 )
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.locks import lock_run, one_at_a_time
-from ppo_rlhf.names import LATEST, TRAININGS
+from ppo_rlhf.names import TRAININGS
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
@@ -110,9 +110,7 @@ class TrackingHook(MlflowHook):
         self._let_go()
         self._is_sweep, project_path = TRAININGS in pipeline.all_outputs(), Path(run_params["project_path"])
         entry = resume_entry(pipeline, catalog)
-        named = None
-        if entry is not None and entry.requested not in (None, LATEST):
-            named = find_named(str(entry.requested), entry.root, project_path)
+        named = None if entry is None else find_named(entry.requested, entry.root, project_path)
         disabled = self.mlflow_config.tracking.disable_tracking.pipelines
         if all(name in disabled for name in pipeline_names(run_params)):
             super().before_pipeline_run(run_params, pipeline, catalog)

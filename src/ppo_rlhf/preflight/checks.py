@@ -93,7 +93,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
     entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs())}
     nowhere = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if nowhere:
-        yield f"{', '.join(nowhere)} is in no file, so the run cannot start there: use --from-nodes with earlier nodes."
+        yield f"No file holds {', '.join(nowhere)}, so the run cannot start there: use --from-nodes with earlier nodes."
     for name, entry in entries.items():
         if entry is not None and run.needs(name) and not isinstance(entry, READY) and not entry.exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
@@ -239,8 +239,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
     if settings is None or not run.reads("raw_preferences"):
         return
     if "raw_preferences" in run.tables:
-        columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
-        preferences.check_preferences(frame_of(run.tables["raw_preferences"]), *columns)
+        preferences.check_preferences(frame_of(run.tables["raw_preferences"]), *settings.columns)
     elif run.samples_pairs:
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
@@ -306,13 +305,12 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     function = load_function(reference, run.project_path)
     ppo = run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
-    is_reward = reference in run.reward_functions
     for given, columns, source in _tried(run, tables):
         prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
         chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
         columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
         ids = None
-        if is_reward:  # the bytes stand for tokens if this run makes the tokenizer
+        if reference in run.reward_functions:  # the bytes stand for tokens if this run makes the tokenizer
             ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
         scores = call_reward_function(function, title, prompts, prompts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):

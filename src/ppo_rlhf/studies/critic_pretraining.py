@@ -107,7 +107,14 @@ def pretrain_critic(
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-    whole = _whole(config, len(held_out_prompts))
+    whole = replace(  # one batch with each held-out prompt once, as many as fill whole micro-batches
+        config,
+        gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),
+        num_mini_batches=1,
+        responses_per_prompt=1,
+        drop_uniform_prompts=0,
+        critic_warmup_iterations=0,
+    )
     held_out = generate_rollouts(state, reference, held_out_prompts, whole, scorer)
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
@@ -116,23 +123,10 @@ def pretrain_critic(
         logged = {name: metrics[source] for name, source in LOGGED.items()}
         history.append({STEP: iteration, **logged})
         report(iteration, logged)
-    after = replace(before, values=critic_values(held_out, state))
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, before)})
-    history[-1][HELD_OUT] = _explained(state, held_out, after)
+    history[-1][HELD_OUT] = _explained(state, held_out, replace(before, values=critic_values(held_out, state)))
     backbone = merged(critic.backbone) if has_adapter(critic) else critic.backbone
     return TrainedModel(CausalLMRewardModel.from_parts(backbone, critic.value_head), policy.tokenizer), history
-
-
-def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
-    """Return settings for one batch with each of the prompts once, as many as fill whole micro-batches."""
-    return replace(
-        config,
-        gradient_accumulation_steps=max(1, prompts // config.micro_batch_size),
-        num_mini_batches=1,
-        responses_per_prompt=1,
-        drop_uniform_prompts=0,
-        critic_warmup_iterations=0,
-    )
 
 
 def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:

@@ -148,15 +148,14 @@ def held_out_pairs(
     `chosen_chat` and `rejected_chat` have the whole conversations as messages, None for texts. Pairs of more than
     `limit` tokens, prompt and response together, are left out, as in reward training.
     """
-    columns = (config.prompt_column, config.chosen_column, config.rejected_column)
-    checked = pairs.check_preferences(preferences, *columns)
+    checked = pairs.check_preferences(preferences, *config.columns)
     table = pairs.tokenise_preferences(checked, tokenizer)
     for side in ("chosen", "rejected"):
         table[f"{side}_chat"] = [
             None if is_text(record[side]) else join_chats(record.get("prompt") or [], record[side])
             for record in checked.to_dict("records")
         ]
-    others = preferences.drop(columns=[*columns, *pairs.COLUMNS, *_CHATS], errors="ignore")
+    others = preferences.drop(columns=[*config.columns, *pairs.COLUMNS, *_CHATS], errors="ignore")
     return split_pairs(short_enough(table.join(others.reset_index(drop=True)), limit), config)[1]
 
 

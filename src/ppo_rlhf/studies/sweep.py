@@ -89,10 +89,7 @@ def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
     """Return one row a setting: means of MEASURES over its seeds, and their standard deviations, `<measure>_sd`.
 
     Columns before those: `setting`, `trainings` (that ended), and `failed`, why others did not. One training alone has
-    no standard deviation.
-
-    Args:
-        trainings: One row a training: `setting`, `error` (empty if it ended), and its measures.
+    no standard deviation. `trainings` has one row each: `setting`, `error` (empty if it ended), and its measures.
     """
     rows = pd.DataFrame(trainings)
     groups, measures = rows.groupby("setting", sort=False), [name for name in MEASURES if name in rows]

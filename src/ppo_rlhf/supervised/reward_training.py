@@ -67,6 +67,11 @@ class RewardModellingConfig(OptimisationConfig):
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
     """Responses sampled at a time."""
 
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        """The columns of prompts, preferred and rejected responses."""
+        return self.prompt_column, self.chosen_column, self.rejected_column
+
 
 def train_reward_model(
     sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig, watch: Watch | None = None

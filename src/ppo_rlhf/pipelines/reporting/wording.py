@@ -129,7 +129,7 @@ def remarks(
     if result == NO_DIFFERENCE:
         found.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
-            "prompts (prompts.max_held_out) narrow it."
+            "prompts (prompts.held_out_share, prompts.max_held_out) narrow it."
         )
     elif result == TOO_FEW_PROMPTS:
         found.append(

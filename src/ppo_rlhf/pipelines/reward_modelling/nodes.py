@@ -26,12 +26,7 @@ def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardM
     """Check given preferences before anything is trained; without any, hand on an empty table."""
     if raw_preferences is None:
         return pd.DataFrame()
-    return pairs.check_preferences(
-        frame_of(raw_preferences),
-        reward_modelling.prompt_column,
-        reward_modelling.chosen_column,
-        reward_modelling.rejected_column,
-    )
+    return pairs.check_preferences(frame_of(raw_preferences), *reward_modelling.columns)
 
 
 def collect_preferences(
