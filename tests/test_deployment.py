@@ -119,7 +119,7 @@ def test_the_dag_of_the_page_runs_the_whole_chain_in_order(monkeypatch: pytest.M
     for name in ("airflow", "airflow.providers", "airflow.providers.standard", "airflow.providers.standard.operators"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, bash, SimpleNamespace(BashOperator=operator))
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(from airflow.*?)```", PAGE, re.DOTALL)
     exec(code, {})
     pipelines = register_pipelines()
     assert chained == ["data_preparation", "supervised_finetuning", "reward_modelling", "align"]

@@ -857,6 +857,9 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
         trainer.train(resume_from_checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    (tmp_path / "iteration_000001").mkdir()
+    with pytest.raises(CheckpointError, match="is a run's directory: name a checkpoint in it"):
+        trainer.train(resume_from_checkpoint=tmp_path)
     with pytest.raises(ConfigError, match="output_dir"):
         trainer.train(resume_from_checkpoint=True)
 

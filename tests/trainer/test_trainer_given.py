@@ -103,6 +103,7 @@ ROWS = datasets.Dataset.from_list([{"prompt": "a"}])
         (datasets.IterableDatasetDict(train=ROWS.to_iterable_dataset()), r"IterableDatasetDict; .*one split"),
         (ROWS.to_iterable_dataset(), r"IterableDataset; .*Dataset\.from_list of a stream"),
         (datasets.Dataset.from_dict({"text": ["a"]}), "no column `prompt` or `input_ids`; the columns are text"),
+        ({"prompt": "a film"}, "one text as column `prompt`; give a list of texts"),
         ({1: ["a"]}, "no column `prompt` or `input_ids`; the columns are 1"),
         ([{"prompt": "a"}, "b"], "rows of columns, and 'b'"),
         *(({"input_ids": [[4, 5]], "attention_mask": mask}, "`attention_mask`") for mask in ([[1]], [], [None])),

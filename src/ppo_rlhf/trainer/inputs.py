@@ -94,6 +94,8 @@ def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, Dataset):
         return {name: prompts[name] for name in prompts.column_names}
     if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
+        if texts := [column for column, rows in prompts.items() if isinstance(rows, str)]:
+            raise DataError(f"PPOTrainer: {argument} has one text as column `{texts[0]}`; give a list of texts")
         return prompts
     raise DataError(
         f"PPOTrainer: {argument} is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "

@@ -72,9 +72,11 @@ def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> P
 
     Raises:
         ConfigError: `asked` is True, and there is no `output_dir`.
-        CheckpointError: That directory has no whole checkpoint.
+        CheckpointError: That directory has no whole checkpoint, or `asked` is the directory of a run.
     """
     if not isinstance(asked, bool):
+        if files.checkpoint_iterations(Path(asked)):
+            raise CheckpointError(f"{asked} is a run's directory: name a checkpoint in it, or give True and output_dir")
         return Path(asked)
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from ppo_rlhf import processes
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import hub
 from ppo_rlhf.checkpoints.files import checkpoint_name
@@ -38,6 +37,7 @@ from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_
 from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
+from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer import progress
@@ -96,8 +96,8 @@ class PPOTrainer:
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
-        processes.check_launch()
-        processes.refuse_sharding("PPOTrainer")
+        check_launch()
+        refuse_sharding("PPOTrainer")
         if not isinstance(config, PPOConfig):
             raise ConfigError(
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
@@ -120,7 +120,7 @@ class PPOTrainer:
         in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
-        processes.check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
+        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
         self._folders: set[Path] = set()  # that hold this run's checkpoints
@@ -184,10 +184,8 @@ class PPOTrainer:
             DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
         """
         if length_sampler is not None:
-            generation = {"max_new_tokens": processes.from_main(length_sampler()), **generation}
-        processes.check_alike(
-            "generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation]
-        )
+            generation = {"max_new_tokens": from_main(length_sampler()), **generation}
+        check_alike("generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation])
         return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
@@ -213,7 +211,7 @@ class PPOTrainer:
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         self._check_ready("step")
-        processes.check_alike("step", queries=queries, responses=responses, scores=scores)
+        check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
@@ -280,7 +278,7 @@ class PPOTrainer:
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
-        processes.check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
+        check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
@@ -331,7 +329,7 @@ class PPOTrainer:
         folder = Path(save_directory)
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         card = render_card(self.state, rewards) if may_write_card(folder) else None
-        processes.on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
+        on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.
@@ -339,10 +337,10 @@ class PPOTrainer:
         A new repository is private; this, `license` and `token` are options of `checkpoints.hub.push`, whose errors
         this raises.
         """
-        processes.on_main(partial(hub.check_push, repo_id, options.get("token")))
+        on_main(partial(hub.check_push, repo_id, options.get("token")))
         with TemporaryDirectory() as directory:
             self.save_pretrained(directory)
-            return processes.on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
+            return on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
         """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.
@@ -352,9 +350,7 @@ class PPOTrainer:
             ConfigError: The directory holds another run.
         """
         progress.claim(Path(output_dir), self._folders)
-        if processes.is_main_process():
-            write_checkpoint(Path(output_dir), self.state)
-        processes.wait_for_all()
+        on_main(partial(write_checkpoint, Path(output_dir), self.state))
         return Path(output_dir) / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
@@ -374,7 +370,7 @@ class PPOTrainer:
     def _save(self, directory: Path | None) -> None:
         if directory is not None:
             self.save_checkpoint(directory)
-            if processes.is_main_process():
+            if is_main_process():
                 prune_run(directory, self.config, self.state.iteration)
 
     def _check_ready(self, call: str) -> None:
