@@ -19,7 +19,7 @@ from kedro.runner import SequentialRunner
 from ppo_rlhf import progress
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.progress import reporting
+from ppo_rlhf.progress import reporting, silenced
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 
 
@@ -243,6 +243,18 @@ def test_node_lines_are_silent_in_the_loop_but_warnings_of_nodes_are_not(journal
     assert len(running) == 6  # those that run once
     assert caplog.text.count("a warning from toy.generate") == 3
     assert {name: logging.getLogger(name).level for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("level", "within"),
+    [(logging.DEBUG, logging.DEBUG), (logging.INFO, logging.WARNING), (logging.ERROR, logging.ERROR)],
+)
+def test_loggers_that_were_set_to_debug_or_above_warnings_keep_their_level_in_the_loop(level: int, within: int):
+    logger = logging.getLogger("tests.silenced")
+    logger.setLevel(level)
+    with silenced([logger.name]):
+        assert logger.level == within
+    assert logger.level == level
 
 
 def test_each_iteration_is_one_line_where_there_is_no_terminal(journal, caplog):

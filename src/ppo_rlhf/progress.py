@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -79,6 +79,20 @@ def watching(title: str, total: int) -> Iterator[Callable[[int, Mapping[str, flo
                 listener(metrics, step)
 
         yield report
+
+
+@contextmanager
+def silenced(names: Iterable[str]) -> Iterator[None]:
+    """Let these loggers through only from WARNING on, unless they were set to DEBUG."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for quiet, level in levels.items():
+        if quiet.getEffectiveLevel() > logging.DEBUG:
+            quiet.setLevel(max(logging.WARNING, level))
+    try:
+        yield
+    finally:
+        for quiet, level in levels.items():
+            quiet.setLevel(level)
 
 
 def say(text: str, *arguments: object) -> None:

@@ -7,7 +7,6 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 from __future__ import annotations
 
 import contextlib
-import logging
 import signal
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
-from ppo_rlhf.progress import reporting, say
+from ppo_rlhf.progress import reporting, say, silenced
 from ppo_rlhf.signals import (
     RunInterruptedError,
     TerminationSignal,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
+NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,7 @@ class LoopRunner(SequentialRunner):
 
         run_once(plan.upstream, 1)
         if plan.iteration:
-            from ppo_rlhf.models.quiet import errors_only  # heavy
-
-            # which log a line a node, a load and a save
-            with (
-                errors_only("kedro.pipeline.node", logging.WARNING),
-                errors_only("kedro.io.data_catalog", logging.WARNING),
-            ):
+            with silenced(NODE_LOGGERS):
                 _repeat(plan, catalog, execute)
             for node in plan.iteration:
                 self._release_datasets(node, catalog, loads, pipeline)

@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
-SAMPLES, SAMPLED = 20, ("prompt", "completion", "score", "kl", "stopped")
-"""Completions of an iteration in the table of samples, and what it has of each."""
+SAMPLES = 20
+"""Completions of an iteration in the table of samples."""
+SAMPLED = {"prompt": "prompt", "response": "completion", "score": "score", "kl": "kl", "stopped": "stopped"}
+"""The table's columns, and what each has of a completion."""
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
     "objective/scores": "at_a_glance/reward",
@@ -77,7 +79,7 @@ class RunLog:
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if rows := outputs.get("completions", [])[:SAMPLES]:
-            columns = {name.replace("completion", "response"): [row[name] for row in rows] for name in SAMPLED}
+            columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
             from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it

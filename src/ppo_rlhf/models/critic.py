@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.value_heads import width_of_states
 
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one that can be trained without changing the first."""
@@ -137,12 +138,7 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
     Raises:
         ModelError: `start` reads hidden states of another width, or the policy's configuration names no width.
     """
-    config = policy.config.get_text_config()
-    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
-    width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
-    if width is None:
-        raise ModelError(f"{type(policy).__name__}: its configuration has no hidden_size, so no value head fits it")
-    head = new_value_head(int(width), policy)
+    head = new_value_head(width_of_states(policy.config), policy)
     if start is None:
         return head
     if start.weight.shape != head.weight.shape:

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probing
+from ppo_rlhf.models.value_heads import width_of_states
 
 MODEL_TYPE = "causal_lm_reward"
 SCORE_MEAN = "score_mean"
@@ -73,8 +74,7 @@ class CausalLMRewardModel(PreTrainedModel):
         super().__init__(config)
         # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
-        text = config.get_text_config()  # OPT's smallest model projects its hidden states to another width
-        self.score = nn.Linear(getattr(text, "word_embed_proj_dim", None) or text.hidden_size, 1)
+        self.score = nn.Linear(width_of_states(config), 1)
         self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self.post_init()
 

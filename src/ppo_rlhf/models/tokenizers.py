@@ -208,7 +208,7 @@ def encode_texts(
     """Return the tokens of texts, with the beginning that the tokenizer puts before them, but never a second one.
 
     An end of text that the tokenizer appends is taken off: not all texts end. One that a text has itself stays.
-    `is_rendered` says which texts a chat template wrote, so that no token is to be added to them; None: to any may be.
+    `is_rendered` says which texts a chat template wrote, to which no token is added; None: it wrote none.
     """
     begin, eos, end = tokenizer.bos_token, tokenizer.eos_token_id, str(tokenizer.eos_token)
     ids: list[list[int]] = [[] for _ in texts]

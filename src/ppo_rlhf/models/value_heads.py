@@ -10,11 +10,22 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.directories import weight_files
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+
+
+def width_of_states(config: PretrainedConfig) -> int:
+    """Return the width of the hidden states that a head reads; raise `ModelError` if the configuration names none."""
+    text = config.get_text_config()
+    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
+    width = getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
+    if width is None:
+        raise ModelError(f"{type(text).__name__}: this configuration has no hidden_size, so no value head fits it")
+    return int(width)
 
 
 def read_value_head(folder: Path) -> nn.Linear | None:

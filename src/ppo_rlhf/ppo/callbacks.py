@@ -56,7 +56,8 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
     Raises:
         ConfigError: There is none of this name, or its package is not installed.
     """
-    names = sorted({name.strip() for name in config.report_to.split(",")} - {"", NONE})
+    given = dict.fromkeys(name.strip() for name in config.report_to.split(","))
+    names = [name for name in given if name not in ("", NONE)]
     if not names:
         return []
     from transformers.integrations import get_reporting_integration_callbacks

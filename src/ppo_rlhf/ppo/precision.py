@@ -83,8 +83,8 @@ def resolve_device(name: str) -> torch.device:
             device = torch.device(name)
         except RuntimeError:
             raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or one such as cuda:1") from None
-        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-            raise ConfigError(f"device={name}: this machine has {count} CUDA devices; use auto or cpu")
+        if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
+            raise ConfigError(f"device={name}: this machine has {gpus} CUDA devices; use auto or cpu")
         if device.type == "cuda" and keeps_to_cpu:
             raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
     if device.type == "cuda":

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import pipeline
 
 from ppo_rlhf.models.quiet import errors_only
@@ -25,4 +26,4 @@ def positive_logit(prompts: Sequence[str], completions: Sequence[str], **_: Any)
 
 @functools.cache
 def _classifier(name: str) -> Any:
-    return pipeline("text-classification", model=name)
+    return pipeline("text-classification", model=name, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,6 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, Resol
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process, on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scorers import functions_of
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.inputs import few_answered
 
@@ -84,8 +83,13 @@ class HeldOut:
         prompts: PromptDataset,
         scorer: RewardScorer,
         judge: RewardFunction | None,
+        *,
+        by_reward: bool,
     ) -> None:
-        """Take the held-out prompts and the judge (`take_held_out`); without one the reward decides the win rate."""
+        """Take the held-out prompts and the judge (`take_held_out`); without one the reward decides the win rate.
+
+        `by_reward` says that the reward that trains decides it, also as the judge.
+        """
         described = "the reward" if judge is None else "the judge"
         self._evaluator = evaluator_of(
             state.tokenizer,
@@ -96,8 +100,7 @@ class HeldOut:
             EvaluationConfig(iteration_prompts=len(prompts)),
             ResolvedJudge(judge=judge, rates={}, description=described),
         )
-        self._state, self._reference = state, reference_policy
-        self._by_reward = judge is None or any(judge in getattr(each, "args", ()) for each in functions_of(scorer))
+        self._state, self._reference, self._by_reward = state, reference_policy, by_reward
         self.rows: list[dict[str, Any]] = []
 
     @cached_property

@@ -116,6 +116,12 @@ class PPOTrainer:
             for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
         decides = take_held_out(held_out, judge, self._scorer, self._prompts)
+        tables = [table for table in (self._prompts, held_out) if table is not None]
+        if self._scorer is not None:
+            for table in tables:
+                if self._scorer is not reward:
+                    trainer_inputs.try_functions(self._scorer, table, config)
+                check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
         in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
@@ -126,13 +132,11 @@ class PPOTrainer:
         self._folders: set[Path] = set()  # that hold this run's checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
-            self.held_out = HeldOut(self.state, self.reference_policy, held_out, self._scorer, decides)
+            taken, by_reward = (held_out, self._scorer, decides), decides is None or decides is reward
+            self.held_out = HeldOut(self.state, self.reference_policy, *taken, by_reward=by_reward)
         self._sampler = QuerySampler(self.state, limit)
-        for table in (self._prompts, held_out):
-            if self._scorer is not None and table is not None:
-                if self._scorer is not reward:
-                    trainer_inputs.try_functions(self._scorer, table, config)
-                check_chats(self._scorer, table)
+        for table in tables:
+            if self._scorer is not None:
                 check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
         progress.warn(self.state, evaluates=self.held_out is not None)
 
