@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ PLENTY, NOTHING = (2**40, 2**40), (2**20, 2**20)
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: PLENTY)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**40))  # others change it meanwhile
 
 
 def said(kedro: Kedro, project: Path, *arguments: str, exit_code: int = 0) -> list[str]:
@@ -108,11 +110,6 @@ def test_an_adapter_is_planned_as_its_base(kedro: Kedro, own: Path, tmp_path: Pa
     assert lines[1:] == said(kedro, own)[1:]
 
 
-def without_disk(lines: list[str]) -> list[str]:
-    """Without the disk's free space, which others change meanwhile."""
-    return [line for line in lines if not line.startswith("ok       Disk")]
-
-
 @pytest.mark.slow
 def test_a_models_own_code_runs_only_where_the_project_trusts_it(
     kedro: Kedro, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,8 +120,7 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
     lines = said(kedro, own, *trusted, "--model", str(model))
     assert lines[0] == f"{model}: OwnConfig, float32, on cpu"
     (model / "model.safetensors").unlink()
-    again = said(kedro, own, *trusted, "--model", str(model / "config.json"))
-    assert without_disk(again)[1:] == without_disk(lines)[1:]
+    assert said(kedro, own, *trusted, "--model", str(model / "config.json"))[1:] == lines[1:]
     (model / "own.py").write_text("raise SystemExit('it ran')")
     for place in (model, model / "config.json"):
         [line] = problems(kedro, own, "--prompt-length", "5", "--model", str(place))
@@ -158,7 +154,7 @@ def after_the_demo(own: Path) -> Path:
 def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
     """The demo's critic starts as the reward model, which the other policy could not read."""
     other = ("--model", billion_parameters(tmp_path), "--prompt-length", "64", "--batch", "8")
-    lines = said(kedro, after_the_demo, *other, exit_code=1)
+    lines = said(kedro, after_the_demo, *other)
     sizes = [weights(lines, name) for name in ("reward model", "critic")]
     assert sizes == ["3.87 GiB"] * 2  # 4.11 less 0.24 of the head
 
