@@ -33,6 +33,9 @@ from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
+MEASURED = ("time/", "throughput/", "memory/")
+"""How the names of metrics begin that no two runs share."""
+
 PAD, UNKNOWN, END = 0, 1, 2
 WORDS = [chr(ord("a") + i) for i in range(20)]
 VOCABULARY = ["<pad>", "<unk>", "</s>", *WORDS]
@@ -171,6 +174,16 @@ def build_run(
 
 def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def weight_sums(run: Run) -> dict[str, float]:
+    """Return a number for each weight of policy and critic."""
+    models = {"policy": run.state.policy, "critic": run.state.critic}
+    return {
+        f"{name}.{key}": float((tensor.double() * torch.arange(1, 1 + tensor.numel()).view(tensor.shape)).sum())
+        for name, model in models.items()
+        for key, tensor in weights_of(model).items()
+    }
 
 
 def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -83,6 +83,7 @@ def test_a_reward_one_token_too_early_is_found_by_the_value_of_the_last_token(mo
     assert "the policy" not in found.broken  # which learns it all the same
 
 
+@pytest.mark.slow
 def test_a_reward_one_token_too_late_is_lost_and_no_probe_learns(monkeypatch, short: None):
     rewards_patched(monkeypatch, lambda rewards, _: torch.cat([torch.zeros_like(rewards[:, :1]), rewards[:, :-1]], 1))
     assert all(outcome(probe).broken for probe in probes.PROBES)

@@ -28,7 +28,7 @@ from ppo_rlhf.processes import (
     wait_for_all,
 )
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import Run, build_model, build_run, weights_of
+from tests.ppo_runs import MEASURED, Run, build_model, build_run, weight_sums
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -76,7 +76,6 @@ BY_TWO = (
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
 """Cases that three processes run, with a number of responses that three divides."""
 BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2}, "server": SERVER}
-MEASURED = ("time/", "throughput/", "memory/")
 
 
 def build(settings: dict[str, Any], responses: int = 16) -> Run:
@@ -98,7 +97,7 @@ def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
     for iteration in range(ITERATIONS):
         metrics = run.iteration()
         found[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
-    found["weights"] = summary(run)
+    found["weights"] = weight_sums(run)
     return found
 
 
@@ -108,16 +107,6 @@ def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
         StandIn(build_model(dtype=torch.float32, seed=7)).install(patch)
         settings = {**settings, "rollout_engine": "vllm", "dtype": "float32"}
         return {**results(settings), "evaluation": evaluation(build(settings))}
-
-
-def summary(run: Run) -> dict[str, float]:
-    """Return a number for each weight of policy and critic."""
-    models = {"policy": run.state.policy, "critic": run.state.critic}
-    return {
-        f"{name}.{key}": float((tensor.double() * torch.arange(1, 1 + tensor.numel()).view(tensor.shape)).sum())
-        for name, model in models.items()
-        for key, tensor in weights_of(model).items()
-    }
 
 
 def evaluation(run: Run) -> dict[str, Any]:
@@ -142,7 +131,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     again = build({})
     restore(again.state, other)
     metrics = again.iteration()
-    return {"metrics": {k: v for k, v in metrics.items() if not k.startswith(MEASURED)}, "weights": summary(again)}
+    return {"metrics": {k: v for k, v in metrics.items() if not k.startswith(MEASURED)}, "weights": weight_sums(again)}
 
 
 def check_gathers() -> None:

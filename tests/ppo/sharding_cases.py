@@ -24,8 +24,7 @@ from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.ppo import process_cases
-from tests.ppo_runs import Run, build_model, build_run, build_tokenizer
+from tests.ppo_runs import MEASURED, Run, build_model, build_run, build_tokenizer, weight_sums
 
 ITERATIONS, RESPONSES = 5, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -85,12 +84,12 @@ def results(settings: dict[str, Any], start: Path | None = None, end: Path | Non
     while run.state.iteration < (ITERATIONS if start is None else 3):
         metrics = run.iteration()
         found[f"metrics {run.state.iteration}"] = {
-            key: value for key, value in metrics.items() if not key.startswith(process_cases.MEASURED)
+            key: value for key, value in metrics.items() if not key.startswith(MEASURED)
         }
         if end is not None and run.state.iteration == 2:
             save(run, end)
     with refilled(run.state.policy, run.state.critic):
-        found["weights"] = process_cases.summary(run)
+        found["weights"] = weight_sums(run)
     return found
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
+from tests.ppo_runs import MEASURED
 
 OPTIONS = {
     "lambda by length": {"lam_alpha": 0.3, "lam_critic": 1.0},
@@ -14,7 +15,6 @@ OPTIONS = {
     "prompts without a signal": {"responses_per_prompt": 2, "drop_uniform_prompts": 2},
     "k3 with the gradient of k2": {"kl_in": "loss", "kl_estimator": "k3+", "kl_coef": 0.5},
 }
-MEASURED = ("time/", "throughput/", "memory/")
 
 
 @pytest.fixture(params=OPTIONS)

@@ -22,10 +22,9 @@ from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo import vllm_stand_in
 from tests.ppo.test_lora import LORA, stir
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import Run, build_model, build_rollouts, build_run
+from tests.ppo_runs import MEASURED, Run, build_model, build_rollouts, build_run
 
 VLLM = {"rollout_engine": "vllm"}
-MEASURED = ("time/", "throughput/", "memory/")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.stats import permutation_test
 
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 
@@ -28,6 +27,8 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
     """
     if len(changes_N) < 2:
         return 1.0
+    from scipy.stats import permutation_test  # takes a second, which every start would pay
+
     kind: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
     return float(permutation_test((changes_N,), np.mean, n_resamples=RESAMPLES, batch=1000, rng=0, **kind).pvalue)
 
