@@ -36,6 +36,7 @@ from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer
+from tests.ppo_runs import MEASURED
 from tests.tiny_models import END, PAD, VOCABULARY, not_causal_models, save, tiny_model, word_tokenizer
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]
@@ -52,7 +53,6 @@ SETTINGS = {
     "missing_eos_penalty": 0.5,
     "device": "cpu",
 }
-MEASURED = ("time/", "throughput/", "memory/")
 
 
 def early_letters(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
