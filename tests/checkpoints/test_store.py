@@ -29,8 +29,7 @@ from ppo_rlhf.checkpoints.store import (
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from tests.checkpoints.support import assert_same, everything
-
-TIMED = ("time/", "throughput/", "memory/")
+from tests.ppo_runs import MEASURED
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_pa
         resumed.iteration()
     assert_same(everything(resumed.state), everything(whole.state))
     histories = [
-        [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in run.state.history]
+        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
         for run in (whole, resumed)
     ]
     assert histories[0] == histories[1]

@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, freeze
-from tests.ppo_runs import VOCABULARY, Run, build_run, learn_from, with_responses
+from tests.ppo_runs import MEASURED, VOCABULARY, Run, build_run, learn_from, with_responses
 
 REPLY = ["s", "t", "r"]
 REPLY_IDS = [VOCABULARY.index(word) for word in REPLY]
@@ -227,7 +227,7 @@ def test_an_environment_that_never_replies_gives_what_one_turn_gives() -> None:
     alone = build_run(**{**SETTINGS, "response_length": 5, "environment": None, "turn_length": None})
     found, expected = one.iteration(), alone.iteration()
     assert found.pop("response/turns") == 1.0
-    same = {name for name in expected if not name.startswith(("time/", "throughput/", "memory/"))}
+    same = {name for name in expected if not name.startswith(MEASURED)}
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 
 

@@ -6,9 +6,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from tests.ppo_runs import learn_from
+from tests.ppo_runs import MEASURED, learn_from
 
-TIMED = ("time/", "throughput/", "memory/")
 VARIANTS = [
     ("llama", {}),
     ("gpt2", {"value_model": "shared", "dtype": "float32"}),
@@ -42,7 +41,7 @@ def test_every_layer_is_recomputed_once_in_the_update_and_no_number_changes(
         before, calls[0] = calls[0], 0
         found = learn_from(run.state, experience)
         counted.append((before, calls[0]))
-        metrics.append({name: value for name, value in found.items() if not name.startswith(TIMED)})
+        metrics.append({name: value for name, value in found.items() if not name.startswith(MEASURED)})
         runs.append(run)
     passes = 2 * 2 * (1 if variant.get("value_model") == "shared" else 2)  # epochs, minibatches, models
     assert counted[0][1] == passes

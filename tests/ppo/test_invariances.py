@@ -10,10 +10,10 @@ from ppo_rlhf.models import forward
 from ppo_rlhf.models.token_rows import TokenRows
 from ppo_rlhf.ppo import rollout
 from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
+from tests.ppo_runs import MEASURED
 
 from .support import ONE_STEP, assert_same_gradients, gradients, moved_on
 
-TIMED = ("time/", "throughput/", "memory/")
 EVERY_LOSS = {"kl_in": "loss", "kl_estimator": "k2", "entropy_coef": 0.1, "importance_cap": 1.5}
 
 
@@ -23,7 +23,7 @@ def test_neither_the_pad_token_nor_its_side_changes_a_run(make_run, make_tokeniz
         run = make_run("gpt2", tokenizer=make_tokenizer(**options), **EVERY_LOSS)
         while not run.state.finished:
             run.iteration()
-        history = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in run.state.history]
+        history = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
         runs.append((snapshot(run.state.policy), snapshot(run.state.critic), history))
     for other in runs[1:]:
         assert same_tensors(runs[0][0], other[0])

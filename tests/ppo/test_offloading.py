@@ -17,6 +17,7 @@ from ppo_rlhf.rewards.scorers import ModelScorer, build_reward_scorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.models.test_offloading import Waiting
+from tests.ppo_runs import MEASURED
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
 CPU = torch.device("cpu")
@@ -60,10 +61,9 @@ def test_a_run_with_models_that_wait_has_the_same_numbers_bit_for_bit(run_with, 
     expected = [plain.iteration() for _ in range(2)]
     run, reference, score = run_with(monkeypatch, **settings)
     found = [run.iteration() for _ in range(2)]
-    timed = ("time/", "throughput/", "memory/")
     for first, second in zip(found, expected, strict=True):
-        assert {k: v for k, v in first.items() if not k.startswith(timed)} == {
-            k: v for k, v in second.items() if not k.startswith(timed)
+        assert {k: v for k, v in first.items() if not k.startswith(MEASURED)} == {
+            k: v for k, v in second.items() if not k.startswith(MEASURED)
         }
     for waiting in (reference, score):
         assert waiting.devices == {"meta"}

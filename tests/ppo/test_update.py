@@ -13,7 +13,7 @@ from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
-from tests.ppo_runs import learn_from, with_responses
+from tests.ppo_runs import MEASURED, learn_from, with_responses
 
 NAN = float("nan")
 
@@ -366,8 +366,6 @@ def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapsh
 
 # --- reproducibility -------------------------------------------------------------------------------------------------
 
-TIMED = ("time/", "throughput/", "memory/")
-
 
 def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_run, snapshot, same_tensors):
     results = []
@@ -377,7 +375,7 @@ def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_r
         while not run.state.finished:
             run.iteration()
         # as texts: the norm of a gradient that overflowed is NaN, which is no NaN's equal
-        history = [{k: repr(v) for k, v in row.items() if not k.startswith(TIMED)} for row in run.state.history]
+        history = [{k: repr(v) for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
         results.append((snapshot(run.state.policy), snapshot(run.state.critic), history))
     first, second, other = results
     assert same_tensors(first[0], second[0])

@@ -16,6 +16,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.training import PPOTrainer
 from tests import pretend_device
+from tests.ppo_runs import MEASURED
 from tests.pretend_device import Counts, counting, pretending
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
@@ -162,5 +163,5 @@ def test_every_option_keeps_to_one_device_and_has_the_numbers_of_the_cpu(tmp_pat
     expected = [] if "dtype" in settings else history("cpu", **on_cpu)
     for ours, theirs in zip(found, expected, strict=bool(expected)):
         for name, value in theirs.items():
-            if not name.startswith(("time/", "throughput/", "memory/")):
+            if not name.startswith(MEASURED):
                 assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), name

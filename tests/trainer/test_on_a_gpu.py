@@ -18,11 +18,11 @@ from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardMod
 from ppo_rlhf.ppo.precision import device_of, has_bfloat16, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.training import PPOTrainer
+from tests.ppo_runs import MEASURED
 from tests.tiny_models import END, draw_weights, save, tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.gpu
 
-TIMED = ("time/", "throughput/", "memory/")
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k", "l m n"]
 SETTINGS: dict[str, Any] = {
     "total_episodes": 36,
@@ -56,7 +56,7 @@ def history(kind: str = "llama", **settings: Any) -> list[dict[str, float]]:
     torch.manual_seed(0)  # of the reward model's head
     reward = CausalLMRewardModel.from_causal_lm(tiny_model(seed=2)).double()
     trainer = PPOTrainer(config, policy, None, word_tokenizer(), reward=reward, prompts=PROMPTS)
-    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in trainer.train()]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in trainer.train()]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
