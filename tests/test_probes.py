@@ -89,6 +89,7 @@ def test_a_reward_one_token_too_late_is_lost_and_no_probe_learns(monkeypatch, sh
     assert all(outcome(probe).broken for probe in probes.PROBES)
 
 
+@pytest.mark.slow
 def test_a_critic_whose_targets_are_zero_is_found_where_values_matter(monkeypatch, short: None):
     def zeroed(*args):
         experience = estimate_advantages(*args)
@@ -123,6 +124,7 @@ def test_a_bonus_for_some_token_is_found_by_the_constant_reward(monkeypatch, sho
     assert found.broken.startswith("the policy moves without a reason")
 
 
+@pytest.mark.slow
 def test_a_kl_penalty_of_the_wrong_sign_is_found_by_no_probe_but_its_own(monkeypatch, short: None):
     right = core_rewards.shape_rewards
 
