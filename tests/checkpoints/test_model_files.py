@@ -313,6 +313,16 @@ def test_the_average_is_exported_as_a_plain_model_beside_the_policy(make_run, va
     assert float((policy - exported.average(IDS).logits).detach().abs().max()) > 1e-3
 
 
+def test_a_model_saved_over_one_with_an_average_says_that_the_average_is_of_the_earlier_one(make_run, tmp_path, caplog):
+    averaged, plain = (exported_policy(make_run(ema_decay=decay).state) for decay in (0.5, None))
+    averaged.save(tmp_path)
+    averaged.save(tmp_path)
+    assert not caplog.messages
+    plain.save(tmp_path)
+    [line] = caplog.messages
+    assert line == f"{tmp_path / 'ema'} is the average of an earlier model; the one that is saved now has none."
+
+
 def test_the_value_head_is_exported_if_it_is_asked_for(make_run):
     settings = {"value_model": "shared"}
     assert exported_policy(make_run(**settings).state).value_head is None

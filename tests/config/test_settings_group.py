@@ -51,6 +51,8 @@ def test_dictionaries_inside_a_group_become_groups():
     [
         ({"epochs": 0}, "outer.epochs=0: input should be greater than or equal to 1"),
         ({"epochs": 1.5}, "outer.epochs=1.5: "),
+        ({"epochs": True}, "outer.epochs=True: input should be a number"),
+        ({"limit": True}, "outer.limit=True: input should be a number"),
         ({"limit": float("inf")}, "outer.limit=inf: "),
         ({"rate": None}, "outer.rate=None: "),
         ({"switch": "maybe"}, "outer.switch='maybe': "),

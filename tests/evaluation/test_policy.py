@@ -218,6 +218,8 @@ def test_judge_that_cannot_be_found_is_named(reference):
         ({"jugde": "a:b"}, "evaluation.jugde"),
         ({"bootstrap_samples": 10_000}, "evaluation.bootstrap_samples is not a parameter"),  # it was one once
         ({"iteration_prompts": 0}, "evaluation.iteration_prompts=0"),
+        ({"judge": "mine"}, r"evaluation\.judge='mine': .* write module:name"),
+        ({"rates": {"short": "mine.py"}}, r"evaluation\.rates\.short='mine\.py': .* write module:name"),
         ({"rates": {"kl": "a:b"}}, "'kl' cannot name a rate"),
         ({"rates": {"Polite Rate": "a:b"}}, "'Polite Rate' cannot name a rate"),
         ({"rates": {"polite_sft": "a:b"}}, "'polite_sft' cannot name a rate"),

@@ -353,6 +353,7 @@ def test_numbers_of_any_kind_are_taken(result):
         ([1.0, -1e39], r"-1e\+39 for response 1"),
         ([1.0, None], "None for response 1"),
         ([1.0, "a"], "'a' for response 1"),
+        (["1", 1.0], "'1' for response 0"),
         ([10**5000, 1.0], "a value of type int for response 0"),
         ([1.0, Unprintable()], "a value of type Unprintable for response 1"),
         (3.0, "a float"),

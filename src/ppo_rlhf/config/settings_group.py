@@ -43,6 +43,11 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
             problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
             try:
                 validate(self, *args, **{name: value for name, value in values.items() if name in known})
+                problems += [  # pydantic makes 1 of True
+                    f"{group}.{name}={value}: input should be a number"
+                    for name, value in values.items()
+                    if isinstance(value, bool) and name in known and type(getattr(self, name)) in (int, float)
+                ]
             except ValidationError as error:
                 problems += [_describe(group, detail) for detail in error.errors()]
             if problems:

@@ -24,7 +24,7 @@ from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
-from ppo_rlhf.rewards.config import check_metric_name
+from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 
@@ -62,13 +62,13 @@ def _check_judge_names(judges: dict[str, str]) -> dict[str, str]:
 class EvaluationConfig:
     """What policies are evaluated with; the same for SFT and PPO, during training and at its end."""
 
-    judge: str | None = None
+    judge: Reference | None = None
     """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate.
     None: the demo's gold judge on the demo's prompts, otherwise the reward decides."""
-    judges: Annotated[dict[str, str], AfterValidator(_check_judge_names)] = field(default_factory=dict)
+    judges: Annotated[dict[str, Reference], AfterValidator(_check_judge_names)] = field(default_factory=dict)
     """Further judges of that signature, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
     `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
-    rates: Annotated[dict[str, str], AfterValidator(_check_rate_names)] = field(default_factory=dict)
+    rates: Annotated[dict[str, Reference], AfterValidator(_check_rate_names)] = field(default_factory=dict)
     """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
     response, and `eval/<name>` is the mean."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None

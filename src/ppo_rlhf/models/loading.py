@@ -383,6 +383,8 @@ class TrainedModel:
         follow_umask(folder)
         if self.average is not None:
             replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
+        elif (folder / AVERAGE / CONFIG).is_file():
+            log.warning("%s is the average of an earlier model; the one that is saved now has none.", folder / AVERAGE)
 
 
 def why_unreadable(error: Exception) -> str:

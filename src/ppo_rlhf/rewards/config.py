@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
@@ -11,6 +11,15 @@ from ppo_rlhf.rewards.functions import split_reference
 
 LONGEST_METRIC_NAME = 250
 """The most characters of a metric's key in MLflow."""
+
+
+def _check_reference(reference: str) -> str:
+    split_reference(reference)
+    return reference
+
+
+Reference = Annotated[str, AfterValidator(_check_reference)]
+"""A function's `module:name`."""
 
 
 def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:

@@ -226,7 +226,7 @@ def _arguments(
 
 def _score(value: Any, name: str, row: int, completion: str) -> float:
     try:
-        score = float(value)
+        score = math.nan if isinstance(value, str | bytes) else float(value)
     except Exception:  # a user's object can raise anything
         score = math.nan
     if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included

@@ -21,6 +21,7 @@ from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
+from ppo_rlhf.rewards.config import Reference
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
@@ -57,7 +58,7 @@ class RewardModellingConfig(OptimisationConfig):
     """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, in the saved weights.
     If the responses are samples of the SFT policy, as in the demo, PPO starts at score 0."""
 
-    labeller: str | None = None
+    labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
     policy; used if no preferences are given."""
     pairs: Annotated[int, Field(ge=2)] = 7000
