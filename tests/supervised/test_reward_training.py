@@ -12,6 +12,7 @@ from transformers import pipeline
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.rewards.rendering import conversation_ids
 from ppo_rlhf.supervised import reward_training
 from ppo_rlhf.supervised.preferences import tokenise_preferences
 from ppo_rlhf.supervised.reward_training import (
@@ -21,7 +22,7 @@ from ppo_rlhf.supervised.reward_training import (
     split_pairs,
     train_reward_model,
 )
-from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, KINDS, save, tiny_model, word_tokenizer
 
 CLASSES = {
     "llama": "LlamaForSequenceClassification",
@@ -148,6 +149,22 @@ def test_the_code_on_the_card_prints_the_score_that_ppo_uses(policies, kind, tmp
     exec(code, {"print": printed.append})
     ids = torch.tensor([[4, 5, 6, 3]])
     assert printed == [pytest.approx(PretrainedHandle(str(tmp_path)).reward_model()(ids).logits.item(), abs=1e-6)]
+
+
+def test_the_card_shows_the_score_of_a_chat_where_there_is_a_template(tmp_path):
+    tokenizer = word_tokenizer(pad_token=None)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    policy = PretrainedHandle(save(tmp_path / "policy", tiny_model("llama"), tokenizer))
+    trained, _ = train_reward_model(policy, pairs(), config(max_steps=1, minimum_accuracy=0.0))
+    trained.save(tmp_path / "reward")
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "reward" / "README.md").read_text(), re.DOTALL)
+    printed: list[float] = []
+    code = code.replace("path or hub id of this model", str(tmp_path / "reward")).replace("# inputs =", "inputs =")
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    exec(code, {"print": printed.append, "chat": chat})
+    ids = torch.tensor([conversation_ids(chat, tokenizer, "a test")])
+    model = PretrainedHandle(str(tmp_path / "reward")).reward_model()
+    assert printed == [pytest.approx(model(ids).logits.item(), abs=1e-6)]
 
 
 def test_others_pad_the_saved_model_on_the_right_where_gpt2s_positions_are_those_of_its_classifier(policies, tmp_path):

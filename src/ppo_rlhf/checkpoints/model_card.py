@@ -20,6 +20,10 @@ from ppo_rlhf.ppo.state import TrainingState
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """The module that lets transformers load a reward model of our own form."""
+OF_A_CHAT = """\
+# of a chat, whose last message is the response:
+# inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+"""
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
 INDEXED = {
@@ -73,13 +77,17 @@ def render_card(
     )
 
 
-def render_reward_card(base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None) -> str:
+def render_reward_card(
+    base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None, *, has_template: bool = False
+) -> str:
     """Return the card of a reward model that was trained here, in Markdown with the hub's metadata in front.
 
     `base` is the model whose backbone it has, `preferences` says where given ones come from, `own_form` why it is no
-    sequence classifier of transformers (None: it is one).
+    sequence classifier of transformers (None: it is one), `has_template` whether its tokenizer has a chat template.
     """
-    needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
+    needed, mean = "", " - model.config.score_mean"
+    if own_form is not None:
+        needed, mean = f"import {OWN_FORM}  # {own_form}\n", ""
     facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
     return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
 # A reward model
@@ -96,7 +104,7 @@ Only differences between the scores of responses have a meaning.
 name = "path or hub id of this model"
 tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name)
 inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
-print(model(inputs["input_ids"]).logits.item(){" - model.config.score_mean" if own_form is None else ""})
+{OF_A_CHAT if has_template else ""}print(model(inputs["input_ids"]).logits.item(){mean})
 ```
 
 ## Limits

@@ -123,7 +123,11 @@ def train_reward_model(
         )
     saved.config.held_out_accuracy = accuracy  # so that a report shows this model's accuracy
     card = render_reward_card(
-        sft_policy.source, _facts(config, len(trained), accuracy, len(held_out)), config.preferences_path, own_form
+        sft_policy.source,
+        _facts(config, len(trained), accuracy, len(held_out)),
+        config.preferences_path,
+        own_form,
+        has_template=tokenizer.chat_template is not None,
     )
     tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
     return TrainedModel(saved, tokenizer, card=card), history
