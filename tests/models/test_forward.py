@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GraniteConfig,
+    MambaConfig,
     MistralConfig,
     OpenAIGPTConfig,
     OPTConfig,
@@ -53,6 +54,7 @@ WITH_ATTENTION_OF_THEIR_OWN = [
     BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=25),
     OpenAIGPTConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32),
 ]
+MAMBA = MambaConfig(**ENDS, vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2)
 DISTURBED_BY_PADDING = [
     RobertaConfig(**LAYERS, intermediate_size=24, pad_token_id=1, is_decoder=True),  # positions begin after that id
     RecurrentGemmaConfig(**{**WIDER, **ENDS, "num_hidden_layers": 3}, head_dim=4, lru_width=16),  # convolves padding
@@ -187,6 +189,16 @@ def test_scaled_logits_have_the_gradient_of_the_models_own():
     states = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     logits_of(model)(states)[:, 4].sum().backward()
     assert_close(states.grad, (model.lm_head.weight[4] / 3.0).expand(3, 16).detach(), rtol=0.0, atol=1e-12)
+
+
+def test_logits_are_the_models_where_its_states_have_more_bits_than_its_weights():
+    """Mamba sums in 32 bits what its layers of 16 bits give."""
+    model = AutoModelForCausalLM.from_config(MAMBA).to(torch.bfloat16).eval()
+    ids = torch.tensor([SEQUENCES[0]])
+    with torch.no_grad():
+        states = model.base_model(ids).last_hidden_state
+        assert states.dtype == torch.float32
+        assert torch.equal(logits_of(model)(states[0]), model(ids).logits[0])
 
 
 def test_a_model_whose_logits_do_not_come_from_its_states_is_refused():

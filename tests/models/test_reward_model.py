@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MambaConfig,
     OPTConfig,
     OPTForCausalLM,
     pipeline,
@@ -29,6 +31,8 @@ from ppo_rlhf.supervised.reward_training import normalise_scores
 from tests.tiny_models import END, KINDS, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
+
+MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0)
 
 
 def reward_model(kind: str) -> CausalLMRewardModel:
@@ -56,6 +60,15 @@ def test_a_score_is_the_head_on_the_last_hidden_state_whatever_the_padding(kind)
     expected = torch.stack(alone) @ model.score.weight.T + 0.25
     for side in ("left", "right"):
         assert_close(model(*padded(side, pad=3)).logits, expected, rtol=0.0, atol=1e-10)
+
+
+def test_in_sixteen_bits_it_scores_hidden_states_of_32():
+    model = CausalLMRewardModel.from_causal_lm(AutoModelForCausalLM.from_config(MAMBA)).to(torch.bfloat16).eval()
+    ids = torch.tensor(SEQUENCES[:1])
+    with torch.no_grad():
+        states = model.base_model(ids).last_hidden_state
+        assert states.dtype == torch.float32
+        assert torch.equal(model(ids).logits, model.score(states[:, -1].bfloat16()))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -150,7 +150,7 @@ class CausalLMRewardModel(PreTrainedModel):
         last_B = torch.where(attention_mask.bool(), columns_S, 0).amax(dim=-1)
         # select before the head: padded positions, NaN included, never enter the score
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
-        return SequenceClassifierOutput(logits=self.score(last_hidden_BH))
+        return SequenceClassifierOutput(logits=self.score(last_hidden_BH.to(self.score.weight.dtype)))
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the head: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""
