@@ -14,6 +14,8 @@ from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CodeGenConfig,
+    FalconH1Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -27,11 +29,17 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import reward_model as reward_model_module
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.supervised.reward_training import normalise_scores
-from tests.tiny_models import END, KINDS, PAD, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, KINDS, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
 
+FALCON_H1 = FalconH1Config(
+    **{"vocab_size": 25, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+    **{"mamba_n_groups": 1, "mamba_chunk_size": 8, "pad_token_id": 0},
+)
 MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0)
 
 
@@ -69,6 +77,30 @@ def test_in_sixteen_bits_it_scores_hidden_states_of_32():
         states = model.base_model(ids).last_hidden_state
         assert states.dtype == torch.float32
         assert torch.equal(model(ids).logits, model.score(states[:, -1].bfloat16()))
+
+
+def test_a_saved_model_comes_back_with_the_buffers_that_its_architecture_does_not_save(tmp_path):
+    """Falcon-H1 computes the factors of its Mamba layers from the configuration, in its outermost module."""
+    model = CausalLMRewardModel.from_causal_lm(AutoModelForCausalLM.from_config(FALCON_H1))
+    loaded = PretrainedHandle(save(tmp_path / "reward", model)).reward_model()
+    kept = dict(model.named_buffers())
+    factors = {name: buffer for name, buffer in loaded.named_buffers() if name.endswith("mup_vector")}
+    assert len(factors) == 2
+    for name, buffer in factors.items():
+        assert_close(buffer, kept[name], rtol=0.0, atol=0.0)
+
+
+def test_an_architecture_without_a_pad_id_in_its_configuration_scores(tmp_path):
+    config = CodeGenConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
+    assert not hasattr(config, "pad_token_id")
+    policy = AutoModelForCausalLM.from_config(config)
+    place = save(tmp_path / "reward", CausalLMRewardModel.from_causal_lm(policy), word_tokenizer(pad_token=None))
+    handle = PretrainedHandle(place)
+    assert handle.tokenizer().pad_token == "<unk>"
+    model = handle.reward_model()
+    ids = SEQUENCES[0]
+    alone = model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])
+    assert_close(sequence_scores(model, SEQUENCES, pad_id=UNKNOWN)[:1], alone, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

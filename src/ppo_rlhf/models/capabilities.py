@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 
@@ -104,6 +104,11 @@ def check_causal(model: PreTrainedModel, where: str) -> None:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of ids that a model embeds."""
     return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
+def own_pad_id(config: PretrainedConfig) -> int | None:
+    """Return the pad id that a model's configuration names; CodeGen's and RWKV's have no such field."""
+    return getattr(config.get_text_config(), "pad_token_id", None)
 
 
 def are_close(found: Tensor, expected: Tensor) -> bool:

@@ -152,6 +152,11 @@ class CausalLMRewardModel(PreTrainedModel):
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
         return SequenceClassifierOutput(logits=self.score(last_hidden_BH.to(self.score.weight.dtype)))
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: of other people's classes transformers leaves some buffers of loaded models unset."""
+        return False
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the head: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""
         if module is self.score:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once, probing
+from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, own_pad_id, probe_ids, probed_once, probing
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.token_rows import TokenRows, few_shapes_are_faster, right_padded
@@ -25,21 +25,21 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     pad id. `pad_id` fills up the batch unless the model's configuration names its own, by which transformers'
     classifiers find the last token.
     """
-    own_pad_id = model.config.get_text_config().pad_token_id
+    own_pad = own_pad_id(model.config)
     ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
     fill = ours is not None and few_shapes_are_faster(model.device, model.dtype)
-    rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id, fill=fill).to(model.device)
+    rows = right_padded(sequences, pad_id if own_pad is None else own_pad, fill=fill).to(model.device)
     if ours is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
         return ours.score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
-    has_pad = own_pad_id is not None or isinstance(model, CausalLMRewardModel)
+    has_pad = own_pad is not None or isinstance(model, CausalLMRewardModel)
     return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)
 
 
 @torch.no_grad()
 def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
     """Return whether an end of text after a sequence changes its score: classifiers of transformers skip their pad."""
-    if eos is None or model.config.get_text_config().pad_token_id != eos:
+    if eos is None or own_pad_id(model.config) != eos:
         return True
     ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
     return not are_close(*sequence_scores(model, [ids, [*ids, eos]], eos))
@@ -50,7 +50,7 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
     """Return whether a model gives a padded batch the scores that its sequences have one by one."""
     try:
         with probing(model):
-            pad_id = model.config.get_text_config().pad_token_id or 0
+            pad_id = own_pad_id(model.config) or 0
             rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
     except PROBE_ERRORS:  # an encoder-decoder wants an end of text, which these sequences do not have

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.capabilities import own_pad_id
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
@@ -34,9 +35,8 @@ def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     this after the weights are loaded: a pad id in the configuration of a new model switches that embedding's gradient
     off (padding_idx).
     """
-    config = model.config.get_text_config()
-    if config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        config.pad_token_id = tokenizer.pad_token_id
+    if own_pad_id(model.config) is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:
@@ -50,7 +50,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
     """
     if tokenizer.pad_token is not None:
         return
-    configured = None if config is None else config.get_text_config().pad_token_id
+    configured = None if config is None else own_pad_id(config)
     if isinstance(configured, int) and 0 <= configured < len(tokenizer):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(configured)
     elif tokenizer.unk_token is not None and tokenizer.unk_token != tokenizer.eos_token:

@@ -122,13 +122,8 @@ def train_reward_model(
             "The reward model keeps this project's form, which others load after `import %s`: %s.", OWN_FORM, error
         )
     saved.config.held_out_accuracy = accuracy  # so that a report shows this model's accuracy
-    card = render_reward_card(
-        sft_policy.source,
-        _facts(config, len(trained), accuracy, len(held_out)),
-        config.preferences_path,
-        own_form,
-        has_template=tokenizer.chat_template is not None,
-    )
+    facts, is_chat = _facts(config, len(trained), accuracy, len(held_out)), tokenizer.chat_template is not None
+    card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=is_chat)
     tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
     return TrainedModel(saved, tokenizer, card=card), history
 
