@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from ppo_rlhf import progress
@@ -134,6 +134,16 @@ def test_a_base_model_is_fine_tuned_and_its_directory_is_only_read(tmp_path):
     assert {p.name: p.read_bytes() for p in Path(base).iterdir()} == before
     assert trained.tokenizer.get_vocab() == word_tokenizer().get_vocab()
     assert trained.tokenizer.pad_token == "<unk>"
+
+
+def test_granites_experts_are_trained_without_a_loss_that_trl_cannot_compute_and_a_line_says_so(tmp_path, caplog):
+    shape = {**SHAPE, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 25}
+    ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
+    base = save(tmp_path / "base", GraniteMoeForCausalLM(GraniteMoeConfig(**shape, **ids)))
+    trained, history = train_sft_policy(PretrainedHandle(base), TEXTS, HELD_OUT, config())
+    assert history[-1]["sft/eval_loss"] < history[0]["sft/loss"]
+    assert trained.model.config.router_aux_loss_coef == GraniteMoeConfig(**shape).router_aux_loss_coef
+    assert "supervised_finetuning: without GraniteMoeForCausalLM's loss of balanced experts" in caplog.messages
 
 
 @pytest.mark.slow

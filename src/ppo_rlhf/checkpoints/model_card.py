@@ -85,9 +85,9 @@ def render_reward_card(
     `base` is the model whose backbone it has, `preferences` says where given ones come from, `own_form` why it is no
     sequence classifier of transformers (None: it is one), `has_template` whether its tokenizer has a chat template.
     """
-    needed, mean = "", " - model.config.score_mean"
-    if own_form is not None:
-        needed, mean = f"import {OWN_FORM}  # {own_form}\n", ""
+    needed, mean = (
+        ("", " - model.config.score_mean") if own_form is None else (f"import {OWN_FORM}  # {own_form}\n", "")
+    )
     facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
     return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
 # A reward model

@@ -9,17 +9,10 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.functions import split_reference
 
+Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]
+"""A function's `module:name`."""
 LONGEST_METRIC_NAME = 250
 """The most characters of a metric's key in MLflow."""
-
-
-def _check_reference(reference: str) -> str:
-    split_reference(reference)
-    return reference
-
-
-Reference = Annotated[str, AfterValidator(_check_reference)]
-"""A function's `module:name`."""
 
 
 def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:

@@ -7,6 +7,7 @@ Imported only when something is trained: TRL and the Trainer take most of a seco
 """
 
 import copy
+import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch
 
+logger = logging.getLogger(__name__)
 Evaluation = Callable[[PreTrainedModel], dict[str, float]]
 SAME = (
     *("num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm", "per_device_train_batch_size"),
@@ -57,6 +59,11 @@ def run_sft_trainer(
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
     _check_processes("supervised_finetuning", config)
     options = {**trainer_options(config), "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    text = model.config.get_text_config()
+    if not hasattr(text, "num_experts"):  # TRL reads it where a model has router logits; Granite has another
+        options["router_aux_loss_coef"] = 0.0
+        if getattr(text, "num_local_experts", 0):
+            logger.warning("supervised_finetuning: without %s's loss of balanced experts", type(model).__name__)
     return _train(SFTTrainer, SFTConfig, options, model, tokenizer, table, HistoryCallback("sft", evaluate, watch))
 
 
