@@ -21,6 +21,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -34,6 +35,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
 )
 KINDS = ("llama", "gpt2", "bitnet")
+MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=PAD)
+"""In 16 bits its hidden states have 32: it sums in 32 what its layers give."""
 
 
 def word_tokenizer(*, prepend_begin: bool = False, **options: Any) -> PreTrainedTokenizerFast:

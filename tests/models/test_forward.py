@@ -14,7 +14,6 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GraniteConfig,
-    MambaConfig,
     MistralConfig,
     OpenAIGPTConfig,
     OPTConfig,
@@ -29,7 +28,7 @@ from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.token_rows import filled_size, right_padded
-from tests.tiny_models import KINDS, composite_config, tiny_model
+from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 25}
@@ -54,7 +53,6 @@ WITH_ATTENTION_OF_THEIR_OWN = [
     BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=25),
     OpenAIGPTConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32),
 ]
-MAMBA = MambaConfig(**ENDS, vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2)
 DISTURBED_BY_PADDING = [
     RobertaConfig(**LAYERS, intermediate_size=24, pad_token_id=1, is_decoder=True),  # positions begin after that id
     RecurrentGemmaConfig(**{**WIDER, **ENDS, "num_hidden_layers": 3}, head_dim=4, lru_width=16),  # convolves padding
@@ -192,7 +190,6 @@ def test_scaled_logits_have_the_gradient_of_the_models_own():
 
 
 def test_logits_are_the_models_where_its_states_have_more_bits_than_its_weights():
-    """Mamba sums in 32 bits what its layers of 16 bits give."""
     model = AutoModelForCausalLM.from_config(MAMBA).to(torch.bfloat16).eval()
     ids = torch.tensor([SEQUENCES[0]])
     with torch.no_grad():

@@ -19,7 +19,6 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
-    MambaConfig,
     OPTConfig,
     OPTForCausalLM,
     pipeline,
@@ -31,7 +30,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.supervised.reward_training import normalise_scores
-from tests.tiny_models import END, KINDS, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, KINDS, MAMBA, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
 
@@ -40,7 +39,6 @@ FALCON_H1 = FalconH1Config(
     **{"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
     **{"mamba_n_groups": 1, "mamba_chunk_size": 8, "pad_token_id": 0},
 )
-MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0)
 
 
 def reward_model(kind: str) -> CausalLMRewardModel:

@@ -85,9 +85,8 @@ def render_reward_card(
     `base` is the model whose backbone it has, `preferences` says where given ones come from, `own_form` why it is no
     sequence classifier of transformers (None: it is one), `has_template` whether its tokenizer has a chat template.
     """
-    needed, mean = (
-        ("", " - model.config.score_mean") if own_form is None else (f"import {OWN_FORM}  # {own_form}\n", "")
-    )
+    needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
+    of_a_chat = OF_A_CHAT if has_template else ""
     facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
     return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
 # A reward model
@@ -104,7 +103,7 @@ Only differences between the scores of responses have a meaning.
 name = "path or hub id of this model"
 tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name)
 inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
-{OF_A_CHAT if has_template else ""}print(model(inputs["input_ids"]).logits.item(){mean})
+{of_a_chat}print(model(inputs["input_ids"]).logits.item(){"" if needed else " - model.config.score_mean"})
 ```
 
 ## Limits

@@ -122,8 +122,9 @@ def train_reward_model(
             "The reward model keeps this project's form, which others load after `import %s`: %s.", OWN_FORM, error
         )
     saved.config.held_out_accuracy = accuracy  # so that a report shows this model's accuracy
-    facts, is_chat = _facts(config, len(trained), accuracy, len(held_out)), tokenizer.chat_template is not None
-    card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=is_chat)
+    facts = _facts(config, len(trained), accuracy, len(held_out))
+    has_template = tokenizer.chat_template is not None
+    card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
     tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
     return TrainedModel(saved, tokenizer, card=card), history
 
