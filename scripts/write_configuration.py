@@ -57,8 +57,8 @@ or `conf/base/globals.yml`, not this page.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
 defaults are those of the code. `conf/base/parameters_*.yml` holds the demo's values over them, and your `conf/local`
-goes over both. An unknown name is an error with the closest known one. Values outside a typical range are advised on
-when a run starts, not refused.
+goes over both. An unknown name is an error, which names the setting that it misspells, or where another library's
+setting is here. Values outside a typical range are advised on when a run starts, not refused.
 
 The names of the groups are those of the parameters; where runs are tracked is in `conf/base/mlflow.yml`.
 """

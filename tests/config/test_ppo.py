@@ -6,7 +6,7 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from tests.compat.trl_source import TRL_LAST, TRL_MODEL
+from tests.compat.trl_source import TRL_LAST, TRL_LEGACY, TRL_MODEL
 
 DEPARTURES = {
     "dtype",
@@ -43,18 +43,18 @@ def test_defaults_are_trls_except_for_the_departures():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "micro", "batch", "local_micro", "iterations"),
+    ("sizes", "micro", "batch", "mini", "local_micro", "iterations"),
     [
         # (per device, accumulation, minibatches, episodes), then TRL's formulas worked by hand
-        ((8, 1, 1, 10_000), 8, 8, 8, 1250),
-        ((8, 4, 1, 100), 8, 32, 8, 4),  # 100 / 32 = 3.125: rounded up to full batches
-        ((8, 4, 4, 96), 8, 32, 8, 3),
-        ((8, 2, 4, 1), 8, 16, 4, 1),  # minibatches smaller than per_device: the micro-batch shrinks to them
-        ((5, 3, 3, 46), 5, 15, 5, 4),
-        ((6, 2, 3, 12), 6, 12, 4, 1),
+        ((8, 1, 1, 10_000), 8, 8, 8, 8, 1250),
+        ((8, 4, 1, 100), 8, 32, 32, 8, 4),  # 100 / 32 = 3.125: rounded up to full batches
+        ((8, 4, 4, 96), 8, 32, 8, 8, 3),
+        ((8, 2, 4, 1), 8, 16, 4, 4, 1),  # minibatches smaller than per_device: the micro-batch shrinks to them
+        ((5, 3, 3, 46), 5, 15, 5, 5, 4),
+        ((6, 2, 3, 12), 6, 12, 4, 4, 1),
     ],
 )
-def test_batch_sizes_follow_trl(sizes, micro, batch, local_micro, iterations):
+def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iterations):
     per_device, accumulation, minibatches, episodes = sizes
     config = PPOConfig(
         per_device_train_batch_size=per_device,
@@ -65,6 +65,7 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, local_micro, iterations):
     assert config.world_size == 1
     assert config.micro_batch_size == micro
     assert config.local_batch_size == config.batch_size == batch
+    assert config.local_mini_batch_size == config.mini_batch_size == mini
     assert config.local_micro_batch_size == local_micro
     assert config.num_total_batches == iterations
 
@@ -76,6 +77,8 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, local_micro, iterations):
         ("align_overflow", "skips"),
         ("lora_dropout", "dropout is always off"),
         ("model_name", "sft_model_path"),
+        ("use_cpu", "ppo.device=cpu"),
+        ("num_sample_generations", "ppo.sample_interval"),
     ],
 )
 def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):
@@ -87,4 +90,21 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = PPOConfig(gradient_accumulation_steps=2, num_mini_batches=2, total_episodes=100)
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
+    assert (config.mini_batch_size, config.local_mini_batch_size) == (32, 8)
     assert (config.local_micro_batch_size, config.num_total_batches) == (8, 2)
+
+
+def test_a_size_that_is_computed_can_be_read_and_not_given():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PPOConfig().mini_batch_size = 4
+    with pytest.raises(ConfigError, match=r"ppo\.mini_batch_size .*: it is batch_size / ppo\.num_mini_batches"):
+        PPOConfig(mini_batch_size=4)
+
+
+def test_a_name_of_transformers_or_trl_suggests_no_setting_of_another_meaning():
+    theirs = {*TRL_LAST, *TRL_MODEL, *TRL_LEGACY} - {field.name for field in dataclasses.fields(PPOConfig)}
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(**dict.fromkeys(theirs))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(theirs) > 100
+    assert [line for line in lines if "Did you mean" in line] == []

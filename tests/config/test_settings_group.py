@@ -95,9 +95,10 @@ def test_a_group_is_frozen_and_can_be_replaced_copied_pickled_and_compared():
 
 
 def test_the_closest_known_name_is_suggested_only_if_it_is_near():
-    known = ["learning_rate", "kl_coef"]
+    known = ["learning_rate", "kl_coef", "use_peft", "reward_clip"]
     assert closest("learnig_rate", known) == " Did you mean `learning_rate`?"
-    assert closest("lam_critic", known) == closest("", known) == ""
+    assert closest("kl_coeff", known) == closest("klcoef", known) == " Did you mean `kl_coef`?"
+    assert [closest(name, known) for name in ("", "lam_critic", "use_cpu", "grad_clip")] == [""] * 4
 
 
 def test_a_seed_is_one_that_numpy_takes():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.settings_group import nearest
 from ppo_rlhf.core.errors import ConfigError
 
 TO_FILL_IN = {
@@ -155,9 +155,9 @@ class Conversion:
             found = (why for names, why in reasons.items() for name in names.split() if fnmatchcase(setting, name))
             reason = "it has no effect with the other settings" if setting in self._defaults else next(found, "")
             if not reason:
-                near = difflib.get_close_matches(setting, self._defaults, n=1)
+                near = nearest(setting, self._defaults)
                 reason = f"{self.source} has no such setting, or nothing here corresponds to it"
-                reason += f"; the closest is {near[0]}" if near else ""
+                reason += f"; the closest is {near}" if near else ""
             self.leave(reason, setting)
         self.remarks += remarks
         return self

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ppo_rlhf.config import advice, rules
-from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
+from ppo_rlhf.config.advice import INSTRUCT_GPT, LIVES_ELSEWHERE, TUNING_GUIDE, Typical
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
@@ -18,37 +18,6 @@ from ppo_rlhf.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
 """Fields that only PPOTrainer uses: the pipeline has them as globals."""
-_LIVES_ELSEWHERE = {
-    "model_name": "it is sft_model_path, a global of the pipeline",
-    "model_name_or_path": "it is sft_model_path, a global of the pipeline",
-    "output_dir": "it is an argument of PPOTrainer.train; the pipeline's outputs are catalog entries",
-    "save_steps": "it is ppo.save_interval, counted in iterations",
-    "eval_steps": "it is ppo.eval_interval, counted in iterations",
-    "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
-    "run_name": "PPOTrainer's runs have no name; the pipeline's is tracking.run.name in mlflow.yml",
-    "bf16": "precision is ppo.dtype",
-    "fp16": "precision is ppo.dtype",
-    "num_train_epochs": "the length of training is ppo.total_episodes",
-    "max_steps": "the length of training is ppo.total_episodes",
-    "batch_size": "it is per_device_train_batch_size x gradient_accumulation_steps x processes",
-    "mini_batch_size": "it is batch_size / ppo.num_mini_batches",
-    "ppo_epochs": "it is ppo.num_ppo_epochs",
-    "init_kl_coef": "it is ppo.kl_coef",
-    "adap_kl_ctrl": "it is ppo.kl_controller=adaptive",
-    "target": "it is ppo.kl_target",
-    "horizon": "it is ppo.kl_horizon",
-    "kl_penalty": "it is ppo.kl_estimator",
-    "kl_ctl": "it is ppo.kl_coef",
-    "score_clip": "it is ppo.reward_clip",
-    "clip_reward_value": "it is ppo.reward_clip",
-    "use_score_norm": "it is ppo.reward_normalisation=running",
-    "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
-    "full_determinism": "it is ppo.deterministic",
-    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
-    "use_vllm": "it is ppo.rollout_engine=vllm",
-    "vllm_importance_sampling_clip_max": "it is ppo.importance_cap",
-    "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
-}
 
 LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -61,7 +30,7 @@ EIGHT_BIT = "adamw_8bit"
 VLLM_IMPORTANCE_CAP = 3.0
 
 
-@settings_group("ppo", lives_elsewhere=_LIVES_ELSEWHERE)
+@settings_group("ppo", lives_elsewhere=LIVES_ELSEWHERE)
 class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
 
@@ -345,9 +314,19 @@ class PPOConfig:
         return self.local_batch_size * self.world_size
 
     @property
+    def mini_batch_size(self) -> int:
+        """Responses of one optimiser step over all devices."""
+        return self.batch_size // self.num_mini_batches
+
+    @property
+    def local_mini_batch_size(self) -> int:
+        """Responses of one optimiser step on one device."""
+        return self.local_batch_size // self.num_mini_batches
+
+    @property
     def local_micro_batch_size(self) -> int:
         """Responses of one forward and backward pass on one device."""
-        return min(self.per_device_train_batch_size, self.local_batch_size // self.num_mini_batches)
+        return min(self.per_device_train_batch_size, self.local_mini_batch_size)
 
     @property
     def num_total_batches(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
@@ -15,6 +15,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
+TYPO = 0.825
+"""Similarity from which on a name is taken for a misspelt one: the closest of most other libraries' names is another
+setting (`use_cpu` is 0.67 like `use_peft`, `grad_clip` 0.8 like `reward_clip`)."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed that NumPy's generator takes too, since transformers' trainer seeds it."""
 
@@ -63,10 +66,15 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
     return decorate
 
 
-def closest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt one is nearest to; None if none is near enough."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=TYPO)), None)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean `x`?' for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean `{near[0]}`?" if near else ""
+    near = nearest(name, known)
+    return f" Did you mean `{near}`?" if near else ""
 
 
 def _document(checked: Any) -> None:

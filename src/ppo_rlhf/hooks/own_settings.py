@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kedro.config import OmegaConfigLoader
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.config.settings_group import nearest
 from ppo_rlhf.hooks.run_description import flattened, parameter
 from ppo_rlhf.paths import SHIPPED_CONF
 
@@ -121,8 +121,12 @@ class OwnSettings:
         from ppo_rlhf.config import PPOConfig  # settings that no file lists have their defaults
 
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
-        dotted = [f"{group}.{key}" for group, keys in groups.items() if isinstance(keys, Mapping) for key in keys]
-        return closest(name, [*dotted, *set().union(*self._base.values())])
+        full: dict[str, str] = {}  # of names that groups share the last one counts
+        for group in sorted(groups, key=lambda group: group == "ppo"):
+            full |= {key: f"{group}.{key}" for key in groups[group]} if isinstance(groups[group], Mapping) else {}
+        full |= {name: name for name in set().union(*self._base.values())}
+        near = nearest(name, full)
+        return f" Did you mean `{full[near]}`?" if near else ""
 
 
 def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:
