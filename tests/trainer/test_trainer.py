@@ -20,6 +20,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5ForConditionalGeneration
 
+from ppo_rlhf.compat import from_trl
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.randomness import episode_prompts
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -608,9 +609,19 @@ def test_the_critic_may_start_from_a_language_model(sft: str):
     assert_same_bits(weights(trainer.state.critic.backbone), weights(other.base_model))
 
 
+def test_a_script_of_trls_gives_its_value_model_beside_the_converted_settings(sft: str):
+    model = CausalLMRewardModel.from_causal_lm(tiny_model(seed=7))
+    settings = {"kl_coef": 0.05, "response_length": 6, "total_episodes": 8, "bf16": False, "stop_token": "eos"}
+    converted = from_trl(settings).ppo_config()
+    assert converted.value_model == "reward_init"
+    trainer = PPOTrainer(converted, sft, value_model=model)
+    assert_same_bits(weights(trainer.state.critic.backbone), weights(model.base_model))
+
+
 def test_a_critic_that_cannot_be_is_refused(sft: str):
-    with pytest.raises(ConfigError, match=r"ppo\.value_model=shared"):
-        PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
+    for setting in ("shared", "reward_init"):
+        with pytest.raises(ConfigError, match=rf"ppo\.value_model={setting}"):
+            PPOTrainer(config(value_model=setting), sft, value_model=tiny_model())
     larger = tiny_model(vocab_size=30)
     refused = {
         "num_labels": sft,

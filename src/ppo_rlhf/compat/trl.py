@@ -107,6 +107,7 @@ LAST_IF_GIVEN = {
 LAST_DERIVED = {
     **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None},
     **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "use_cpu": False},
+    "num_sample_generations": 10,
 }
 LAST_ALWAYS = {
     "value_model": "reward_init",  # TRL's scripts load the critic from reward_model_path
@@ -230,7 +231,7 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
 
 
 def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
-    """Carry over the number of responses, and the warm-up as a share of the iterations."""
+    """Carry over the number of responses, how often samples are kept, and the warm-up as a share of the iterations."""
     episodes, setting = None, "num_train_epochs" if c["total_episodes"] is None else "total_episodes"
     if setting == "total_episodes":
         episodes = c.count("total_episodes")
@@ -243,7 +244,16 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
         c.leave(why, "total_episodes", "num_train_epochs")
         if "num_train_epochs" not in c.given:
             c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+    batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
+    iterations = None if episodes is None else math.ceil(episodes / batch_size)
 
+    samples = c.checked("num_sample_generations", int)
+    if iterations is None:
+        c.leave("ppo.sample_interval is counted in iterations, whose number is not known", "num_sample_generations")
+    elif samples > 0:
+        c.carry("ppo.sample_interval", "num_sample_generations", value=max(1, iterations // samples))
+    else:
+        c.leave("the first and the last iteration are always sampled", "num_sample_generations")
     steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
     if c["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
         return
@@ -251,11 +261,9 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
         c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
     elif steps < 1:
         c.carry("ppo.warmup_ratio", "warmup_steps", value=steps)
-    elif episodes is None:
+    elif iterations is None:
         c.leave(why, "warmup_steps")
     else:
-        batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
-        iterations = math.ceil(episodes / batch_size)
         # half a step less: the product of ratio and iterations is rounded up
         c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
 

@@ -97,18 +97,20 @@ def take_critic(
 ) -> AnyCritic:
     """Return the critic: from `value_model` if it is given, else by `ppo.value_model`.
 
-    A model is copied, and a path is that of a stored critic.
+    A model is copied, and a path is that of a stored critic. With `reward_init`, as `compat.from_trl` writes it, a
+    sequence classifier may be given, as TRL's scripts do: it is the reward model that the critic starts from.
 
     Raises:
-        ConfigError: `value_model` and `ppo.value_model` are both given.
+        ConfigError: `value_model` and `ppo.value_model` say different things.
         ModelError: `value_model` cannot be used with this policy.
     """
     if value_model is None:
         return build_critic(config, policy.model, reward_model, policy.value_head)
-    if config.value_model not in ("separate", "pretrained"):
+    is_classifier = config.value_model == "reward_init" and hasattr(value_model, "score")
+    if config.value_model not in ("separate", "pretrained") and not is_classifier:
         raise ConfigError(
             f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: both give the "
-            "critic's start; leave one out"
+            "critic's start; leave out value_model, or set ppo.value_model=separate"
         )
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     if isinstance(value_model, str | Path):
