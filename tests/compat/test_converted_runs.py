@@ -40,7 +40,9 @@ def test_the_script_of_trls_legacy_api_runs(kedro: Callable[..., Result], projec
         "value_model": "shared",
         "target_kl": "None",
     }
-    history = (project / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
+    history = (
+        (project / "data" / "07_model_output" / "training_history" / "training_history.csv").read_text().splitlines()
+    )
     row = dict(zip(history[0].split(","), history[-1].split(","), strict=True))
     assert float(row["optimiser/steps"]) == 32  # 4 epochs of 256 / 32 minibatches
     assert float(row["episode"]) == 256

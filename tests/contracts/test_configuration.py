@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from graphlib import TopologicalSorter
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, get_type_hints
 
@@ -121,6 +124,25 @@ def test_every_entry_makes_a_dataset_and_lies_in_the_folder_of_its_layer(environ
         assert metadata["description"], name
         folders = [part for path in file_paths(entry) for part in PurePosixPath(path).parts if part[:2].isdigit()]
         assert {*folders, metadata["kedro-viz"]["layer"]} == {metadata["kedro-viz"]["layer"]}, name
+
+
+def layers_before(name: str) -> dict[str, set[str]]:
+    """Return the layers that lead to each layer of a pipeline, each stage taken as one node, as Kedro-Viz has it."""
+    layers = {n: e["metadata"]["kedro-viz"]["layer"] for n, e in catalog_of("base").items() if "metadata" in e}
+    before: dict[str, set[str]] = defaultdict(set)
+    for stage in {node.namespace for node in pipelines[name].nodes}:
+        nodes = [node for node in pipelines[name].nodes if node.namespace == stage]
+        read, written = ({*chain.from_iterable(map(attrgetter(side), nodes))} for side in ("inputs", "outputs"))
+        for output in written & layers.keys():
+            before[layers[output]] |= {layers[each] for each in (read - written) & layers.keys()} - {layers[output]}
+    return before
+
+
+@pytest.mark.parametrize("name", ["__default__", "align", "evaluation", "audit_reward", "critic_pretraining", "sweep"])
+def test_no_layer_leads_back_to_itself(name: str) -> None:
+    """Kedro-Viz draws layers only then."""
+    order = TopologicalSorter(layers_before(name)).static_order()  # raises CycleError
+    assert "08_reporting" in order
 
 
 @each_environment

@@ -24,7 +24,7 @@ def test_a_policy_learns_to_call_the_calculator(project: Path, kedro: Callable[.
     pipelines = "data_preparation,supervised_finetuning,align"
     finished = kedro(project, "run", "--env", "calculator", "--pipelines", pipelines, "--params", f"{paths},{SMALLER}")
     assert finished.exit_code == 0, finished.output
-    history = pd.read_csv(project / "data/calculator/08_reporting/training_history/training_history.csv")
+    history = pd.read_csv(project / "data/calculator/07_model_output/training_history/training_history.csv")
     first, last = history.iloc[:2].mean(), history.iloc[-2:].mean()
     assert first["response/turns"] < 1.7
     assert last["response/turns"] > 1.85

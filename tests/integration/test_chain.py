@@ -90,7 +90,7 @@ def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: R
     assert (
         max(abs(kl) for sample in first["samples"] for kl in sample["numbers"]["kl"]) < 1e-4
     )  # the policy is still SFT
-    history = pd.read_csv(chain.project / "data/test/08_reporting/training_history/training_history.csv")
+    history = pd.read_csv(chain.project / "data/test/07_model_output/training_history/training_history.csv")
     scores = [sample["score"] for sample in newest["samples"]]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] <= history["objective/scores"].iloc[-1] <= scores[0]
@@ -142,6 +142,6 @@ def test_aligning_leaves_a_persons_own_models_as_they_are(
     finished = kedro_run(project, "--pipelines", "align", "--params", paths)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert digest(own) == before
-    history = pd.read_csv(project / "data/08_reporting/training_history/training_history.csv")
+    history = pd.read_csv(project / "data/07_model_output/training_history/training_history.csv")
     total = history["reward/model"] + 0.1 * history["reward/length"]
     assert history["objective/scores"].tolist() == pytest.approx(total.tolist(), abs=1e-5)

@@ -87,7 +87,7 @@ def gain(runs: list[Path]) -> float:
 
 
 def kl_over_target(folder: Path) -> pd.Series:
-    history = pd.read_csv(folder / "data/08_reporting/training_history/training_history.csv")
+    history = pd.read_csv(folder / "data/07_model_output/training_history/training_history.csv")
     return history["objective/kl"] / TARGET
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.outcomes import OF_THE_CLOCK, Run
 
-HISTORY = "data/test/08_reporting/training_history/training_history.csv"
+HISTORY = "data/test/07_model_output/training_history/training_history.csv"
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "conf/accelerate/fsdp2.yaml"),
     *("-m", "kedro", "run", "--env", "test", "--pipelines", "align"),
