@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,9 +52,13 @@ def test_the_ten_lines_of_python_train_and_save_a_policy(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     shutil.move(save(tmp_path / "saved", tiny_model(max_position_embeddings=96)), tmp_path / "models" / "my-sft")
     [script] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    fewer = script.replace("total_episodes=10_000", "total_episodes=128")
+    fewer = script.replace("total_episodes=1_000", "total_episodes=128")
     assert fewer != script
-    exec(compile(fewer, "README.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(fewer, "README.md", "exec"), names)
+    assert len(names["trainer"].history) == 4
+    whole = replace(names["config"], total_episodes=1000)
+    assert whole.num_total_batches <= 100, "the example ends within two minutes"
     assert (tmp_path / "my-policy" / "model.safetensors").is_file()
 
 

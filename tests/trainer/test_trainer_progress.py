@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from datasets import load_dataset
 
 from ppo_rlhf.core.errors import CheckpointError, RewardError
 from ppo_rlhf.ppo import update
+from ppo_rlhf.trainer import progress
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (
@@ -47,6 +50,19 @@ def test_a_script_without_logging_sees_each_iteration(sft: str, capsys: pytest.C
     assert lines[3].startswith("3 iterations of the policy")
 
 
+def test_of_many_iterations_a_script_sees_the_first_the_last_and_one_line_in_ten_seconds(
+    sft: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forget_logging(monkeypatch)
+    seconds = itertools.count(step=3)  # an iteration takes three
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    trainer = trainer_of(sft, config(total_episodes=22 * config().batch_size, num_ppo_epochs=1))
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Iteration ")]
+    assert [line.partition(",")[0] for line in lines] == [f"Iteration {i}/22" for i in (1, 5, 9, 13, 17, 21, 22)]
+    assert len(trainer.history) == 22
+
+
 class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
@@ -59,6 +75,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(sft: str, monkeypatch: 
     trainer_of(sft).train()
     assert "| 3/3 [" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "<" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ", score 0." in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
 
+FEW_ITERATIONS, LINE_INTERVAL_S = 20, 10.0
 _SHOWN = {
     "objective/scores": "score {:.3f}",
     "objective/kl": "KL {:.2f} nats a response",
@@ -96,6 +99,10 @@ class Bookkeeper:
     directory: Path | None  # the folder of the checkpoints
     save: Callable[[], None]
     bar: tqdm
+    line_at: float = -math.inf  # time.monotonic() of the last line
+
+    def __post_init__(self) -> None:
+        self.has_few = self.state.total_iterations - self.state.iteration <= FEW_ITERATIONS
 
     def begin(self, *, is_resumed: bool) -> None:
         """Before the first iteration: a checkpoint was saved before its evaluation, which is made up for."""
@@ -113,7 +120,11 @@ class Bookkeeper:
     def after_iteration(self, metrics: dict[str, float]) -> None:
         """Record one iteration."""
         state = self.state
-        say(in_one_line(state, metrics))
+        now = time.monotonic()
+        if self.has_few or state.finished or now - self.line_at >= LINE_INTERVAL_S:
+            self.line_at = now
+            say(in_one_line(state, metrics))
+        self.bar.set_postfix_str(", ".join(readings(metrics)[:2]), refresh=False)
         self.bar.update()
         is_saved = self.directory is not None and CheckpointRequest(state).due
         if is_saved:
@@ -137,7 +148,7 @@ class Bookkeeper:
 
 @contextmanager
 def watched(state: TrainingState, directory: Path | None) -> Iterator[tqdm]:
-    """Yield a bar over the iterations, shown if logging is not set up; save the last whole iteration on an error.
+    """Yield a bar over the iterations, shown on a terminal if logging is not set up; save the last one on an error.
 
     Only the main process saves: the others may never get here.
     """
@@ -168,10 +179,14 @@ def say(line: str) -> None:
         tqdm.write(line)
 
 
+def readings(metrics: Mapping[str, float]) -> list[str]:
+    """Return an iteration's metrics in words, the most telling ones first."""
+    return [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+
+
 def in_one_line(state: TrainingState, metrics: Mapping[str, float]) -> str:
     """Return an iteration's metrics at a glance."""
-    shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
-    return ", ".join([f"Iteration {state.iteration}/{state.total_iterations}", *shown])
+    return ", ".join([f"Iteration {state.iteration}/{state.total_iterations}", *readings(metrics)])
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:
