@@ -21,7 +21,7 @@ from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
 from ppo_rlhf.cli.init import TEMPLATE
 from ppo_rlhf.evaluation.policy import DEMO_PROMPTS_PATH, is_demo_prompts
-from ppo_rlhf.paths import SHIPPED_CONF
+from ppo_rlhf.paths import DOCS, SHIPPED_CONF
 from tests.conftest import REPOSITORY
 from tests.tiny_models import save, tiny_model
 
@@ -198,7 +198,7 @@ def install(programs: Path, *wheels: Path) -> None:
 def fresh_environment(folder: Path) -> Path:
     """A virtual environment with this package's wheel, and what it depends on as the tests have it."""
     source = folder / "source"  # a copy: setuptools would leave its own there, and take them up again
-    for name in ("src", "conf"):
+    for name in ("src", "conf", "docs"):
         shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source / name)
@@ -225,7 +225,10 @@ def test_the_wheel_makes_a_project_that_runs_resumes_and_is_drawn(tmp_path: Path
 
     where = call(tmp_path, "python", "-c", "import ppo_rlhf; print(ppo_rlhf.__file__)")
     assert where.startswith(str(tmp_path / "venv"))
-    call(tmp_path, "ppo_rlhf", "init", "from-wheel", "--model", model, "--prompts", prompts)
+    said = call(tmp_path, "ppo_rlhf", "init", "from-wheel", "--model", model, "--prompts", prompts)
+    (pages,) = re.findall(r"Pages named docs/… .* are in (.*)", said)
+    assert pages.startswith(str(tmp_path / "venv"))
+    assert Path(pages, "your_model.md").is_file()
     project = tmp_path / "from-wheel"
     add_own_node(project)
     kedro = ("python", "-m", "kedro")
@@ -261,6 +264,20 @@ def test_the_wheel_makes_a_project_that_runs_resumes_and_is_drawn(tmp_path: Path
     assert first
     call(plain, "python", "-c", f"from ppo_rlhf.__main__ import main; main({words})")
     assert sorted((plain / "data/test/03_primary").rglob("*.parquet")) >= first
+
+
+def test_each_page_that_a_message_or_a_project_names_is_in_the_wheel() -> None:
+    patterns = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = DOCS.parent
+    packaged = {str(page.relative_to(package)) for each in patterns["ppo_rlhf"] for page in package.glob(each)}
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".md", ".yml", ".toml")]
+    files += (REPOSITORY / "conf/base").iterdir()
+    named = {name for path in files for name in re.findall(r"(?<![\w/.])docs/[\w/]+\.md", path.read_text())}
+    assert len(named) > 10
+    assert named <= packaged
+    for page in DOCS.glob("*.md"):
+        links = re.findall(r"\]\(((?:decisions/)?[\w-]+\.md)", page.read_text())
+        assert {f"docs/{link}" for link in links} <= packaged, page
 
 
 def test_the_shipped_configuration_is_the_projects_own() -> None:

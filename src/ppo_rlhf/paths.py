@@ -7,6 +7,9 @@ from typing import Any
 SHIPPED_CONF = Path(__file__).parent / "starter" / "shipped"
 """The configuration that this package comes with: links to conf in the repository, files in a wheel."""
 
+DOCS = Path(__file__).parent / "docs"
+"""The pages that messages name as docs/…, likewise."""
+
 
 def expand_home(filepath: str) -> str:
     """Return a path that begins with `~` below the user's home directory, any other as it is.

@@ -17,7 +17,7 @@ import kedro
 import ppo_rlhf
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.paths import SHIPPED_CONF
+from ppo_rlhf.paths import DOCS, SHIPPED_CONF
 
 TEMPLATE = SHIPPED_CONF.with_name("project")
 HIDDEN = ("gitignore", "telemetry")
@@ -88,6 +88,7 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
         else:
             where = "" if os.path.isabs(value) else f" (not here: a name on the hub, or a path in {folder})"
             click.echo(f"{setting}: {value}{where}")
+    click.echo(f"Pages named docs/… in messages and comments are in {DOCS}")
     click.echo(f"Next: cd {shlex.quote(str(folder))}, kedro doctor, kedro run")
 
 
