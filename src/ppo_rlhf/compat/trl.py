@@ -26,7 +26,8 @@ LEFT = {
     "dataset_num_proc dataloader_*": "prompts are tokenised once, before training",
     "dataset_* query_dataset": "set prompts_path to it as a file, or as a name on the hub with its split",
     "reward_model": "TRL only tracks its name: set reward_model_path, or a function in reward.components",
-    "run_name exp_name project* log_with tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
+    "log_with": "runs are tracked in MLflow; ppo.report_to sends the metrics to TensorBoard or W&B, too",
+    "run_name exp_name project* tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
     "push_to_hub* disable_tqdm": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
     "*eval_* *eval": "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often",
     "save_* *_best_model": "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay",
