@@ -1,4 +1,4 @@
-"""The checks and warnings before a run; a run that is refused has written nothing."""
+"""The checks and warnings before a run; a run that is refused here has written cached tables at most."""
 
 from __future__ import annotations
 
