@@ -208,6 +208,29 @@ def test_a_conversation_that_the_reward_models_template_refuses_is_one_line_with
     )
 
 
+SKIPS_DEVELOPER = CHAT_TEMPLATE.replace("in messages", "in messages if m['role'] != 'developer'")
+LEFT_OUT = [{"role": "developer", "content": "c"}, {"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("table", ["raw_prompts", "raw_evaluation_prompts", "raw_demonstrations", "raw_preferences"])
+def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: User, table: str):
+    """It is the template of the model that the run starts from; the row is that of the file."""
+    word_tokenizer(chat_template=SKIPS_DEVELOPER).save_pretrained(str(chain.paths["base_model"]))
+    reply = [{"role": "assistant", "content": "b"}]
+    rows = [LEFT_OUT[1:], [{"role": "user", "content": "d"}], LEFT_OUT]
+    beside: dict[str, Any] = {"genre": "drama"}
+    if table == "raw_demonstrations":
+        beside = {"completion": reply}
+    elif table == "raw_preferences":
+        beside = {"chosen": reply, "rejected": [{"role": "assistant", "content": "c"}]}
+    chain.write("table", *({"prompt": chat, **beside} for chat in rows))
+    assert chain.problems() == []
+    chain.paths[table] = str(chain.folder / "table.jsonl")
+    (problem,) = chain.problems()
+    assert "row 2" in problem
+    assert "message 0 has the role `developer`, and the chat template leaves it out" in problem
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [

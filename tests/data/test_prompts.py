@@ -158,10 +158,12 @@ ANSWER = {"role": "tool", "content": "c"}
 
 @pytest.mark.parametrize("absent", [{}, {"content": None}], ids=["absent", "null"])
 def test_a_message_without_content_has_the_content_null(make_tokenizer, absent):
-    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m['content'] or 'd' }} {% endfor %}")
-    chat = [USER, {"role": "assistant", "content": None, **CALL}, ANSWER]
-    assert tokenizer.apply_chat_template(chat, return_dict=False) == [3, 6, 5]
-    assert tokenise([[USER, {"role": "assistant", **CALL, **absent}, ANSWER]], tokenizer).prompt_ids == [[3, 6, 5]]
+    template = "{% for m in messages %}{{ m['content'] or 'd ' + m['tool_calls'][0]['function']['name'] }} {% endfor %}"
+    tokenizer = make_tokenizer(chat_template=template)
+    call = {"tool_calls": [{"function": {"name": "b", "arguments": {}}}]}
+    chat = [USER, {"role": "assistant", "content": None, **call}, ANSWER]
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == [3, 6, 4, 5]
+    assert tokenise([[USER, {"role": "assistant", **call, **absent}, ANSWER]], tokenizer).prompt_ids == [[3, 6, 4, 5]]
 
 
 def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_filled_in_absent_keys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -23,6 +24,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.rollout import response_batch
 from ppo_rlhf.ppo.sampling import Responses
+from ppo_rlhf.rewards import rendering
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.rendering import ENVIRONMENT, Rendering
 from ppo_rlhf.rewards.scorers import build_reward_scorer
@@ -186,6 +188,57 @@ def test_a_chat_that_the_reward_models_template_does_not_take_is_found_before_th
         rendering.check(chats[:2], "prompts")
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "g"}}]
+SHOWS_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
+
+
+def with_tools(batch, tools):
+    return dataclasses.replace(batch, columns={"tools": tools})
+
+
+def test_a_template_of_its_own_shows_a_reward_model_the_tools(tmp_path):
+    policy = chat_tokenizer(SHOWS_TOOLS + QWEN)
+    handle = saved(tmp_path, chat_tokenizer(SHOWS_TOOLS + LLAMA, other=True))
+    batch = with_tools(answers(policy, [[USER]] * 2, ["d e <|im_end|>"] * 2, [True] * 2), [json.dumps(TOOLS), None])
+    expected = [plainly(handle, [USER, ANSWER], tools=TOOLS), plainly(handle, [USER, ANSWER])]
+    assert scorer_of(handle, policy).score(batch).total.tolist() == pytest.approx(expected, abs=1e-6)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-4)
+
+
+def test_one_line_says_that_a_reward_model_reads_conversations_without_their_tools(tmp_path, caplog):
+    rendering._warn_once.cache_clear()
+    policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(LLAMA, other=True)
+    shown = Rendering(other, policy)
+    shown.check([json.dumps([USER])] * 2, "prompts", [TOOLS, TOOLS])
+    batch = with_tools(answers(policy, [[USER]], ["d e <|im_end|>"], [True]), [TOOLS])
+    assert shown.sequences(batch) == [other.apply_chat_template([USER, ANSWER])["input_ids"]]
+    (line,) = caplog.messages
+    assert "does not show tools" in line
+
+
+def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
+    """Of a prompt before the run; of an environment when it is first scored."""
+    skips = WITH_SYSTEM.replace("in messages", "in messages if m['role'] != 'tool'")
+    policy, other = chat_tokenizer(QWEN), chat_tokenizer(skips, other=True)
+    reply = {"role": "tool", "content": "f g"}
+    with pytest.raises(DataError, match=r"prompts: row 1, for the reward model.*message 2 has the role `tool`"):
+        Rendering(other, policy).check([json.dumps(chat) for chat in ([USER], [USER, ANSWER, reply])], "prompts")
+    turn = f"{NEWLINE} <|im_start|> tool f g <|im_end|> {NEWLINE} <|im_start|> assistant"
+    mask = [[True] * 3 + [False] * 9 + [True] * 2]
+    batch = answers(policy, [[USER]], [f"d e <|im_end|> {turn} h <|im_end|>"], [True], mask)
+    assert batch.chats[0][2] == reply
+    with pytest.raises(DataError, match="reward model: response 0: message 2 has the role `tool`"):
+        Rendering(other, policy).sequences(batch)
+
+
+def test_a_reply_has_no_role_that_the_policys_template_leaves_out():
+    policy = chat_tokenizer(QWEN.replace("in messages", "in messages if m['role'] != 'tool'"))
+    turn = f"{NEWLINE} <|im_start|> tool f g <|im_end|> {NEWLINE} <|im_start|> assistant"
+    mask = [[True] * 3 + [False] * 9 + [True] * 2]
+    batch = answers(policy, [[USER]], [f"d e <|im_end|> {turn} h <|im_end|>"], [True], mask)
+    assert batch.chats[0][2]["role"] == ENVIRONMENT
+
+
 def test_an_episode_is_read_turn_by_turn(tmp_path):
     policy = chat_tokenizer(QWEN)
     own, other = saved(tmp_path / "own", policy), saved(tmp_path / "other", chat_tokenizer(WITH_SYSTEM, other=True))
@@ -245,6 +298,24 @@ def test_the_audit_scores_held_out_chats_as_the_model_card_does(tmp_path, other)
         assert batch.completions == [text] * len(batch)
         expected = [plainly(handle, chat) for chat in batch.chats]
         assert scored.total.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_audit_leaves_equal_pairs_out_and_keeps_each_rows_columns():
+    replies = [("d e", "f"), ("f", "f"), ("d", "e"), ("e", "d")]
+    rows = [
+        {"prompt": [USER], "number": number}
+        | {side: [{**ANSWER, "content": text}] for side, text in zip(("chosen", "rejected"), pair, strict=True)}
+        for number, pair in enumerate(replies)
+    ]
+    for row, word in zip(rows, "abcd", strict=True):
+        row["prompt"] = [{**USER, "content": word}]
+    config = RewardModellingConfig(held_out_share=0.9)
+    held_out = reward_audit.held_out_pairs(pd.DataFrame(rows), chat_tokenizer(QWEN), config, None)
+    assert len(held_out) == 2
+    assert 1 not in held_out["number"].tolist()
+    for row in held_out.to_dict("records"):
+        assert row["chosen_chat"][-1]["content"] == replies[row["number"]][0]
+        assert row["rejected_chat"][-1]["content"] == replies[row["number"]][1]
 
 
 def test_a_function_that_names_messages_gets_the_whole_conversation():

@@ -1,4 +1,6 @@
+import json
 import math
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -8,6 +10,7 @@ from tokenizers import AddedToken
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data import columns
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.sampling import SamplingSettings, responses_of
 from ppo_rlhf.rewards.rendering import Rendering
@@ -201,8 +204,11 @@ QUESTION, GOOD, BAD = ([{"role": role, "content": text}] for role, text in (("us
         {"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
         {"prompt": QUESTION, "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
         {"prompt": "a", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+        {"prompt": "a", "chosen": GOOD, "rejected": BAD},
+        {"prompt": json.dumps(QUESTION), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+        {"chosen": json.dumps(QUESTION + GOOD), "rejected": json.dumps(QUESTION + BAD)},
     ],
-    ids=["apart", "inside", "both", "text beside"],
+    ids=["apart", "inside", "both", "text beside", "text apart", "JSON apart", "JSON inside"],
 )
 def test_chats_are_written_by_the_tokenizers_template(row):
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
@@ -213,6 +219,62 @@ def test_chats_are_written_by_the_tokenizers_template(row):
     assert pairs["chosen"][0].endswith("a: b")
     with pytest.raises(DataError, match="need a tokenizer with a chat template"):
         tokenise_preferences(frame, word_tokenizer())
+
+
+def test_a_prompt_that_is_text_is_the_users_message_after_the_system_message():
+    system = {"role": "system", "content": "d"}
+    row = {"prompt": "a", "chosen": [system, *GOOD], "rejected": [system, *BAD]}
+    (pair,) = check_preferences(pd.DataFrame([row]), *NAMES).to_dict("records")
+    assert pair == {"prompt": [system, *QUESTION], "chosen": GOOD, "rejected": BAD}
+
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "JSON"])
+def test_pairs_are_read_with_the_tools_and_the_system_text_of_their_row(tools):
+    row = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
+    frame = pd.DataFrame([{**row, "tools": tools, "system": "d"}, {**row, "tools": None, "system": None}])
+    pairs = tokenise_preferences(check_preferences(frame, *NAMES), word_tokenizer(chat_template=WITH_TOOLS))
+    plain = [UNKNOWN, A, BEGIN, A, B, BEGIN]
+    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, VOCABULARY.index("s"), D, BEGIN, *plain], plain]
+    assert list(pairs.columns) == list(COLUMNS)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_of_which_the_template_leaves_a_message_out_is_refused_with_its_row(side):
+    template = CHAT_TEMPLATE.replace("in messages", "in messages if m['role'] != 'critic'")
+    row = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
+    frame = pd.DataFrame([row, {**row, side: [{"role": "critic", "content": "d"}]}])
+    tokenizer = word_tokenizer(chat_template=template)
+    found = "^preferences: row 1: message 1 has the role `critic`, and the chat template leaves it out"
+    with pytest.raises(DataError, match=found):
+        check_preferences(frame, *NAMES, tokenizer)
+    with pytest.raises(DataError, match=found):
+        tokenise_preferences(check_preferences(frame, *NAMES), tokenizer)
+
+
+def test_pairs_of_equal_responses_are_left_out_and_counted(caplog):
+    """The index stays that of the table; of chats the tokens count, as a template may trim."""
+    columns.say_once.cache_clear()
+    texts = pd.DataFrame({"chosen": ["a", "b", "c"], "rejected": ["b", "b", "a"]})
+    pairs = tokenise_preferences(check_preferences(texts, *NAMES), word_tokenizer())
+    assert pairs["chosen"].to_dict() == {0: "a", 2: "c"}
+    rows = [(GOOD, BAD), (GOOD, [{"role": "a", "content": " b "}])]
+    chats = pd.DataFrame([{"prompt": QUESTION, "chosen": good, "rejected": bad} for good, bad in rows])
+    pairs = tokenise_preferences(check_preferences(chats, *NAMES), word_tokenizer(chat_template=CHAT_TEMPLATE))
+    assert pairs["chosen"].tolist() == ["a: b"]
+    counts = [[int(number) for number in re.findall(r"\d+", record.getMessage())] for record in caplog.records]
+    assert counts == [[1, 3], [1, 2]]
+
+
+def test_a_margin_and_other_columns_are_named_as_not_used(caplog):
+    columns.say_once.cache_clear()
+    row = {"prompt": "a ", "chosen": "b", "rejected": "c", "margin": 1.0, "tools": TOOLS, "score_chosen": 3.0}
+    check_preferences(pd.DataFrame([row]), *NAMES)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.findall("`(.*?)`", line) == ["margin", "tools", "score_chosen"]
 
 
 def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
@@ -246,7 +308,8 @@ def test_chats_end_as_the_template_ends_them_in_training_and_in_scoring(closes, 
     tokenizer = word_tokenizer(chat_template=template.replace("CLOSES", closes).replace("TAIL", tail))
     tokenizer.add_tokens([AddedToken("<|end|>", special=True)])
     question, answer = [{"role": "user", "content": "a"}], [{"role": "a", "content": "b"}]
-    frame = check_preferences(pd.DataFrame([{"prompt": question, "chosen": answer, "rejected": answer}]), *NAMES)
+    other = [{"role": "a", "content": "c"}]
+    frame = check_preferences(pd.DataFrame([{"prompt": question, "chosen": answer, "rejected": other}]), *NAMES)
     (trained,) = tokenise_preferences(frame, tokenizer)["chosen_ids"]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     batch = ResponseBatch(
@@ -275,6 +338,11 @@ def test_chats_end_as_the_template_ends_them_in_training_and_in_scoring(closes, 
             "row 1, column `chosen`: message 1 .*3",
         ),
         ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
+        (
+            {"prompt": ["b"], "chosen": [[*CHAT, *CHAT]], "rejected": [[*CHAT, {"role": "a", "content": "c"}]]},
+            "row 0: the prompt 'b' is no user's message.*reward_modelling.prompt_column",
+        ),
+        ({"chosen": ["a", "b"], "rejected": ["a", "b"]}, "equal in all 2 pairs"),
     ],
 )
 def test_a_table_that_holds_no_preferences_is_refused(frame, message):

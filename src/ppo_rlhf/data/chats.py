@@ -1,12 +1,16 @@
 """Texts and chats: a chat is a list of messages, rendered as text by a tokenizer's chat template."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
+from ppo_rlhf.data.chat_templates import find_hidden, kind_of
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
@@ -15,9 +19,17 @@ CALLS = ("tool_calls", "function_call")  # a message with one of these keys may 
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns of whole conversations, the second as ShareGPT names it."""
-_SHAREGPT = {"human": "user", "gpt": ASSISTANT}
+TOOLS, SYSTEM = "tools", "system"
+SHOWN_IN_CHATS = (TOOLS, SYSTEM)
+"""Columns with which a row's chat is rendered."""
+_ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool", "tool_response": "tool"}
+"""Roles of ShareGPT, Google and ms-swift, and OpenAI's, which chat templates know."""
+_CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift: JSON of the assistant's calls
+_LIKE_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # also as Python prints it
 
 Chat = list[dict[str, Any]]
+Tools = list[Any] | None
+"""Descriptions of the functions that the assistant may call, as OpenAI writes them; None: there are none."""
 
 
 def is_text(value: Any) -> bool:
@@ -28,44 +40,157 @@ def is_text(value: Any) -> bool:
 def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
     """Return the messages of a chat, the content of each as text, or None beside a tool call.
 
-    Parts of text are joined. Keys that hold None are left out, also within a tool call: Arrow's tables give each
-    message the keys of all.
+    A table of text, such as CSV, holds a chat as JSON. Parts of text are joined. Turns of ShareGPT become what OpenAI's
+    format says. Keys that hold None are left out, also within a tool call: Arrow's tables give each message the keys of
+    all.
 
     Raises:
         DataError: The value is not a list of messages, or a message cannot be read; the error shows it.
     """
     given = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
     if not isinstance(given, list) or not given:
         raise DataError(f"{where}: expected {expected}, got {str(value)[:60]!r}")
-    return [_read_message(message, f"{where}: message {number}") for number, message in enumerate(given)]
+    chat: Chat = []
+    for number, message in enumerate(given):
+        read = _read_message(message, f"{where}: message {number}")
+        if read["role"] in _CALLING_ROLES:
+            calls = _read_calls(read["content"], f"{where}: message {number}")
+            if not chat or chat[-1]["role"] != ASSISTANT:  # else it goes on with its turn
+                chat.append({"role": ASSISTANT, "content": None})
+            chat[-1]["tool_calls"] = [*chat[-1].get("tool_calls", []), *calls]
+        else:
+            chat.append(read)
+    return chat
 
 
 def read_text_or_chat(value: Any, where: str) -> str | Chat:
-    """Return text as it is, and a chat as `read_chat` does; raise `DataError` if the value is neither."""
-    return str(value) if is_text(value) else read_chat(value, where, f"text or {CHAT}")
+    """Return text as it is, and a chat as `read_chat` does, also one that is held as JSON.
+
+    Raises:
+        DataError: The value is neither text nor a chat, or text that begins as a chat does and is no JSON.
+    """
+    if not is_text(value):
+        return read_chat(value, where, f"text or {CHAT}")
+    if not (value.lstrip().startswith("[") and value.rstrip().endswith("]")):
+        return str(value)
+    try:
+        given = json.loads(value)
+    except ValueError as error:
+        if not _LIKE_CHAT.match(value):
+            return str(value)
+        raise DataError(
+            f"{where}: {value[:60]!r} looks like a chat, but is not valid JSON ({error}). Write it with json.dumps"
+        ) from error
+    is_chat = bool(given) and all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in given)
+    return read_chat(given, where) if is_chat else str(value)
 
 
-def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False) -> str:
+def read_tools(value: Any, where: str) -> Tools:
+    """Return the tools of a row: a list of OpenAI's descriptions, plain or as JSON; functions alone are wrapped.
+
+    Raises:
+        DataError: The value is something else.
+    """
+    given = value
+    if isinstance(given, str) and given.strip():
+        with suppress(ValueError):
+            given = json.loads(given)
+    given = _without_nulls(given)
+    if given is None or given != given or given in ("", []):  # an empty cell is NaN in pandas' tables
+        return None
+    tools = [
+        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool
+        for tool in (given if isinstance(given, list) else [given])
+    ]
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{where}, column `tools`: expected a list of {{"type": "function", "function": {{"name": …}}}}, plain '
+                f"or as JSON, got {str(value)[:60]!r}"
+            )
+    return tools
+
+
+def with_system(chat: Chat, system: Any, where: str) -> Chat:
+    """Return a chat with a row's text of the column `system` as its first message; with none as it is.
+
+    Raises:
+        DataError: The chat has another system message.
+    """
+    if not is_text(system):
+        return chat
+    own = [message["content"] for message in chat if message["role"] == "system"]
+    if own and own != [system]:
+        raise DataError(f"{where}: the column `system` and a system message of the chat differ. Keep one of them.")
+    return chat if own else [{"role": "system", "content": str(system)}, *chat]
+
+
+def render_chat(
+    messages: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    to_answer: bool = False,
+    tools: Tools = None,
+) -> str:
     """Return the text of a chat (`read_chat`), rendered by the tokenizer's template.
 
     With `to_answer` the text ends where the assistant continues: in its last message, or in a new one.
 
     Raises:
-        DataError: The tokenizer has no template, or its template refuses the messages.
+        DataError: The tokenizer has no template, or its template refuses the messages, or leaves out one of them, a
+            tool call or the tools.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
     is_begun = messages[-1]["role"] == ASSISTANT
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=to_answer and not is_begun,
-            continue_final_message=to_answer and is_begun,
+        text = str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=to_answer and not is_begun,
+                continue_final_message=to_answer and is_begun,
+            )
         )
     except Exception as error:  # a template is a program: it can raise anything
         raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
-    return str(text)
+    check_shown(messages, tokenizer, where, text, tools=tools)
+    return text
+
+
+def check_shown(
+    messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, text: str, *, tools: Tools = None
+) -> None:
+    """Raise `DataError` if the chat template, which made `text` of a chat, left a message, a call or the tools out."""
+    hidden = find_hidden(messages, tools, tokenizer, text)
+    for number in hidden.messages:
+        what = "its tool call" if any(map(messages[number].get, CALLS)) else "it"
+        raise DataError(
+            f"{where}: message {number} has the role `{messages[number]['role']}`, and the chat template leaves {what} "
+            "out. Give it a role that the template has (often `system` for `developer`), or the tokenizer a template "
+            "that shows it"
+        )
+    if hidden.tools:
+        raise DataError(
+            f"{where}: the chat template leaves the column `tools` out. Give the tokenizer a template that shows it, "
+            "or write the tools into a message and remove the column"
+        )
+
+
+def try_chats(chats: Iterable[tuple[str, Chat, Tools]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render one chat of each kind (where it is, its messages, its tools); raise `DataError` as `render_chat` does."""
+    tried = set()
+    for where, messages, tools in chats:
+        kind = kind_of(messages, tools)
+        if kind not in tried:
+            tried.add(kind)
+            render_chat(messages, tokenizer, where, tools=tools)
 
 
 def join_chats(prompt: Chat, answer: Chat) -> Chat:
@@ -84,8 +209,7 @@ def answered(prompt: Chat, text: str) -> Chat:
 def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
     if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # as ShareGPT writes it
-        role, content = message.pop("from"), message.pop("value")
-        message |= {"role": _SHAREGPT.get(str(role), role), "content": content}
+        message |= {"role": message.pop("from"), "content": message.pop("value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
     content = message.get("content")
@@ -97,7 +221,19 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise DataError(f"{where} is {str(given)[:60]}; its content has a part of type {kind!r}, give text")
         content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+    return {**message, "role": _ROLES.get(message["role"], message["role"]), "content": content}
+
+
+def _read_calls(content: str | None, where: str) -> list[dict[str, Any]]:
+    """Return as OpenAI's tool calls what a turn of `_CALLING_ROLES` holds: JSON of one call, or of a list of them."""
+    with suppress(ValueError, TypeError, KeyError):
+        given = json.loads(content or "")
+        calls = [dict(call) for call in (given if isinstance(given, list) else [given]) if call["name"]]
+        for call in calls:
+            if isinstance(call.get("arguments"), str):
+                call["arguments"] = json.loads(call["arguments"])
+        return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+    raise DataError(f'{where} is no tool call: {str(content)[:60]!r}. Give JSON: {{"name": …, "arguments": {{…}}}}')
 
 
 def _without_nulls(value: Any) -> Any:

@@ -14,7 +14,19 @@ from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import ASSISTANT, CONVERSATIONS, Chat, read_text_or_chat, render_chat
+from ppo_rlhf.data.chats import (
+    ASSISTANT,
+    CONVERSATIONS,
+    SHOWN_IN_CHATS,
+    SYSTEM,
+    TOOLS,
+    Chat,
+    read_text_or_chat,
+    read_tools,
+    render_chat,
+    with_system,
+)
+from ppo_rlhf.data.columns import name_unshown
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
@@ -27,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the tokenised table: raise it when `_tokenise` gives other results
+_VERSION = 2  # of the tokenised table: raise it when `_tokenise` gives other results
 
 
 @settings_group("prompts")
@@ -37,7 +49,8 @@ class PromptsConfig:
     column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
     message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call.
-    Without this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped."""
+    Without this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped.
+    Messages may be JSON."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -75,7 +88,8 @@ class PromptReader:
         A prompt that is a chat is also there as JSON of its messages (`prompt_chat`).
 
         Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
-        messages go through its chat template with the generation prompt, and the assistant's last message is continued.
+        messages go through its chat template with the generation prompt and the row's `tools` and `system`, and the
+        assistant's last message is continued.
         Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
         `name` says in errors where the table comes from.
 
@@ -97,6 +111,7 @@ class PromptReader:
                     "Rename it, or remove it."
                 )
 
+        beside = [name for name in SHOWN_IN_CHATS if name in table.column_names and name != used]
         text, number = Value("string"), Value("int32")
         kinds = {"prompt": text, "prompt_ids": List(number), "prompt_chat": text, "prompt_length": number}
 
@@ -105,17 +120,20 @@ class PromptReader:
                 return table.map(
                     _tokenise,
                     batched=True,
-                    input_columns=[used],
+                    input_columns=[used, *beside],
                     with_indices=True,
                     features=Features({**table.features, **kinds}),
-                    fn_kwargs={"tokenizer": self.tokenizer, "column": used, "version": _VERSION},
+                    fn_kwargs={"tokenizer": self.tokenizer, "column": used, "beside": beside, "version": _VERSION},
                     desc="Tokenising prompts",
                 )
 
         try:
-            return processes.after_main(tokenised)
+            found = processes.after_main(tokenised)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
+        of_chats = not arrow_column(found, "prompt_chat").null_count
+        name_unshown(table.column_names, used, of_chats=of_chats)
+        return found
 
     def fit(self, table: Dataset, name: str) -> Dataset:
         """Return the prompts that leave room for a response, after `overlong` is done to the others.
@@ -228,27 +246,39 @@ def _keys(table: Dataset, column: str, name: str) -> list[int]:
     """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory."""
     used = _prompt_column(table, column, name)
     batches = table.select_columns([used]).iter(batch_size=1_000)
-    return [
-        hash(value if isinstance(value, str) else as_json(value, sort_keys=True))
-        for batch in batches
-        for value in batch[used]
-    ]
+    values = enumerate(value for batch in batches for value in batch[used])
+    prompts = (read_text_or_chat(value, f"{name}: row {row}, column `{used}`") for row, value in values)
+    return [hash(prompt if isinstance(prompt, str) else as_json(prompt, sort_keys=True)) for prompt in prompts]
 
 
 def _tokenise(
-    values: list[Any], rows: list[int], *, tokenizer: PreTrainedTokenizerBase, column: str, version: int
+    values: list[Any],
+    *others: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    column: str,
+    beside: list[str],
+    version: int,
 ) -> dict[str, Any]:
-    """Return the columns `PROMPT_COLUMNS` of some rows; `version` tells results of other code apart."""
-    places = [f"row {row}, column `{column}`" for row in rows]
-    prompts = [_read(value, place, column) for value, place in zip(values, places, strict=True)]
-    texts = [
-        prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, place, to_answer=True)
-        for prompt, place in zip(prompts, places, strict=True)
-    ]
+    """Return the columns `PROMPT_COLUMNS` of some rows; `version` tells results of other code apart.
+
+    `others` are the columns `beside` and the numbers of the rows.
+    """
+    *columns, rows = others
+    prompts, texts = [], []
+    for value, row, *cells in zip(values, rows, *columns, strict=True):
+        where, of_row = f"row {row}, column `{column}`", dict(zip(beside, cells, strict=True))
+        prompt = _read(value, where, column)
+        if not isinstance(prompt, str):
+            prompt = with_system(prompt, of_row.get(SYSTEM), where)
+            tools = read_tools(of_row.get(TOOLS), f"row {row}")
+            texts.append(render_chat(prompt, tokenizer, where, to_answer=True, tools=tools))
+        else:
+            texts.append(prompt)
+        prompts.append(prompt)
     chats = [None if isinstance(prompt, str) else as_json(prompt) for prompt in prompts]
     ids = encode_texts(texts, tokenizer, [chat is not None for chat in chats])
     if [] in ids:
-        raise DataError(f"{places[ids.index([])]}: the prompt has no tokens")
+        raise DataError(f"row {rows[ids.index([])]}, column `{column}`: the prompt has no tokens")
     return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats, "prompt_length": [len(each) for each in ids]}
 
 

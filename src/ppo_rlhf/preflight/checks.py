@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from datasets import Dataset
 from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
-from ppo_rlhf.data.chats import CONVERSATIONS, Chat, answered
+from ppo_rlhf.data.chats import CONVERSATIONS, TOOLS, Chat, answered
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -227,19 +228,21 @@ def check_critic(run: RunRequest) -> Iterator[str]:
 
 
 def check_demonstrations(run: RunRequest) -> None:
-    """Find demonstrations without the columns that are read, or too few of them."""
+    """Find demonstrations without the columns that are read, too few, or that the template does not take or show."""
     settings = run.group("data_preparation", DataPreparationConfig)
     if settings is not None and "raw_demonstrations" in run.tables:
-        run.demonstrations, _ = split_demonstrations(frame_of(run.tables["raw_demonstrations"]), settings)
+        table = frame_of(run.tables["raw_demonstrations"])
+        run.demonstrations, _ = split_demonstrations(table, settings, run.tokenizers.get(run.start))
 
 
 def check_preferences(run: RunRequest) -> Iterator[str]:
-    """Find preferences without the columns that are read; or none, and only the demo's judge to label other prompts."""
+    """Find preferences that cannot be read or shown; or none, and only the demo's judge to label other prompts."""
     settings = run.group("reward_modelling", RewardModellingConfig)
     if settings is None or not run.reads("raw_preferences"):
         return
     if "raw_preferences" in run.tables:
-        preferences.check_preferences(frame_of(run.tables["raw_preferences"]), *settings.columns)
+        table = frame_of(run.tables["raw_preferences"])
+        preferences.check_preferences(table, *settings.columns, run.tokenizers.get(run.start))
     elif run.samples_pairs:
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
@@ -265,10 +268,15 @@ def check_prompts(run: RunRequest) -> None:
             reader.fit(tokenised, source)
             if "reward_model" in run.tokenizers:
                 rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-                batches = tokenised.select_columns("prompt_chat").iter(batch_size=1_000)
-                rendering.check((chat for batch in batches for chat in batch["prompt_chat"]), source)
+                tools = _column(tokenised, TOOLS) if TOOLS in tokenised.column_names else None
+                rendering.check(_column(tokenised, "prompt_chat"), source, tools)
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
+
+
+def _column(table: Dataset, name: str) -> Iterator[Any]:
+    for batch in table.select_columns([name]).iter(batch_size=1_000):
+        yield from batch[name]
 
 
 def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:

@@ -8,16 +8,19 @@ message.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property
+from itertools import groupby, repeat
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import ASSISTANT, Chat, answered, render_chat
+from ppo_rlhf.data.chat_templates import find_hidden, kind_of
+from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, read_tools, render_chat
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids, without_template_defaults
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
@@ -25,6 +28,7 @@ ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""
 _REPLY_ROLES = ("user", "tool", "system")
 _MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,39 @@ class Rendering:
             for row, chat in enumerate(chats)
         ]
 
-    def check(self, chats: Iterable[str | None], name: str) -> None:
+    def check(self, chats: Iterable[str | None], name: str, tools: Iterable[Any] | None = None) -> None:
         """Raise `DataError` if the reward model's chat template refuses a prompt, its messages as JSON, with a reply.
 
-        Of prompts with the same roles and keys only the first is tried. `name` says in errors where they come from.
+        Of prompts with the same roles and keys only the first is tried. `name` says in errors where they come from;
+        `tools` are the column of that name.
         """
         tried = set()
-        for row, chat in enumerate(chats):
+        rows = zip(chats, repeat(None) if tools is None else tools, strict=False)
+        for row, (chat, given) in enumerate(rows):
             if chat is None:
                 continue
-            messages = json.loads(chat)
-            kind = tuple((message["role"], *sorted(message)) for message in messages)
+            whole, own = answered(json.loads(chat), _MARK), read_tools(given, f"{name}: row {row}")
+            kind = kind_of(whole, own)
             if kind not in tried:
                 tried.add(kind)
                 where = f"{name}: row {row}, for the reward model ({self.tokenizer.name_or_path or 'its tokenizer'})"
-                whole = answered(messages, _MARK)
+                shown = self._shown_tools(whole, own)
                 for to_answer in (False, True):
-                    render_chat(whole, self.tokenizer, where, to_answer=to_answer)
+                    render_chat(whole, self.tokenizer, where, to_answer=to_answer, tools=shown)
+
+    def _shown_tools(self, chat: Chat, tools: Tools) -> Tools:
+        """Return the tools if the reward model's template has a place for them; else none, which a line says once."""
+        if not tools or not self.tokenizer.chat_template or not find_hidden(chat, tools, self.tokenizer, "").tools:
+            return tools
+        _warn_once("The reward model's chat template does not show tools: it reads conversations without them.")
+        return None
 
     def _sequence(self, batch: ResponseBatch, row: int, chat: Chat | None, where: str) -> list[int]:
         stopped = batch.terminated[row]
         if chat is not None and not self.has_policy_template:
-            return conversation_ids(chat, self.tokenizer, where, stopped=stopped)
+            tools = read_tools(batch.columns[TOOLS][row], where) if TOOLS in batch.columns else None
+            shown = self._shown_tools(chat, tools)
+            return conversation_ids(chat, self.tokenizer, where, stopped=stopped, tools=shown)
         end: list[int] = []
         if chat is not None:
             end = _after_reply(chat, self.tokenizer, where)
@@ -106,8 +121,10 @@ class Rendering:
         return [append_end(ids, eos) if batch.terminated[row] else ids for row, ids in zip(rows, found, strict=True)]
 
 
-def conversation_ids(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, stopped: bool = True) -> list[int]:
-    """Return the ids of `tokenizer.apply_chat_template(chat)`; a reply that did not stop leaves its turn open.
+def conversation_ids(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, stopped: bool = True, tools: Tools = None
+) -> list[int]:
+    """Return the ids of `tokenizer.apply_chat_template(chat, tools)`; a reply that did not stop leaves its turn open.
 
     Raises:
         DataError: As `render_chat`, or a reply of an environment is no turn of the policy's template.
@@ -119,7 +136,7 @@ def conversation_ids(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str,
         )
     if not stopped and not (chat[-1]["content"] or "").strip():
         chat = chat[:-1]  # nothing is said yet
-    text = render_chat(chat, tokenizer, where, to_answer=not stopped)
+    text = render_chat(chat, tokenizer, where, to_answer=not stopped, tools=tools)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
+from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.free_memory import sequences_at_a_time
@@ -169,7 +170,7 @@ def check_room(
 def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
     """Raise `DataError` if a prompt is a chat that the reward model's chat template does not take."""
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        model.rendering.check(prompts.chats, "prompts")
+        model.rendering.check(prompts.chats, "prompts", prompts.columns.get(TOOLS))
 
 
 def functions_of(scorer: RewardScorer) -> list[Scoring]:

@@ -153,7 +153,7 @@ def held_out_pairs(
     for side in ("chosen", "rejected"):
         table[f"{side}_chat"] = [
             None if is_text(record[side]) else join_chats(record.get("prompt") or [], record[side])
-            for record in checked.to_dict("records")
+            for record in checked.loc[table.index].to_dict("records")
         ]
     others = preferences.drop(columns=[*config.columns, *pairs.COLUMNS, *_CHATS], errors="ignore")
     return split_pairs(short_enough(table.join(others.reset_index(drop=True)), limit), config)[1]

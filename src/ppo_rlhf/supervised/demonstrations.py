@@ -3,7 +3,6 @@
 Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
 """
 
-import contextlib
 import copy
 import json
 import logging
@@ -18,7 +17,22 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, in_one_line
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.data.chats import CONVERSATIONS, Chat, is_text, join_chats, read_chat, render_chat
+from ppo_rlhf.data.chats import (
+    CONVERSATIONS,
+    SYSTEM,
+    TOOLS,
+    Chat,
+    Tools,
+    check_shown,
+    join_chats,
+    read_chat,
+    read_text_or_chat,
+    read_tools,
+    render_chat,
+    try_chats,
+    with_system,
+)
+from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, without_template_defaults
@@ -41,8 +55,8 @@ class DataPreparationConfig:
     completion_column: str = "completion"
     """Column of completions."""
     messages_column: str = "messages"
-    """Column of chats, lists of `{"role": …, "content": …}`, or as ShareGPT has them; the tokenizer needs a chat
-    template. Without this column, `conversations` is read."""
+    """Column of chats, lists of `{"role": …, "content": …}`, or as ShareGPT has them, also as JSON; the tokenizer
+    needs a chat template. Without this column, `conversations` is read."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the distinct demonstrations that are held out: the loss is evaluated on them."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
@@ -61,18 +75,24 @@ class TokenisedDemonstrations:
     labels: list[list[int]]
 
 
-def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
+def split_demonstrations(
+    frame: pd.DataFrame, config: DataPreparationConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Check the table and return (demonstrations to train on, demonstrations held out).
 
     Both have the columns `messages`, or `prompt` and `completion`, or `text`: the first that the table has. If prompts
-    and completions are chats, `messages` has both, and `prompt` the part that is not learnt. Chats are JSON: Parquet
-    would add the keys of one message to all, and has no type for some chats. Copies of one demonstration go to one
-    side, and are held out once.
+    and completions are chats, `messages` has both, and `prompt` the part that is not learnt; a column `tools` of the
+    table stays. Chats are JSON: Parquet would add the keys of one message to all, and has no type for some chats.
+    Copies of one demonstration go to one side, and are held out once. With a tokenizer its chat template is tried.
 
     Raises:
-        DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
+        DataError: No such columns, a value that is empty or not text, fewer than two distinct rows, or a chat that the
+            template does not take or show.
     """
     table = _standard_columns(frame, config)
+    if tokenizer is not None and "messages" in table:
+        records = enumerate(table.to_dict("records"))
+        try_chats(((f"demonstrations: row {row}", *_chat_of(record)) for row, record in records), tokenizer)
     if config.max_demonstrations is not None:
         drawn = permutation(len(table), config.seed, "demonstrations")[: config.max_demonstrations].tolist()
         table = table.iloc[sorted(drawn)]
@@ -97,10 +117,13 @@ def tokenise_demonstrations(
     `training_template`.
 
     Raises:
-        DataError: There are chats and no chat template, or nothing to learn within `max_length`.
+        DataError: There are chats and no chat template, or one that leaves a message out; or nothing to learn within
+            `max_length`.
     """
     encoded = (
-        _encode_chats(frame, tokenizer, template) if "messages" in frame.columns else _encode_texts(frame, tokenizer)
+        _encode_chats(frame, tokenizer, template, name)
+        if "messages" in frame.columns
+        else _encode_texts(frame, tokenizer)
     )
     input_ids, labels, truncated = [], [], 0
     for ids, learnt in encoded:
@@ -174,31 +197,39 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
             "in data_preparation.text_column and its siblings."
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
-    # of prompts and completions the first row decides
-    are_chats = "messages" in table or ("completion" in table and not is_text(table.iloc[0, -1]))
     for given, standard in chosen.items():
-        places = [f"demonstrations: row {row}, column `{given}`" for row in range(len(table))]
-        values = list(zip(table[standard], places, strict=True))
-        if are_chats:
-            table[standard] = [_read_chat(value, where) for value, where in values]
-            continue
-        for value, where in values:
-            if not is_text(value):
-                raise DataError(f"{where}: expected text that is not empty, got {value!r:.60}")
+        read = read_chat if standard == "messages" else read_text_or_chat
+        table[standard] = [
+            read(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])
+        ]
+    # of prompts and completions the first row decides
+    are_chats = not isinstance(table.iloc[0, -1], str)
+    kind, wanted = (list, "a chat") if are_chats else (str, "text")
+    for given, standard in chosen.items():
+        for row, value in enumerate(table[standard]):
+            if not isinstance(value, kind) or (standard == "text" and are_chats):
+                fix = "Name it in data_preparation.messages_column" if standard == "text" else "Give one kind"
+                raise DataError(
+                    f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}. {fix}"
+                )
+    name_unused("demonstrations", frame.columns, chosen, of_chats=are_chats)
     if not are_chats:
         return table
-    if "prompt" in table:
+    start = "prompt" if "prompt" in table else "messages"
+    if SYSTEM in frame:
+        pairs = enumerate(zip(table[start], frame[SYSTEM], strict=True))
+        table[start] = [with_system(*pair, f"demonstrations: row {row}") for row, pair in pairs]
+    if start == "prompt":
         table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
         table = table[["messages", "prompt"]]
+    if TOOLS in frame:
+        table[TOOLS] = [read_tools(value, f"demonstrations: row {row}") for row, value in enumerate(frame[TOOLS])]
     return table.map(as_json)
 
 
-def _read_chat(value: Any, where: str) -> Chat:
-    """Return a chat; tables of text, such as CSV, hold it as JSON."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    return read_chat(value, where)
+def _chat_of(record: dict[str, str]) -> tuple[Chat, Tools]:
+    """Return the messages and the tools of a row of a standard table of chats."""
+    return json.loads(record["messages"]), json.loads(record.get(TOOLS, "null"))
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]
@@ -213,14 +244,15 @@ def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> En
         yield closed, _without_prompt(closed, prompt)
 
 
-def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Encoded:
-    for row in frame.to_dict("records"):
-        messages = json.loads(row["messages"])
-        if template is not None and "prompt" not in row:
-            yield _marked(messages, tokenizer, template)
+def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, template: str | None, name: str) -> Encoded:
+    for row, record in enumerate(frame.to_dict("records")):
+        (messages, tools), where = _chat_of(record), f"{name}: row {row}"
+        if template is not None and "prompt" not in record:
+            yield _marked(messages, tools, tokenizer, template, where)
             continue
-        ids = _ids_of(messages, tokenizer)
-        prompt = _ids_of(json.loads(row["prompt"]), tokenizer, to_answer=True) if "prompt" in row else []
+        ids, prompt = _ids_of(messages, tools, tokenizer, where), []
+        if "prompt" in record:
+            prompt = _ids_of(json.loads(record["prompt"]), tools, tokenizer, where, to_answer=True)
         yield ids, _without_prompt(ids, prompt)
 
 
@@ -230,18 +262,23 @@ def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
     return [IGNORED] * shared + ids[shared:]
 
 
-def _ids_of(messages: Chat, tokenizer: PreTrainedTokenizerBase, *, to_answer: bool = False) -> list[int]:
-    text = render_chat(messages, tokenizer, "demonstrations", to_answer=to_answer)
+def _ids_of(
+    messages: Chat, tools: Tools, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False
+) -> list[int]:
+    text = render_chat(messages, tokenizer, where, to_answer=to_answer, tools=tools)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _marked(messages: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], list[int]]:
+def _marked(
+    messages: Chat, tools: Tools, tokenizer: PreTrainedTokenizerBase, template: str, where: str
+) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and as labels those of the assistant's turns."""
     try:
         found: Any = tokenizer.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+            messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
     except Exception as error:  # a template is a program: it can raise anything
-        raise DataError(f"demonstrations: the chat template refuses a chat: {in_one_line(error)}") from error
+        raise DataError(f"{where}: the chat template refuses a chat: {in_one_line(error)}") from error
     ids, mask = found["input_ids"], found["assistant_masks"]
+    check_shown(messages, tokenizer, where, str(tokenizer.decode(ids)), tools=tools)
     return list(ids), [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]

@@ -6,16 +6,30 @@ rewards are scored later (`rewards.rendering`).
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.data.chats import Chat, is_text, join_chats, read_text_or_chat
+from ppo_rlhf.data.chats import (
+    SYSTEM,
+    TOOLS,
+    Chat,
+    Tools,
+    is_text,
+    join_chats,
+    read_text_or_chat,
+    read_tools,
+    try_chats,
+    with_system,
+)
+from ppo_rlhf.data.columns import name_unused, say_once
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.ppo.rollout import response_batch, sample_responses
@@ -24,18 +38,26 @@ from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
 
-COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
+SIDES = ("prompt", "chosen", "rejected")
+COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")
 
 
 def check_preferences(
-    frame: pd.DataFrame, prompt_column: str, chosen_column: str, rejected_column: str
+    frame: pd.DataFrame,
+    prompt_column: str,
+    chosen_column: str,
+    rejected_column: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> pd.DataFrame:
-    """Return the columns `prompt` (empty without one), `chosen` and `rejected`, in the table's order.
+    """Return the columns `prompt` (empty without one), `chosen` and `rejected`, and `tools` if there are; in order.
 
     Values are texts, or lists of chat messages with the prompt apart, inside both, or both. Of chats it is then apart.
+    The index has the numbers of the rows: pairs of equal responses are left out. With a tokenizer its chat template is
+    tried.
 
     Raises:
-        DataError: A column is missing, or a value is empty or neither text nor chat.
+        DataError: A column is missing, a value is empty or neither text nor chat, all pairs are of equal responses, or
+            the template does not take or show a chat.
     """
     wanted = {chosen_column: "chosen", rejected_column: "rejected"}
     for column in wanted:
@@ -53,7 +75,36 @@ def check_preferences(
             read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
         ]
     records = [_prompt_apart(record, row) for row, record in enumerate(table.to_dict("records"))]
-    return pd.DataFrame(records, columns=["prompt", "chosen", "rejected"])
+    checked = pd.DataFrame(records, columns=list(SIDES))
+    are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
+    name_unused("preferences", frame.columns, wanted, of_chats=any(are_chats))
+    for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
+        where = f"preferences: row {row}"
+        checked.at[row, "prompt"] = with_system(checked.at[row, "prompt"], frame[SYSTEM].iloc[row], where)
+    if TOOLS in frame and any(are_chats):
+        checked[TOOLS] = [read_tools(value, f"preferences: row {row}") for row, value in enumerate(frame[TOOLS])]
+    checked = _without_equals(checked, "chosen", "rejected")
+    if tokenizer is not None:
+        try_chats(_chats_of(checked), tokenizer)
+    return checked
+
+
+def _chats_of(checked: pd.DataFrame) -> Iterator[tuple[str, Chat, Tools]]:
+    """Yield each conversation of a checked table: where it is, its messages, its tools."""
+    tools = checked.get(TOOLS, repeat(None))
+    for row, prompt, *responses, own in zip(checked.index, *map(checked.get, SIDES), tools, strict=False):
+        chats = (join_chats(prompt, response) for response in responses if isinstance(response, list))
+        yield from ((f"preferences: row {row}", chat, own) for chat in chats)
+
+
+def _without_equals(table: pd.DataFrame, chosen: str, rejected: str) -> pd.DataFrame:
+    """Return a table without the pairs of equal responses, which teach nothing and count half in the accuracy."""
+    differ = [first != second for first, second in zip(table[chosen], table[rejected], strict=True)]
+    if not any(differ):
+        raise DataError(f"preferences: the responses are equal in all {len(differ)} pairs. Give pairs that differ")
+    if not all(differ):
+        say_once(f"preferences: {differ.count(False)} of {len(differ)} pairs are of equal responses and left out.")
+    return table[differ]
 
 
 def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Chat]:
@@ -64,7 +115,7 @@ def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Ch
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"preferences: row {row} has both texts and chats. Give chosen and rejected both as texts, with a prompt "
-            "that is text, or both as chats, with the prompt inside or as a chat apart."
+            "that is text, or both as chats, with the prompt inside or apart."
         )
     if isinstance(prompt, list):
         is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
@@ -72,20 +123,32 @@ def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Ch
         return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
     from trl.data_utils import extract_prompt  # heavy: only chats pay for it
 
-    return {name: list(value) for name, value in extract_prompt({"chosen": chosen, "rejected": rejected}).items()}
+    found = extract_prompt({"chosen": chosen, "rejected": rejected})
+    pair: dict[str, str | Chat] = {name: list(value) for name, value in found.items()}
+    asked = {(message["content"] or "").strip() for message in [*chosen, *rejected] if message["role"] == "user"}
+    if isinstance(prompt, str) and not asked:
+        pair["prompt"] = [*pair["prompt"], {"role": "user", "content": prompt}]
+    elif isinstance(prompt, str) and prompt.strip() not in asked:
+        raise DataError(
+            f"preferences: row {row}: the prompt {prompt[:60]!r} is no user's message of the chats beside it. Give it "
+            "as a chat; or to leave it out, set reward_modelling.prompt_column to a name that no column has"
+        )
+    return pair
 
 
 def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
     """Return a checked table of pairs with their token sequences (`COLUMNS`).
 
     The end of text closes each given text, as in TRL. A prompt is joined to its response without a space. A chat is
-    all that the tokenizer's chat template makes of it.
+    all that the tokenizer's chat template makes of it. Pairs whose tokens are equal are left out.
     """
     rows = []
-    for prompt, *responses in frame[["prompt", "chosen", "rejected"]].itertuples(index=False):
-        ids = [_encode(prompt, response, tokenizer) for response in responses]
+    tools = frame.get(TOOLS, repeat(None))
+    for row, prompt, *responses, own in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
+        ids = [_encode(prompt, response, own, tokenizer, f"preferences: row {row}") for response in responses]
         rows.append([*map(_readable, [prompt, *responses]), *ids])
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    # a template may leave out what is all their difference, such as white space
+    return _without_equals(pd.DataFrame(rows, columns=list(COLUMNS), index=frame.index), "chosen_ids", "rejected_ids")
 
 
 def noisy_preference(
@@ -152,10 +215,10 @@ def sample_preferences(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encode(prompt: Any, response: Any, tools: Tools, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     if is_text(response):
         return append_end(encode_texts([(prompt or "") + response], tokenizer)[0], tokenizer.eos_token_id)
-    return conversation_ids(join_chats(prompt or [], response), tokenizer, "preferences")
+    return conversation_ids(join_chats(prompt or [], response), tokenizer, where, tools=tools)
 
 
 def _readable(value: Any) -> str:

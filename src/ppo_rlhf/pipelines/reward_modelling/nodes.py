@@ -41,7 +41,7 @@ def collect_preferences(
     """Tokenise given preferences; without any, sample two responses a training prompt and let the labeller choose."""
     tokenizer = sft_policy.tokenizer()
     if len(checked_preferences):
-        return pairs.tokenise_preferences(checked_preferences, tokenizer)
+        return pairs.tokenise_preferences(checked_preferences, tokenizer).reset_index(drop=True)
     labeller = reward_modelling.labeller
     if raw_prompts is None or labeller is None:
         raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")

@@ -1,0 +1,37 @@
+"""The user's columns beside texts and chats: which of them models are shown, and a line about those that are not.
+
+TRL, LLaMA-Factory, OpenRLHF and ms-swift document columns that mean something there. `docs/your_model.md` lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import cache
+
+from ppo_rlhf.data.chats import SHOWN_IN_CHATS
+
+_SHOWN_ELSEWHERE = (
+    *("instruction", "input", "query", "history"),
+    *("images", "image", "videos", "video", "audios", "audio", "objects", "chat_template_kwargs"),
+)
+"""Columns of prompts that other libraries show the policy. Reward functions get them, as all columns of prompts."""
+
+say_once = cache(logging.getLogger(__name__).warning)  # the checks before a run and its nodes read the same tables
+
+
+def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, of_chats: bool) -> None:
+    """Say in one line which columns of a table of demonstrations or preferences are not used."""
+    known = {*used, *(SHOWN_IN_CHATS if of_chats else ())}
+    if unused := [f"`{column}`" for column in given if column not in known]:
+        say_once(f"{name}: not used: the columns {', '.join(unused)} (docs/your_model.md lists those that are).")
+
+
+def name_unshown(given: Iterable[str], used: str, *, of_chats: bool) -> None:
+    """Say in one line which columns of a table of prompts would be shown to the policy elsewhere, and are not here."""
+    elsewhere = {*_SHOWN_ELSEWHERE, *(() if of_chats else SHOWN_IN_CHATS)} - {used}
+    if unshown := [f"`{column}`" for column in given if column in elsewhere]:
+        say_once(
+            f"prompts: not used for the policy, only for reward functions: the columns {', '.join(unshown)}"
+            f"{'' if of_chats else ' (of prompts that are text)'}."
+        )

@@ -1,0 +1,229 @@
+"""Chats: how they are read, and that a template shows all of them or the row is refused."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data import columns
+from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render_chat, try_chats, with_system
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.sources import load_table, table_of
+from tests.tiny_models import word_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}T {{ tools | tojson }} {% endif %}"
+    "{% for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ m.role }}: {{ (m.content or '').strip() }}"
+    "{% for c in m.tool_calls or [] %} call {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %} </s> "
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""It leaves out roles that it does not know, as the templates of Qwen 2.5 and 3 do."""
+USER, ANSWER = {"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "Yes."}
+CALL = {"type": "function", "function": {"name": "rain", "arguments": {"place": "Oslo"}}}
+CALLING, RESULT = {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "yes"}
+TOOLS = [{"type": "function", "function": {"name": "rain", "description": "Whether it rains."}}]
+
+
+def tokenizer(template=TEMPLATE):
+    return word_tokenizer(chat_template=template)
+
+
+def refused(call, *arguments, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+def prompts_of(table, template=TEMPLATE):
+    return PromptReader(tokenizer(template), None, 4, "error").tokenise(table, "prompt", "prompts")
+
+
+@pytest.fixture(autouse=True)
+def says_again():
+    columns.say_once.cache_clear()
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_tool_turns_of_sharegpt_become_those_of_openai():
+    call = json.dumps({"name": "rain", "arguments": {"place": "Oslo"}})
+    turns = [("human", "Is it raining?"), ("function_call", call), ("observation", "yes"), ("gpt", "Yes.")]
+    chat = [{"from": name, "value": text} for name, text in turns]
+    assert read_chat(chat, "row 0") == [USER, CALLING, RESULT, ANSWER]
+    as_text = json.dumps({"name": "rain", "arguments": json.dumps({"place": "Oslo"})})
+    assert read_chat([{"role": "function_call", "content": as_text}], "row 0") == [CALLING]
+
+
+def test_tool_turns_of_ms_swift_are_one_message_with_what_is_said_before():
+    call = json.dumps({"name": "rain", "arguments": {"place": "Oslo"}})
+    chat = [
+        USER,
+        {"role": "assistant", "content": "Let me see."},
+        {"role": "tool_call", "content": call},
+        {"role": "tool_call", "content": call},
+        {"role": "tool_response", "content": "yes"},
+    ]
+    both = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]}
+    assert read_chat(chat, "row 0") == [USER, both, RESULT]
+
+
+@pytest.mark.parametrize("content", ["rain in Oslo", '"rain"', "[3]", '{"arguments": {}}', None])
+def test_a_tool_turn_that_is_no_call_is_refused(content):
+    chat = [USER, {"role": "function_call", "content": content, "tool_calls": [CALL]}]
+    assert refused(read_chat, chat, "row 3").startswith("row 3: message 1 is no tool call: ")
+
+
+def test_the_role_model_is_the_assistant():
+    assert read_chat([USER, {"role": "model", "content": "Yes."}], "row 0") == [USER, ANSWER]
+
+
+def test_text_that_is_json_of_messages_is_a_chat_and_other_text_stays_text():
+    assert read_text_or_chat(f" {json.dumps([USER, ANSWER])}\n", "row 0") == [USER, ANSWER]
+    assert read_text_or_chat('[{"from": "human", "value": "Is it raining?"}]', "row 0") == [USER]
+    for text in ('[{"city": "Oslo"}]', "[1, 2]", "[]", "[sic] [", '{"role": "user"}', '[{"role": "user"}] Go on.'):
+        assert read_text_or_chat(text, "row 0") == text
+
+
+def test_a_chat_as_python_prints_it_is_refused_with_the_way_to_write_it():
+    found = refused(read_text_or_chat, str([USER]), "row 2, column `prompt`")
+    assert found.startswith("row 2, column `prompt`: ")
+    assert "json.dumps" in found
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS), [TOOLS[0]["function"]], TOOLS[0]])
+def test_tools_are_a_list_or_json_and_functions_alone_are_wrapped(given):
+    assert read_tools(given, "row 0") == TOOLS
+
+
+@pytest.mark.parametrize("given", [None, float("nan"), "", "[]", []])
+def test_a_row_may_have_no_tools(given):
+    assert read_tools(given, "row 0") is None
+
+
+@pytest.mark.parametrize("given", ["rain", ["rain"], [{"type": "function"}], {"rain": 1}, 3])
+def test_what_describes_no_tool_is_refused_with_its_row(given):
+    assert refused(read_tools, given, "row 4").startswith("row 4, column `tools`: expected ")
+
+
+def test_a_system_text_beside_a_chat_is_its_first_message_unless_the_chat_has_another():
+    system = {"role": "system", "content": "Be brief."}
+    assert with_system([USER], "Be brief.", "row 0") == [system, USER]
+    assert with_system([system, USER], "Be brief.", "row 0") == [system, USER]
+    assert with_system([USER], None, "row 0") == [USER]
+    assert "row 1: the column `system`" in refused(with_system, [system, USER], "Be long.", "row 1")
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "critic"])
+def test_a_message_that_the_template_leaves_out_is_refused_with_its_role(role):
+    chat = [USER, {"role": role, "content": "Is"}]  # a word of the other message, too
+    found = refused(render_chat, chat, tokenizer(), "row 5")
+    assert found.startswith(f"row 5: message 1 has the role `{role}`, and the chat template leaves it out. ")
+
+
+def test_a_tool_call_and_tools_that_the_template_leaves_out_are_refused():
+    without_calls = TEMPLATE.replace("m.tool_calls or []", "[]")
+    found = refused(render_chat, [USER, {**CALLING, "content": "rain"}, RESULT], tokenizer(without_calls), "row 0")
+    assert "message 1 has the role `assistant`, and the chat template leaves its tool call out" in found
+    without_tools = TEMPLATE.replace("{% if tools %}", "{% if false %}")
+    assert "column `tools`" in refused(render_chat, [USER], tokenizer(without_tools), "row 0", tools=TOOLS)
+
+
+def test_a_template_that_changes_what_it_shows_is_no_refusal():
+    """As DeepSeek's drops earlier thoughts, Llama's what is said beside a call, and Gemma's has no system role."""
+    template = (
+        "{% set start = messages[0].content + ' ' if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }} "
+        "{% else %}{{ (start if loop.first else '') + m.content.split('</think>')[-1] | trim | upper }} {% endif %}"
+        "{% endfor %}"
+    )
+    thought = {"role": "assistant", "content": "<think>Hm.</think> Yes."}
+    chat = [{"role": "system", "content": " brief "}, USER, thought, {**CALLING, "content": "Let me see."}]
+    assert render_chat(chat, tokenizer(template), "row 0") == " brief  IS IT RAINING? YES. rain "
+
+
+def test_one_object_may_be_several_messages_and_calls():
+    chat = [USER, ANSWER, USER, {**CALLING, "tool_calls": [CALL, CALL]}]
+    assert render_chat(chat, tokenizer(), "row 0").count("rain") == 4
+    assert chat[0] == {"role": "user", "content": "Is it raining?"}
+    assert CALL["function"]["name"] == "rain"
+
+
+def test_of_a_template_that_takes_no_marks_the_text_is_looked_at():
+    strict = "{% for m in messages %}{% if 'qz' in m.content %}{{ raise_exception('!') }}{% endif %}SHOWN{% endfor %}"
+    shown = tokenizer(strict.replace("SHOWN", "{{ m.content }}"))
+    assert render_chat([USER], shown, "row 0") == USER["content"]
+    assert "leaves it out" in refused(render_chat, [USER], tokenizer(strict), "row 0")
+
+
+def test_only_one_chat_of_each_kind_is_rendered_with_marks(monkeypatch):
+    own, asked = tokenizer(), []
+    apply = own.apply_chat_template
+    monkeypatch.setattr(own, "apply_chat_template", lambda chat, **o: asked.append(str(chat)) or apply(chat, **o))
+    for word in "abcd":
+        render_chat([{"role": "user", "content": word}], own, "row 0")
+    assert ["qzmark" in chat for chat in asked].count(True) == 1
+    assert len(asked) == 5
+    own.chat_template = "x"
+    assert "leaves it out" in refused(render_chat, [USER], own, "row 0")
+
+
+def test_chats_are_tried_by_kind_and_the_first_that_is_left_out_is_named():
+    chats = [("row 0", [USER], None), ("row 1", [USER, ANSWER], None), ("row 2", [{**USER, "role": "x"}], None)]
+    assert refused(try_chats, chats, tokenizer()).startswith("row 2: message 0 has the role `x`")
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_which_the_template_leaves_a_message_out_is_refused_with_its_row():
+    table = table_of({"prompt": [[USER], [{"role": "developer", "content": "In Danish."}, USER]]})
+    found = refused(prompts_of, table)
+    assert found.startswith("prompts: row 1, column `prompt`: message 0 has the role `developer`")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_prompts_are_rendered_with_their_tools_and_system_from_every_kind_of_file(tmp_path, kind):
+    other = [{"type": "function", "function": {"name": "snow", "parameters": {"type": "object"}}}]
+    rows = [
+        {"prompt": [USER], "tools": TOOLS, "system": "Be brief."},
+        {"prompt": [USER, CALLING, RESULT], "tools": other, "system": None},
+        {"prompt": [USER], "tools": None, "system": None},
+    ]
+    as_json = [{k: v if isinstance(v, str | None) else json.dumps(v) for k, v in row.items()} for row in rows]
+    file = tmp_path / f"prompts.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif kind == "csv":
+        pd.DataFrame(as_json).to_csv(file, index=False)
+    else:
+        pd.DataFrame(as_json).to_parquet(file)
+    system = {"role": "system", "content": "Be brief."}
+    chats = [([system, USER], TOOLS), ([USER, CALLING, RESULT], other), ([USER], None)]
+    own = tokenizer()
+    expected = [own.apply_chat_template(c, tools=t, tokenize=False, add_generation_prompt=True) for c, t in chats]
+    found = prompts_of(load_table(str(file), cache=str(tmp_path / "cache")))
+    assert found["prompt"][:] == expected
+    assert [json.loads(chat) for chat in found["prompt_chat"]] == [chat for chat, _ in chats]
+
+
+def test_one_line_names_the_columns_that_only_reward_functions_get(caplog):
+    """Of texts none is shown; a column that means nothing elsewhere is a reward function's, as ever."""
+    for _ in range(2):
+        prompts_of(table_of({"prompt": ["a"], "tools": [TOOLS], "images": [["x.png"]], "answer": ["b"]}))
+        prompts_of(table_of({"prompt": [[USER]], "tools": [TOOLS], "answer": ["b"]}))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.findall("`(.*?)`", line) == ["tools", "images"]
+
+
+def test_a_chat_held_as_json_is_a_copy_of_the_same_chat():
+    table = table_of({"prompt": [json.dumps([USER]), json.dumps([{**USER, "content": "b"}])]})
+    evaluation = table_of({"prompt": [[USER]]})
+    assert split_held_out(table, evaluation, PromptsConfig()) == ([1], [0])
