@@ -21,6 +21,8 @@ from transformers import (
 
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptReader
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.rollout import response_batch
 from ppo_rlhf.ppo.sampling import Responses
@@ -203,6 +205,20 @@ def test_a_template_of_its_own_shows_a_reward_model_the_tools(tmp_path):
     expected = [plainly(handle, [USER, ANSWER], tools=TOOLS), plainly(handle, [USER, ANSWER])]
     assert scorer_of(handle, policy).score(batch).total.tolist() == pytest.approx(expected, abs=1e-6)
     assert expected[0] != pytest.approx(expected[1], abs=1e-4)
+
+
+def test_tools_of_a_table_reach_the_reward_model_through_stored_prompts():
+    """As an evaluation stores them; every row of Arrow's table has the keys of all tools."""
+    policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(SHOWS_TOOLS + LLAMA, other=True)
+    more = [{"type": "function", "function": {"name": "e", "description": "d", "strict": True}}]
+    table = table_of({"prompt": [[USER], [USER], [USER]], "tools": [TOOLS, more, None]})
+    read = PromptReader(policy, None, 4, "error").read(table, "prompt", "prompts")
+    prompts = PromptDataset.from_frame(read.to_frame())
+    reply = torch.tensor([policy("d e <|im_end|>", add_special_tokens=False)["input_ids"]] * 3)
+    batch = response_batch(prompts, Responses(reply, torch.tensor([3] * 3), torch.tensor([True] * 3), None), policy)
+    expected = [other.apply_chat_template([USER, ANSWER], tools=own)["input_ids"] for own in (TOOLS, more, None)]
+    assert Rendering(other, policy).sequences(batch) == expected
+    assert prompts.texts[1].startswith("e d <|im_start|>")
 
 
 def test_one_line_says_that_a_reward_model_reads_conversations_without_their_tools(tmp_path, caplog):
