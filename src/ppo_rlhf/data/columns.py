@@ -24,14 +24,12 @@ def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, o
     """Say in one line which columns of a table of demonstrations or preferences are not used."""
     known = {*used, *(SHOWN_IN_CHATS if of_chats else ())}
     if unused := [f"`{column}`" for column in given if column not in known]:
-        say_once(f"{name}: not used: the columns {', '.join(unused)} (docs/your_model.md lists those that are).")
+        say_once(f"{name}: not used: {', '.join(unused)}. docs/your_model.md lists the columns that are.")
 
 
 def name_unshown(given: Iterable[str], used: str, *, of_chats: bool) -> None:
     """Say in one line which columns of a table of prompts would be shown to the policy elsewhere, and are not here."""
     elsewhere = {*_SHOWN_ELSEWHERE, *(() if of_chats else SHOWN_IN_CHATS)} - {used}
     if unshown := [f"`{column}`" for column in given if column in elsewhere]:
-        say_once(
-            f"prompts: not used for the policy, only for reward functions: the columns {', '.join(unshown)}"
-            f"{'' if of_chats else ' (of prompts that are text)'}."
-        )
+        texts = "" if of_chats else " where prompts are text"
+        say_once(f"prompts: not used for the policy{texts}: {', '.join(unshown)}. Reward functions get these columns.")
