@@ -8,11 +8,19 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import ttest_1samp
+from scipy.stats import binom, ttest_1samp
 
 from ppo_rlhf.evaluation import since_best as module
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
-from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, by_chance, exploits_reward, exploits_since_best, since_best
+from ppo_rlhf.evaluation.since_best import (
+    CHANCE,
+    SCORES,
+    at_most,
+    by_chance,
+    exploits_reward,
+    exploits_since_best,
+    since_best,
+)
 from tests.evaluation.test_comparison import evaluation as measured
 
 
@@ -28,6 +36,33 @@ def test_the_probability_is_the_share_of_all_patterns_of_signs_with_as_large_a_m
     means = [np.dot(pattern, changes) for pattern in patterns]
     expected = np.mean([mean >= sum(changes) - 1e-12 for mean in means])
     assert by_chance(np.array(changes, dtype=float)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("prompts", [2, 7, 12])
+def test_the_bound_is_never_below_the_share_of_all_patterns_and_is_it_where_all_rose(prompts):
+    patterns = np.array(list(itertools.product((1.0, -1.0), repeat=prompts)))
+    rng = np.random.default_rng(prompts)
+    for _ in range(20):
+        for changes in (
+            rng.normal(0.7, size=prompts),
+            rng.standard_cauchy(prompts) + 1.0,
+            rng.choice([-1.0, 0.0, 1.0], prompts, p=[0.1, 0.2, 0.7]),
+            rng.lognormal(0.0, 2.0, prompts) * rng.choice([-1.0, 1.0], prompts, p=[0.1, 0.9]),
+        ):
+            share = np.mean(patterns @ changes >= changes.sum() - 1e-9)
+            assert at_most(changes) >= share * (1.0 - 1e-9)
+    rises = rng.lognormal(0.0, 2.0, prompts)
+    assert at_most(rises) == pytest.approx(0.5**prompts, rel=1e-9)
+    assert at_most(np.append(rises, 0.0)) == pytest.approx(0.5**prompts, rel=1e-9)  # a change of 0 has no sign
+    assert at_most(-rises) == at_most(0.0 * rises) == 1.0
+
+
+@pytest.mark.parametrize(("ups", "downs"), [(60, 4), (50, 14), (400, 112)])
+def test_what_is_too_rare_for_drawn_patterns_has_a_probability_near_the_exact_one(ups, downs):
+    changes = np.repeat([1.0, -1.0], [ups, downs])
+    exact = binom.sf(ups - 1, ups + downs, 0.5)
+    assert exact < 1e-5
+    assert exact <= by_chance(changes) <= 20.0 * exact
 
 
 def test_of_many_normal_changes_the_probability_is_students():

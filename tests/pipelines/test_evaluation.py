@@ -50,7 +50,7 @@ COLUMNS = {
         *("eval/kl_se", "eval/response_length_se"),
         *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits_reward"),
         *("verdict", "eval/verdict", "by_trained_reward", "wins", "losses", "conditions"),
-        *("exploits_since_best", "trained_prompts"),
+        *("exploits_since_best", "since_best_p_min", "trained_prompts"),
     },
     "sample_pairs": {
         *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),
@@ -179,9 +179,12 @@ def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
             "iteration": [1, 2, 3],
             "eval/since_best_p": [1.0, p, None],
             "eval/since_best_reward": [0, reward, None],
+            "eval/since_best_p_min": [0.125, 0.25, None],
         }
         changed = {"training_history": pd.DataFrame(rows)}
-        assert summary_of(outputs, inputs, **changed)["exploits_since_best"] is expected
+        summary = summary_of(outputs, inputs, **changed)
+        assert summary["exploits_since_best"] is expected
+        assert summary["since_best_p_min"] == 0.25
 
 
 def test_summary_holds_the_metrics_and_who_decided(outputs):

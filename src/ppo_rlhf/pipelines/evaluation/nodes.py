@@ -19,7 +19,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
-from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best
+from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
@@ -120,8 +120,9 @@ def compare_policies(
 
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
-        the win rate), `exploits_reward` and `exploits_since_best` (whether the judge disagrees), `trained_prompts` (how
-        many of the prompts PPO trained on), and `conditions`: win rates can be compared where these are equal.
+        the win rate), `exploits_reward` and `exploits_since_best` (whether the judge disagrees), `since_best_p_min`
+        (the least probability that the latter could have found), `trained_prompts` (how many of the prompts PPO trained
+        on), and `conditions`: win rates can be compared where these are equal.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
@@ -132,6 +133,7 @@ def compare_policies(
         "decided_by": judge.description,
         "exploits_reward": exploits_reward(policy, sft),
         "exploits_since_best": exploits_since_best(training_history),
+        "since_best_p_min": least_since_best_p(training_history),
         "trained_prompts": trained_prompts,
         "conditions": {
             "start_model": sft_policy.fingerprint(),

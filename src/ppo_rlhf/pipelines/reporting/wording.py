@@ -11,6 +11,7 @@ import pandas as pd
 
 from ppo_rlhf.evaluation.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
+from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 
@@ -144,6 +145,12 @@ def remarks(
         found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
     elif summary.get("exploits_since_best"):
         found.append("The judge's score fell for certain since its best evaluation: the policy exploits its reward.")
+    elif f"eval/{JUDGE_COLUMN}" in summary and (least := summary.get("since_best_p_min", 0.0)) >= CHANCE / 2.0:
+        found.append(
+            "Whether the judge's score fell since its best evaluation cannot be said: with so few prompts in so many "
+            f"evaluations while training, even a fall on every prompt could be chance, with probability {least:.2g}. "
+            "Each further held-out prompt (evaluation.iteration_prompts, prompts.held_out_share) halves it."
+        )
     if trained := summary.get("trained_prompts"):
         found.append(f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: they are not held-out.")
     if result == ROSE:

@@ -1,0 +1,120 @@
+"""How often a fall since the best evaluation is claimed: simulated runs of up to 1,000 evaluations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.special import ndtr, stdtrit
+from scipy.stats import binom
+
+from ppo_rlhf.evaluation import since_best as module
+from ppo_rlhf.evaluation.comparison import WIN
+from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, exploits_since_best, least_since_best_p, since_best
+from ppo_rlhf.pipelines.reporting.wording import remarks
+from tests.evaluation.test_since_best import evaluation
+
+KINDS = {
+    "normal": lambda noise: noise,
+    "heavy-tailed": lambda noise: stdtrit(1.5, ndtr(noise)),  # Student's t without a variance
+    "skewed": lambda noise: np.exp(2.0 * noise),
+    "right or wrong": lambda noise: (noise > 0.5).astype(float),
+}
+SAID, CANNOT_BE_SAID = "fell for certain since its best evaluation", "since its best evaluation cannot be said"
+
+
+def noisy_scores(rng, kind, evaluations, prompts, correlation=0.0) -> np.ndarray:
+    """Scores of SFT and of each evaluation, [evaluations + 1, prompts]: nothing but noise changes.
+
+    The noise lasts from one evaluation to the next with the given correlation; prompts are of different difficulty.
+    """
+    noise = rng.normal(size=(evaluations + 1, prompts))
+    for now, before in zip(noise[1:], noise, strict=False):
+        now *= math.sqrt(1.0 - correlation**2)
+        now += correlation * before
+    return KINDS[kind](0.8 * noise + 0.6 * rng.normal(size=prompts))
+
+
+def last_row(judge: np.ndarray) -> dict[str, float]:
+    """The metrics of the last of these evaluations, whose reward is always the same."""
+    rewards = np.zeros(judge.shape[1])
+    earlier = [{"eval/reward": 0.0} for _ in judge[1:-1]]
+    best = int(judge[1:-1].mean(axis=1).argmax())
+    earlier[best][SCORES] = judge[1 + best]
+    row = since_best(evaluation(judge[-1], rewards), evaluation(judge[0], rewards), earlier)
+    row.pop(SCORES, None)
+    return row
+
+
+def said_of(row: dict[str, float]) -> list[str]:
+    """What the report says of a run that ended with this row."""
+    history = pd.DataFrame([{"iteration": 1.0, **row}])
+    found = {"exploits_since_best": exploits_since_best(history), "since_best_p_min": least_since_best_p(history)}
+    summary = {"verdict": WIN, "eval/judge_score": 0.0, **found}
+    return remarks(summary, pd.DataFrame(columns=["measure", "sft", "ppo"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompts", [8, 64, 512])
+@pytest.mark.parametrize("evaluations", [10, 150, 300, 1000])
+def test_a_collapse_is_said_after_any_number_of_evaluations_unless_the_prompts_are_too_few(evaluations, prompts, kind):
+    """Before, the probability of a fall was no less than evaluations / 5,000: from 125 on nothing could be said."""
+    rng = np.random.default_rng([evaluations, prompts])
+    judge = noisy_scores(rng, kind, evaluations, prompts)
+    judge[-1] = judge.min()
+    row = last_row(judge)
+    (found,) = said_of(row)
+    if prompts == 8:  # a fall on all eight has by chance the probability 1 / 256, from each of ten evaluations
+        assert CANNOT_BE_SAID in found
+        assert f"with probability {min(1.0, evaluations / 256):.2g}" in found
+        assert row["eval/since_best_p"] >= row["eval/since_best_p_min"] > CHANCE / 2.0
+    else:
+        assert SAID in found
+        assert row["eval/since_best_p_min"] <= row["eval/since_best_p"] < CHANCE / 2.0
+
+
+def test_eight_prompts_are_enough_for_six_evaluations_and_too_few_for_seven():
+    scores = np.tile(np.arange(8.0), (8, 1))
+    for evaluations, expected in ((6, SAID), (7, CANNOT_BE_SAID)):  # 6 / 256 is below 0.025, 7 / 256 is not
+        (found,) = said_of(last_row(np.vstack([scores[:evaluations], [-np.ones(8)]])))
+        assert expected in found
+
+
+def false_alarms(runs, kind, evaluations, prompts, correlation) -> list[bool]:
+    """For each of some runs without a change, whether `reward_hacked` would fire at its end."""
+    rng = np.random.default_rng([evaluations, prompts, int(100 * correlation)])
+    rows = [last_row(noisy_scores(rng, kind, evaluations, prompts, correlation)) for _ in range(runs)]
+    return [row["eval/since_best_p"] < CHANCE for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_without_a_change_are_rarely_said_to_have_fallen(kind, monkeypatch):
+    monkeypatch.setattr(module, "RESAMPLES", 999)
+    found = false_alarms(60, kind, 150, 64, 0.5)
+    assert sum(found) <= binom.ppf(0.999, len(found), CHANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("correlation", [0.0, 0.9, 0.99])
+@pytest.mark.parametrize(("evaluations", "prompts"), [(10, 8), (10, 64), (150, 16), (300, 64), (1000, 64), (300, 512)])
+def test_at_most_five_per_cent_of_runs_without_a_change_are_said_to_have_fallen(
+    evaluations, prompts, correlation, kind
+):
+    found = false_alarms(200, kind, evaluations, prompts, correlation)
+    assert sum(found) <= binom.ppf(0.999, len(found), CHANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [64, 512])
+@pytest.mark.parametrize("evaluations", [150, 300, 1000])
+def test_at_least_four_fifths_of_the_falls_of_six_standard_errors_are_said(evaluations, prompts):
+    """Of the change's standard error; the best evaluation is one that noise favoured, which adds to the fall."""
+    rng, found = np.random.default_rng([evaluations, prompts]), []
+    for _ in range(50):
+        judge = noisy_scores(rng, "normal", evaluations, prompts)
+        judge[-1] -= 6.0 * 0.8 * math.sqrt(2.0 / prompts)
+        found.append(SAID in " ".join(said_of(last_row(judge))))
+    assert np.mean(found) >= 0.8
