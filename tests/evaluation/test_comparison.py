@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from ppo_rlhf.evaluation.comparison import (
 )
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
 
+DOCS = Path(__file__).parents[2] / "docs"
 ALWAYS = {
     *("eval/win_rate", "eval/win_rate_low", "eval/win_rate_high", "eval/reward", "eval/reward_sft", "eval/kl"),
     *("eval/response_length", "eval/distinct_2", "eval/distinct_2_sft"),
@@ -123,8 +125,8 @@ def test_the_interval_without_ties_is_agresti_and_coulls(wins, losses, low, high
 WIN_RATES = np.round(np.arange(0.50, 0.991, 0.01), 2)
 
 
-def coverage(prompts, tie_share):
-    """Exact probability that the interval has the true win rate, for each of WIN_RATES.
+def coverage(prompts, tie_share, rates=WIN_RATES):
+    """Exact probability that the interval has the true win rate, for each of them.
 
     Ties are `tie_share` of the most that the win rate allows: 2 (1 - rate).
     """
@@ -134,7 +136,7 @@ def coverage(prompts, tie_share):
     found = [win_rate(np.repeat([1.0, 0.5, 0.0], count)[:, None]) for count in counts]
     low, high = np.array([(interval.low, interval.high) for interval in found]).T
     covered = []
-    for rate in WIN_RATES:
+    for rate in rates:
         ties = 2.0 * tie_share * (1.0 - rate)
         chances = multinomial.pmf(counts, prompts, [rate - ties / 2.0, ties, 1.0 - rate - ties / 2.0])
         assert chances.sum() == pytest.approx(1.0, abs=1e-9)
@@ -150,6 +152,16 @@ def test_the_interval_has_the_true_win_rate_as_often_as_it_says(prompts, tie_sha
     covered = coverage(prompts, tie_share)
     assert 0.93 <= covered.mean() <= 0.97
     assert covered.min() >= 0.90
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tie_share", "worst"),
+    [(12, 0.0, 0.922), (20, 0.0, 0.929), (64, 0.0, 0.935), (256, 0.0, 0.942), (10, 1.0, 0.904)],
+)
+def test_the_interval_has_the_true_win_rate_at_worst_as_often_as_the_docs_say(prompts, tie_share, worst):
+    assert f"{worst:.3f}" in (DOCS / "algorithm.md").read_text("utf-8")
+    rates = np.arange(0.5, 0.99001, 0.0002)  # coverage is ragged: it falls where the end of an interval passes
+    assert coverage(prompts, tie_share, rates).min() == pytest.approx(worst, abs=0.0006)
 
 
 @pytest.mark.parametrize(
