@@ -356,6 +356,13 @@ def test_several_responses_to_a_prompt_are_one_observation():
         compare_evaluations(policy, evaluation([0, 0, 1, 1], prompts=policy.prompts))
 
 
+def test_the_policy_that_wins_more_pairs_of_responses_wins_the_prompt_whichever_come_first():
+    """By prompt: loss, win, win; tie, tie, win; win, loss, loss; loss, tie, win."""
+    policy = evaluation([0, 2, 2, 1, 1, 2, 2, 0, 0, 0, 1, 2], samples=3)
+    summary = conclude(policy, evaluation([1] * 12, samples=3), by_trained_reward=False)
+    assert [summary[name] for name in ("prompts", "samples_per_prompt", "wins", "losses")] == [4, 3, 2, 1]
+
+
 def test_equal_responses_to_one_prompt_give_the_interval_of_one_response():
     """Eight responses that all win or all lose say no more about the prompts than one."""
     worth = np.repeat([1.0, 0.5, 0.0], [28, 4, 8])

@@ -125,6 +125,17 @@ def test_a_reward_is_exploited_if_it_rose_and_the_judges_score_fell_both_for_cer
     assert not exploits_reward(evaluation(reward=ups), evaluation(reward=np.zeros(8)))
 
 
+@pytest.mark.parametrize(("prompts", "expected"), [(3, False), (6, True)])
+def test_several_responses_to_a_prompt_are_one_change_of_it(prompts, expected):
+    """Three prompts fall together by chance with probability 1/8, six with 1/64; twelve or 24 responses with far less.
+
+    Of each prompt's four responses one goes the other way, and their mean does not.
+    """
+    judge, samples = np.tile([0.5, -2.0, -3.0, -3.0], prompts), 4
+    policy, sft = measured(-judge, judge, samples=samples), measured(0.0 * judge, 0.0 * judge, samples=samples)
+    assert exploits_reward(policy, sft) is expected
+
+
 def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monkeypatch):
     """Before, only the two means were compared: half of the runs whose reward rose."""
     monkeypatch.setattr(module, "RESAMPLES", 999)
@@ -143,7 +154,7 @@ def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monke
 def test_a_fall_to_sfts_level_from_a_better_evaluation_is_an_exploited_reward_unless_the_reward_fell_too():
     ups, zeros, sft = np.ones(16), np.zeros(16), evaluation(np.zeros(16), np.zeros(16))
     best = {"eval/reward": 0.5, SCORES: ups.tolist()}
-    for reward, expected in ((1.0, True), (0.0, False)):
+    for reward, expected in ((1.0, True), (0.5, True), (0.0, False)):  # the best one's is 0.5: unchanged is not fallen
         last = since_best(evaluation(zeros, zeros + reward), sft, [best])
         assert not exploits_reward(evaluation(zeros, ups), sft)
         assert exploits_since_best(pd.DataFrame([{"iteration": 10.0}, last])) is expected
