@@ -2,7 +2,8 @@
 
 import pytest
 
-from ppo_rlhf.checkpoints.records import best_iteration
+from ppo_rlhf.checkpoints.files import checkpoint_name
+from ppo_rlhf.checkpoints.records import add_evaluation, best_iteration, best_saved, read_evaluations
 from ppo_rlhf.names import TRAINING_KL
 
 
@@ -25,3 +26,18 @@ def row(iteration, kl, reward, **judge):
 )
 def test_the_best_iteration_has_the_highest_judge_score_else_reward_below_the_alarm(rows, best):
     assert best_iteration(rows, kl_alarm=20.0) == best
+
+
+def test_an_iteration_that_is_evaluated_again_has_only_its_new_row(tmp_path):
+    """A run that was resumed from an earlier checkpoint, perhaps with another judge, evaluates iterations again."""
+    for evaluated in (row(10, 1.0, 0.5), row(20, 1.0, 0.9), row(20, 2.0, 0.3)):
+        add_evaluation(tmp_path, evaluated)
+    assert read_evaluations(tmp_path) == [row(10, 1.0, 0.5), row(20, 2.0, 0.3)]
+
+
+def test_the_best_saved_one_may_be_the_newest_and_is_none_that_comes_after_it(tmp_path):
+    for iteration, reward in ((10, 0.5), (20, 0.7), (30, 0.9)):
+        (tmp_path / checkpoint_name(iteration)).mkdir()
+        add_evaluation(tmp_path, row(iteration, 1.0, reward))
+    assert best_saved(tmp_path, kl_alarm=20.0, newest=20) == 20
+    assert best_saved(tmp_path, kl_alarm=20.0) == 30

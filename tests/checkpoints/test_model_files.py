@@ -223,6 +223,21 @@ def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
     assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
 
 
+def test_the_average_follows_no_step_that_only_the_critic_takes(make_run):
+    run = make_run(ema_decay=0.7, num_ppo_epochs=1, num_critic_epochs=3, num_mini_batches=2)
+    expected = {name: p.detach().clone() for name, p in run.state.policy.named_parameters()}
+
+    def follow(*_):
+        for name, parameter in run.state.policy.named_parameters():
+            expected[name] = 0.7 * expected[name] + 0.3 * parameter.detach()
+
+    run.state.policy_optimizer.register_step_post_hook(follow)
+    run.iteration()
+    assert run.state.optimiser_steps == 6  # two of them the policy's
+    for name, weight in run.state.policy_average.weights.items():
+        assert_close(weight, expected[name], rtol=0.0, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
     run = make_run(ema_decay=0.7, critic_warmup_iterations=1)

@@ -119,6 +119,23 @@ def test_correlation_by_hand_does_not_depend_on_shift_and_scale_and_its_sign_doe
     assert_close(correlation(X, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
 
 
+def test_correlation_of_tiny_numbers_in_float32_is_that_of_large_ones():
+    """The variances, 1e-24, are numbers of float32; their product would be 0, and so the correlation."""
+    values, returns = torch.tensor([[1.0, 2.0, 3.0]]) * 1e-12, torch.tensor([[1.0, 2.0, 4.0]]) * 1e-12
+    found = correlation(values, returns, torch.ones(1, 3, dtype=torch.bool))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(math.sqrt(27 / 28), rel=1e-5)
+
+
+def test_correlation_is_never_beyond_one_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        x = torch.randn(1, 5, generator=generator)
+        everything = torch.ones_like(x, dtype=torch.bool)
+        assert 1.0 - 1e-5 < correlation(x, x, everything).item() <= 1.0
+        assert -1.0 <= correlation(x, -x, everything).item() < -1.0 + 1e-5
+
+
 def test_correlation_without_spread_on_either_side_is_zero():
     constant, everything = torch.full((3, 3), 0.1), torch.ones(3, 3, dtype=torch.bool)
     for pair in ((constant, torch.randn(3, 3)), (torch.randn(3, 3), constant)):

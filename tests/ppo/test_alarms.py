@@ -99,6 +99,12 @@ def test_a_running_mean_below_zero_says_where_responses_come_from():
     assert lines([-2.0, 1.8] * 10) == {}  # its mean of -0.1 is well within its noise
 
 
+def test_a_mean_below_zero_is_an_alarm_only_beyond_three_of_its_standard_errors():
+    """Of ten iterations, ± 0.3 around the mean in turn: s = 0.3 √(10/9), so three errors 3 s / √10 are 0.3."""
+    for mean, expected in ((-0.299, []), (-0.301, [10])):
+        assert list(lines([mean - 0.3, mean + 0.3] * 5)) == expected
+
+
 def test_limits_are_the_settings():
     assert list(lines([3.0, 5.0, 9.0], kl_warning=4.0, kl_alarm=8.0)) == [2, 3]
     assert list(lines([12.0], kl_alarm=10.0)) == [1]  # an alarm below the usual warning

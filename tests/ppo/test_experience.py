@@ -1,5 +1,6 @@
 """From scores to advantages, worked by hand; every padded slot holds NaN."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from ppo_rlhf.ppo.experience import (
     Scores,
     completion_rows,
     estimate_advantages,
+    positive_mask,
     score_responses,
     shape_rewards,
 )
@@ -250,3 +252,24 @@ def test_completions_are_a_row_for_each_response(rollouts):
     assert [row["kl"] for row in rows][:2] == [-0.5, 2.25]  # summed over the response, nats
     assert [row["stopped"] for row in rows][:2] == [True, False]
     assert {row["iteration"] for row in rows} == {rollouts.iteration}
+
+
+def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
+    """Responses of 2, 4 and 3 tokens: 3 / 2, 8 / 4 and -3 / 3."""
+    scores = scores_of(3.0, -7.0, 1.0)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), PPOConfig())
+    advantages = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 5.0], [3.0, 0.0, -6.0, 0.0]]).double()
+    rows = completion_rows(replace(experience, advantages=advantages))
+    assert [row["advantage"] for row in rows] == [1.5, 2.0, -1.0]
+    assert [row["tokens"] for row in rows] == [2, 4, 3]
+
+
+# --- positive examples -----------------------------------------------------------------------------------------------
+
+
+def test_a_response_whose_score_is_the_threshold_is_a_positive_example(rollouts):
+    """Answers that are right (1) or wrong (0) with the threshold 1."""
+    config, scores = PPOConfig(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), config)
+    expected = [[True, True, False, False], [False] * 4, [True, True, True, False]]
+    assert positive_mask(experience, rollouts.mask, config).tolist() == expected

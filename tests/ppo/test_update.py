@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -401,3 +403,22 @@ def test_no_gradient_is_held_after_an_update(make_run):
     run.iteration()
     models = (run.state.policy, run.state.critic)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("is_last", "shards", "unsummed"), [(False, False, ["policy", "critic"]), (True, False, []), (False, True, [])]
+)
+def test_processes_sum_gradients_after_the_last_micro_batch_and_where_they_share_weights_out_after_each(
+    monkeypatch, is_last, shards, unsummed
+):
+    """Between two sums a process holds the gradients of all weights, for which FSDP2's processes have no room."""
+    left_out: list[str] = []
+
+    def no_sync(forward):
+        left_out.append(forward)
+        return nullcontext()
+
+    monkeypatch.setattr(update, "shards_models", lambda: shards)
+    state = SimpleNamespace(forwards=["policy", "critic"], accelerator=SimpleNamespace(no_sync=no_sync))
+    with update.synchronised(state, is_last=is_last):
+        assert left_out == unsummed

@@ -318,6 +318,14 @@ def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(ma
     assert len(set(coefficients)) > 1
 
 
+def test_the_controller_holds_still_for_the_critics_warm_up_and_then_for_its_own_iterations(make_run):
+    held = {"critic_warmup_iterations": 2, "kl_hold_iterations": 1}
+    run = make_run(kl_controller="adaptive", kl_horizon=50.0, kl_target=2.0, total_episodes=60, **held)
+    coefficients = [run.iteration()["objective/kl_coef"] for _ in range(5)]
+    assert coefficients[:4] == [0.05] * 4  # the fourth iteration is the first that the controller hears of
+    assert coefficients[4] != 0.05
+
+
 # --- cut-off responses left out of the loss ---------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ LLAMA = (
     "<|hdr|> {{ m['role'] }} <|/hdr|> {{ m['content'] }} <|eot|> {% endfor %}"
     "{% if add_generation_prompt %}<|hdr|> assistant <|/hdr|> {% endif %}"
 )
+NAMELESS = f"{{% if messages[0]['name'] is defined %}}{{{{ raise_exception('no names') }}}}{{% endif %}}{LLAMA}"
 WITH_SYSTEM = LLAMA.replace("('user', 'assistant')", "('user', 'assistant', 'system', 'tool')").replace(
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}",
     "",
@@ -177,9 +178,10 @@ def test_the_same_vocabulary_with_another_template_reads_its_own(tmp_path):
     [
         (LLAMA, [SYSTEM, USER], "only user and assistant"),
         (LLAMA, [USER, USER], "roles must alternate"),
+        (NAMELESS, [{**USER, "name": "f"}], "no names"),
         (None, [USER], "need a tokenizer with a chat template"),
     ],
-    ids=["no system role", "roles that do not alternate", "no template"],
+    ids=["no system role", "roles that do not alternate", "the same roles with another key", "no template"],
 )
 def test_a_chat_that_the_reward_models_template_does_not_take_is_found_before_the_run(template, chat, said):
     rendering = Rendering(chat_tokenizer(template, other=True), chat_tokenizer(QWEN))

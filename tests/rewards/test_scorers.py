@@ -24,7 +24,7 @@ from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import close_response
-from ppo_rlhf.rewards.scorers import ModelScorer, _warn_once, build_reward_scorer, score_sequences
+from ppo_rlhf.rewards.scorers import ModelScorer, _warn_once, build_reward_scorer, check_room, score_sequences
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
@@ -98,6 +98,20 @@ def test_scores_come_back_in_the_batchs_order_whatever_the_batch_size():
     for size in (1, 2, 7):
         scorer = ModelScorer(Recorder(), word_tokenizer(), word_tokenizer(), batch_size=size)
         assert scorer(batch(responses, [False] * 5)).tolist() == expected
+
+
+def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one():
+    """The longest prompt has three tokens and a response two; the end of text after a full stop is a sixth token."""
+
+    def check(context: int, stop_token: int) -> None:
+        model = ModelScorer(Recorder(context=context), word_tokenizer(), word_tokenizer())
+        check_room(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
+
+    check(5, END)
+    check(6, PERIOD)
+    for context, stop_token in ((4, END), (5, PERIOD)):
+        with pytest.raises(ModelError, match=f"it would have {context + 1}, the reward model reads {context}"):
+            check(context, stop_token)
 
 
 def test_a_sequence_longer_than_the_reward_models_context_is_refused():
