@@ -24,6 +24,17 @@ def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Pa
     Raises:
         OSError: It cannot be written, or `target` is a folder that is not empty, unless a folder is to be replaced.
     """
+    with drafted(target) as draft:
+        yield draft
+        publish(draft, target, replaces_folder=replaces_folder)
+
+
+@contextmanager
+def drafted(target: Path) -> Iterator[Path]:
+    """Yield a hidden path beside `target` to write to, and let the block `publish` it; what is left there is deleted.
+
+    Drafts of killed processes are deleted.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     for old in target.parent.glob(draft_of("*", process="*") + "*"):  # SQLite adds -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
@@ -35,14 +46,22 @@ def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Pa
     delete(draft)  # of a process that had the same number
     try:
         yield draft
-        for path in [*draft.rglob("*"), draft]:
-            sync(path)
-        if replaces_folder and target.exists():
-            discard(target)
-        draft.replace(target)
-        sync(target.parent)
     finally:
         delete(draft)
+
+
+def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None:
+    """Rename a draft to `target` once it is on the disk.
+
+    Raises:
+        OSError: As `written_whole`.
+    """
+    for path in [*draft.rglob("*"), draft]:
+        sync(path)
+    if replaces_folder and target.exists():
+        discard(target)
+    draft.replace(target)
+    sync(target.parent)
 
 
 def draft_of(name: str, process: str | None = None) -> str:

@@ -61,6 +61,26 @@ def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_bac
     assert torch.equal(newest(IDS).logits, tiny_model(seed=3)(IDS).logits)
 
 
+def test_of_two_runs_that_export_in_the_same_millisecond_the_second_takes_the_next_name(tmp_path, monkeypatch):
+    """The first takes its name while the second still writes."""
+    now = "2026-11-28T15.00.00.000Z"
+    monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: now)
+    model, folder = trained(1), tmp_path / "policy"
+    write = model.save
+
+    def write_while_the_first_ends(draft: Path) -> None:
+        write(draft)
+        save(folder / now, tiny_model(seed=0))
+
+    monkeypatch.setattr(model, "save", write_while_the_first_ends)
+    second = PretrainedModelDataset(str(folder))
+    second.save(model)
+    for handle in (second.load(), PretrainedModelDataset(str(folder)).load()):
+        assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=1)(IDS).logits)
+    assert torch.equal(PretrainedHandle(str(folder / now)).causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
+    assert sorted(path.name for path in folder.iterdir()) == [now, f"{now}+{now}"]
+
+
 def test_a_session_reads_what_it_wrote_though_another_wrote_later(tmp_path):
     mine = PretrainedModelDataset(str(tmp_path / "policy"))
     mine.save(trained(0))

@@ -1,5 +1,6 @@
 """A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.paths import expand_home, restore_hub_name
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.whole_files import drafted, publish
 
 
 class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | None]):
@@ -86,8 +87,10 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         if _is_model(folder):
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
         version = folder / _next_version(folder)
-        with written_whole(version) as draft:
+        with drafted(version) as draft:
             data.save(draft)
+            while not _has_taken(draft, version):
+                version = folder / _name_after(max(version.name, _newest_name(folder)))
         self.pinned = version
 
     def _exists(self) -> bool:
@@ -120,6 +123,25 @@ def _next_version(folder: Path) -> str:
     So the newest version is the one written last, even if a clock was set back or a user's folder is there.
     Times of modification would not tell: a copy of the folder has others.
     """
-    now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")
+    return _name_after(_newest_name(folder))
+
+
+def _newest_name(folder: Path) -> str:
+    return max((path.name for path in _versions(folder)), default="")
+
+
+def _name_after(newest: str) -> str:
+    now = generate_timestamp()
     names = (now, f"{newest.partition('+')[0]}+{now}", f"{newest}+")
     return next(name for name in names if name > newest)
+
+
+def _has_taken(draft: Path, version: Path) -> bool:
+    """Rename a draft to a version, unless another run took the name meanwhile: it wrote in the same millisecond."""
+    try:
+        publish(draft, version)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
