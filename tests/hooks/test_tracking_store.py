@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.exceptions import MlflowException
 from mlflow.store.db.utils import _get_managed_session_maker
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.tracking_store import one_line, short_timeouts, store_errors_as_config_errors, without_password
+from ppo_rlhf.hooks.tracking_store import (
+    one_line,
+    place_in_project,
+    short_timeouts,
+    store_errors_as_config_errors,
+    without_password,
+)
 
 RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
@@ -23,6 +31,22 @@ def test_for_a_while_a_server_that_does_not_answer_is_asked_less_often(monkeypat
         assert (os.environ[RETRIES], os.environ[SECONDS]) == ("1", "5")
     assert RETRIES not in os.environ
     assert os.environ[SECONDS] == "60"
+
+
+@pytest.mark.parametrize(
+    ("project", "uri"),
+    [
+        ("what?x=1", "sqlite:///mlflow.db"),
+        ("project", "sqlite:///mlflow.db?timeout=5"),
+        ("project", "sqlite:////a?b/c"),
+    ],
+)
+def test_a_database_whose_path_sqlalchemy_would_cut_is_refused(tmp_path: Path, project: str, uri: str):
+    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})
+    with pytest.raises(
+        ConfigError, match=r"^/\S+\?\S+: the path of MLflow's database cannot have a \?.* Rename the folder"
+    ):
+        place_in_project(settings, tmp_path / project)
 
 
 def test_an_error_is_one_line_without_what_sqlalchemy_adds():

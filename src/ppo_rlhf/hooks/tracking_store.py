@@ -42,10 +42,18 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
     """Place a relative sqlite file of mlflow.yml in the project's root, and the artifacts beside the file.
 
     MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
+
+    Raises:
+        ConfigError: The file's path has a `?`. SQLAlchemy would end it there, and make a file elsewhere.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
-        database = project_path / uri.removeprefix(SQLITE)
+        database = project_path / Path(uri.removeprefix(SQLITE)).expanduser()
+        if "?" in str(database):
+            raise ConfigError(
+                f"{database}: the path of MLflow's database cannot have a ?, which begins options in a database's "
+                "address. Rename the folder, or set another server.mlflow_tracking_uri in conf/local/mlflow.yml."
+            )
         settings.server.mlflow_tracking_uri = f"{SQLITE}{database}"
         created = settings.tracking.experiment.create_experiment_kwargs
         created.artifact_location = created.artifact_location or str(database.parent / ARTIFACTS)
