@@ -78,6 +78,14 @@ def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_p
     assert (project / "src/my_first/rewards.py").is_file()
 
 
+def test_prompts_whose_name_looks_like_a_pattern_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts[v2].jsonl").write_text('{"prompt": "a"}')
+    assert init("new", "--prompts", "prompts[v2].jsonl").exit_code == 0
+    named = yaml.safe_load(Path("new/conf/base/globals.yml").read_text())
+    assert named["prompts_path"] == str(tmp_path / "prompts[v2].jsonl")
+
+
 @pytest.mark.parametrize("options", [[], ["--model", "", "--reward", "", "--prompts", ""]])
 def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[str]) -> None:
     result = init(tmp_path / "later", *options)

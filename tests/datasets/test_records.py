@@ -257,6 +257,32 @@ def test_a_folder_and_a_glob_are_read_as_one_table_in_the_order_of_the_names(tmp
     assert "files of several kinds (.jsonl, .parquet)" in message_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern_for"),
+    [
+        ("prompts[v2].jsonl", "prompts2.jsonl"),
+        ("run[1]/prompts.jsonl", "run1/prompts.jsonl"),
+        ("what?.parquet", "whats.parquet"),
+        ("all*.json", "all-others.json"),
+        ("[a].csv", "a.csv"),
+    ],
+)
+def test_a_path_that_exists_is_that_file_and_no_pattern(tmp_path, name, pattern_for):
+    for place, text in ((name, "the right file"), (pattern_for, "another file")):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        write(tmp_path / place, [{"prompt": text}])
+    expected = [{"prompt": "the right file"}]
+    assert rows_of(tmp_path / name, cache={"path": str(tmp_path / "[c]?*")}) == expected
+    if "/" in name:
+        assert rows_of((tmp_path / name).parent) == expected
+
+
+@pytest.mark.parametrize("name", ["x::y.jsonl", "x::y.csv", "a::b/rows.jsonl"])
+def test_a_path_that_fsspec_takes_for_a_file_within_another_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    assert "take :: in a path for a file within another. Rename it." in message_of(write(tmp_path / name))
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "txt"])
 def test_compressed_files_are_read(tmp_path, ending):
     plain = write(tmp_path / f"rows.{ending}") if ending != "txt" else tmp_path / "rows.txt"

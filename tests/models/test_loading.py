@@ -229,6 +229,14 @@ def test_a_models_own_code_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     assert PretrainedHandle(str(folder), trust_remote_code=True).config().model_type == "own_llama"
 
 
+def test_a_folder_with_signs_of_a_pattern_in_its_name_is_the_model_that_is_read(tmp_path):
+    for name, seed in (("run[1]?*", 0), ("run1xy", 1)):
+        save(tmp_path / name, tiny_model(seed=seed))
+    handle = PretrainedHandle(str(tmp_path / "run[1]?*"))
+    assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model()(IDS).logits)
+    assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
+
+
 def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

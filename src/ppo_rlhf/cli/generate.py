@@ -6,7 +6,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -54,7 +53,7 @@ def generate(**options: Any) -> Iterator[str]:
     context = context_here(options["env"], params)
     refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
     column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
-    table = load_table(str(Path(options["file"]).expanduser()), text_column=column) if options["file"] else None
+    table = load_table(options["file"], text_column=column) if options["file"] else None
     policies = _Policies(context, options)
     yield policies.heading
     if table is not None:

@@ -114,7 +114,7 @@ def named_here(option: str, given: str | None) -> str | None:
         ConfigError: It can only be a path, and nothing is there.
     """
     path = os.path.expanduser(given or "")
-    if given and glob.glob(path):
+    if given and (os.path.exists(path) or glob.glob(path)):
         return os.path.abspath(path)
     if given and given.startswith((".", "/", "~")):
         raise ConfigError(f"{option} {given}: nothing is there. Correct it, or leave {option} out and set it later.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import re
@@ -78,7 +79,9 @@ def files_of(source: str) -> list[Path] | Path | None:
     """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a data set on the hub."""
     if source.startswith(HUB):
         return [_downloaded(source)]
-    path = Path(source)
+    path = Path(source).expanduser()
+    if "::" in source and path.exists():
+        raise DataError(f"{source}: `datasets` and fsspec take :: in a path for a file within another. Rename it.")
     if path.is_file():
         files = [path]
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -175,7 +178,10 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
         # of a damaged file the error below says what `datasets` would log
         with errors_only("datasets", logging.CRITICAL), bars(sum(file.stat().st_size for file in files) > _LARGE):
             table = datasets.load_dataset(
-                builder, **{**options, "split": "train", **given}, data_files=list(map(str, files)), cache_dir=cache
+                builder,
+                **{**options, "split": "train", **given},
+                data_files=[glob.escape(str(file)) for file in files],  # which `datasets` takes for patterns
+                cache_dir=cache,
             )
     except Exception as error:  # builders raise errors of many libraries, StopIteration for an empty file among them
         rows = [row for file in files for row in _read_by_line(file, builder)]
@@ -218,7 +224,7 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
 
 def _text(file: Path) -> str:
     try:
-        with fsspec.open(file, "rb", compression="infer") as opened:
+        with fsspec.filesystem("file").open(str(file), "rb", compression="infer") as opened:
             content = opened.read()
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{file}: this data file is damaged: {in_one_line(error)}") from error
