@@ -37,15 +37,15 @@ def test_for_a_while_a_server_that_does_not_answer_is_asked_less_often(monkeypat
     ("project", "uri"),
     [
         ("what?x=1", "sqlite:///mlflow.db"),
+        ("my%20own", "sqlite:///mlflow.db"),
         ("project", "sqlite:///mlflow.db?timeout=5"),
         ("project", "sqlite:////a?b/c"),
     ],
 )
-def test_a_database_whose_path_sqlalchemy_would_cut_is_refused(tmp_path: Path, project: str, uri: str):
+def test_a_database_that_sqlalchemy_would_make_elsewhere_is_refused(tmp_path: Path, project: str, uri: str):
     settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})
-    with pytest.raises(
-        ConfigError, match=r"^/\S+\?\S+: the path of MLflow's database cannot have a \?.* Rename the folder"
-    ):
+    reason = r"^/\S+: the path of MLflow's database cannot have (\?|%20), which .* Rename the folder, or set another"
+    with pytest.raises(ConfigError, match=reason):
         place_in_project(settings, tmp_path / project)
 
 

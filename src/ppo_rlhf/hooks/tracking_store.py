@@ -44,15 +44,16 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
     MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
 
     Raises:
-        ConfigError: The file's path has a `?`. SQLAlchemy would end it there, and make a file elsewhere.
+        ConfigError: The file's path has a `?` or the like of `%20`. SQLAlchemy would make a file elsewhere.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
         database = project_path / Path(uri.removeprefix(SQLITE)).expanduser()
-        if "?" in str(database):
+        if found := re.search(r"\?|%[0-9A-Fa-f]{2}", str(database)):
             raise ConfigError(
-                f"{database}: the path of MLflow's database cannot have a ?, which begins options in a database's "
-                "address. Rename the folder, or set another server.mlflow_tracking_uri in conf/local/mlflow.yml."
+                f"{database}: the path of MLflow's database cannot have {found[0]}, which means something else in a "
+                "database's address. Rename the folder, or set another server.mlflow_tracking_uri in "
+                "conf/local/mlflow.yml."
             )
         settings.server.mlflow_tracking_uri = f"{SQLITE}{database}"
         created = settings.tracking.experiment.create_experiment_kwargs
