@@ -255,6 +255,7 @@ def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: U
         ),
         pytest.param(ppo(value_model="reward_init"), "ppo.value_model", id="critic from no reward model"),
         pytest.param(ppo(sft_model_path="models/mine"), "conf/local/globals.yml", id="path in another group"),
+        pytest.param(lambda user: setattr(user, "data_root", "~/d"), "data_root=~/d: ~ is not", id="home in data_root"),
         pytest.param(ppo(device="cuda:99"), "cuda:99", id="no such device"),
         pytest.param(ppo(rollout_engine="vllm"), "ppo.rollout_engine=vllm: vllm is not installed", id="no vLLM"),
         pytest.param(ppo(use_peft=True, lora_target_modules="q_proj"), "ppo.lora_target_modules", id="no such layer"),

@@ -14,10 +14,12 @@ DOCS = Path(__file__).parent / "docs"
 def expand_home(filepath: str) -> str:
     """Return a path that begins with `~` below the user's home directory, any other as it is.
 
-    Kedro puts the project in front of every relative `filepath`, and of these, too.
+    Kedro puts the project in front of every relative `filepath`, and of these, too. A path that exists is that path.
     """
-    parts = Path(filepath).parts
-    return str(Path(*parts[parts.index("~") :]).expanduser()) if "~" in parts else filepath
+    path = Path(filepath)
+    if "~" not in path.parts or path.exists():
+        return filepath
+    return str(Path(*path.parts[path.parts.index("~") :]).expanduser())
 
 
 def restore_hub_name(filepath: str) -> str:

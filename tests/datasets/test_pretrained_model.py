@@ -123,6 +123,12 @@ def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     assert handle.source == str(tmp_path / "mine")
 
 
+def test_a_folder_whose_name_is_the_sign_of_the_home_directory_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    save(tmp_path / "~" / "mine", tiny_model())
+    assert PretrainedModelDataset(str(tmp_path / "~/mine")).load().source == str(tmp_path / "~/mine")
+
+
 def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
     dataset.save(trained(0))

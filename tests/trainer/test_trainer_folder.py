@@ -46,6 +46,18 @@ def test_a_new_run_is_not_written_among_the_checkpoints_of_another(folder: Path)
     assert sorted(folder.rglob("*")) == before
 
 
+def test_the_sign_of_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer_of().train(output_dir="~/run")
+    again = trainer_of()
+    again.load_checkpoint("~/run/iteration_000002")
+    again.train(resume_from_checkpoint="~/run/iteration_000002")
+    again.save_pretrained("~/policy")
+    again.save_checkpoint("~/more")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "policy", "run"]
+
+
 def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     """Also after it was loaded from there by hand, and with steps of one's own."""
     resumed, stepped = trainer_of(), trainer_of()

@@ -46,6 +46,15 @@ def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
     return PPOTrainer(config(**settings), tiny_model() if policy is None else policy, None, word_tokenizer(), **given)
 
 
+@pytest.mark.parametrize("lost", ["./nowhere", "~/nowhere", "/no/where", "a/b/c", Path("org/name")])
+@pytest.mark.parametrize("argument", ["policy", "reward", "value_model"])
+def test_a_path_without_a_model_is_refused_before_another_model_is_looked_for(lost: str | Path, argument: str):
+    """The hub would be asked for the others."""
+    given = {"policy": "org/policy", "reward": "org/reward", "value_model": "org/critic", argument: lost}
+    with pytest.raises(ModelError, match=f"^{lost}: there is no such model directory"):
+        trainer_of(**given)
+
+
 @pytest.mark.parametrize(
     "environment",
     [{"OMPI_COMM_WORLD_SIZE": "2"}, {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}],

@@ -101,7 +101,9 @@ def check_start(run: RunRequest) -> Iterator[str]:
 
 
 def check_settings(run: RunRequest) -> Iterator[str]:
-    """Find paths that are null or in a group that does not read them, and a device or a package that is absent."""
+    """Find paths that are null, wrong or in a group that does not read them; a device or a package that is absent."""
+    if str(run.data_root).startswith("~"):
+        yield f"data_root={run.data_root}: ~ is not expanded here, so all would be written to a folder ~. Write it out."
     is_missing = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,

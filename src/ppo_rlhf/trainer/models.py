@@ -20,7 +20,7 @@ from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, is_local
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.preparation import prepare
@@ -35,6 +35,15 @@ log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
 """A model, or its directory or hub id."""
+
+
+def check_places(*sources: Any) -> None:
+    """Raise `ModelError` for a path without a model, before any other is loaded and before the hub is asked."""
+    for source in sources:
+        if isinstance(source, Path) and not source.expanduser().exists():
+            raise ModelError(f"{source}: there is no such model directory. A hub id is given as text, not as a Path.")
+        if isinstance(source, str | Path):
+            check_model_directory(source)
 
 
 def take_policies(

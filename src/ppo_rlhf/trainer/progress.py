@@ -78,9 +78,10 @@ def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> P
         CheckpointError: That directory has no whole checkpoint, or `asked` is the directory of a run.
     """
     if not isinstance(asked, bool):
-        if files.checkpoint_iterations(Path(asked)):
+        checkpoint = Path(asked).expanduser()
+        if files.checkpoint_iterations(checkpoint):
             raise CheckpointError(f"{asked} is a run's directory: name a checkpoint in it, or give True and output_dir")
-        return Path(asked)
+        return checkpoint
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
     newest = on_main(partial(files.newest_whole_checkpoint, output_dir))

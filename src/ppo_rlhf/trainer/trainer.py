@@ -42,7 +42,7 @@ from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer import progress
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
-from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
+from ppo_rlhf.trainer.models import ModelSource, check_places, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.query_sampler import QuerySampler
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
@@ -106,6 +106,12 @@ class PPOTrainer:
         self.config = config = with_dtype(config)
         given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
         self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
+        check_places(
+            config.sft_model_path if policy is None else policy,
+            reference_policy,
+            config.reward_model_path if reward is None else reward,
+            value_model,
+        )
         start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
         reward_model = None if self._scorer is None else self._scorer.model
@@ -283,7 +289,7 @@ class PPOTrainer:
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
         check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
-        directory = None if output_dir is None else Path(output_dir)
+        directory = None if output_dir is None else Path(output_dir).expanduser()
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
         with nullcontext() if directory is None else progress.locked(directory):
@@ -330,7 +336,7 @@ class PPOTrainer:
         Raises:
             ModelError: As `TrainedModel.save`.
         """
-        folder = Path(save_directory)
+        folder = Path(save_directory).expanduser()
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         card = render_card(self.state, rewards) if may_write_card(folder) else None
         on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
@@ -353,9 +359,10 @@ class PPOTrainer:
             CheckpointError: It cannot be written.
             ConfigError: The directory holds another run.
         """
-        progress.claim(Path(output_dir), self._folders)
-        on_main(partial(write_checkpoint, Path(output_dir), self.state))
-        return Path(output_dir) / checkpoint_name(self.state.iteration)
+        folder = Path(output_dir).expanduser()
+        progress.claim(folder, self._folders)
+        on_main(partial(write_checkpoint, folder, self.state))
+        return folder / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Replace the state by a checkpoint's.
@@ -364,8 +371,9 @@ class PPOTrainer:
             CheckpointError: The checkpoint is damaged, or was made for other models.
             ConfigError: Its run had other settings, models, rewards or prompts.
         """
-        restore(self.state, Path(directory))
-        folder = Path(directory).resolve().parent
+        checkpoint = Path(directory).expanduser()
+        restore(self.state, checkpoint)
+        folder = checkpoint.resolve().parent
         self._folders.add(folder)
         if self.held_out is not None:
             self.held_out.resume(folder, self.state.iteration)
