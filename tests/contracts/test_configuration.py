@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,8 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
+from _pytest.logging import LogCaptureHandler
+from huggingface_hub.utils.logging import get_logger
 from kedro.config import OmegaConfigLoader
 from kedro.framework.project import configure_project, pipelines
 from kedro.io import DataCatalog
@@ -178,6 +181,15 @@ def test_the_page_of_mlflow_is_served_to_this_machine_alone() -> None:
     """MLflow's server asks nobody for a password."""
     hosts = [yaml.safe_load(path.read_text()).get("ui", {}).get("host") for path in CONF.glob("*/mlflow.yml")]
     assert set(hosts) == {"127.0.0.1", None}  # an environment that says nothing has base's
+
+
+def test_a_warning_of_the_hubs_client_is_printed_once(kedro_logging: None) -> None:
+    logger: logging.Logger | None = get_logger("huggingface_hub")
+    printers: list[logging.Handler] = []
+    while logger is not None:
+        printers += (handler for handler in logger.handlers if not isinstance(handler, LogCaptureHandler))
+        logger = logger.parent if logger.propagate else None
+    assert len(printers) <= 1  # without any, Python prints it
 
 
 def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:

@@ -351,6 +351,13 @@ def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hu
     assert RecordsDataset(name).preview()["data"] == []
 
 
+def test_the_hub_is_not_asked_for_a_table_that_a_folder_here_does_not_hold(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "prompts.jsonl").rename((tmp_path / "tables").mkdir() or tmp_path / "tables/prompts.jsonl")
+    assert "this data file does not exist" in message_of("tables/promts")
+    assert hub == []
+
+
 def test_a_data_set_on_the_hub_may_be_described_in_the_catalog_but_not_twice(hub):
     assert rows_of("org/name", load_args={"split": "test", "revision": "v2"}) == ROWS
     assert hub == [{"path": "org/name", "split": "test", "revision": "v2"}]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
@@ -190,6 +192,15 @@ def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_
     assert settings(conf).unusual_values(run) == []
     (line,) = settings(conf).unusual_values(replace(run, project_path=tmp_path / "another"))  # a user's own model
     assert line.startswith("ppo.learning_rate=0.0004 is outside")
+
+
+def test_a_path_that_begins_with_a_dot_is_no_name_on_the_hub(
+    kedro: Callable[..., Result], toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: pytest.fail("the hub was asked"))
+    result = kedro(toy_project, "run", "--pipelines", "ppo", "--params", "prompts_path=./typo/prompts")
+    assert "Error: ./typo/prompts: nothing is there. Correct the path of raw_prompts" in result.stderr
+    assert result.exit_code == 1
 
 
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():

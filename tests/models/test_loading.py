@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -244,6 +245,23 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
     assert [is_local(s) for s in ("data/model", "./gpt2", "/a/b", "a/b/c", "~/m", "data")] == [True] * 6
     with pytest.raises(ModelError, match="no such directory, and as a hub id"):
         PretrainedHandle("modles/mine").config()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    asked = []
+
+    def no_answer(repository: str, name: str, *, local_files_only: bool, **_: object) -> str:
+        if not local_files_only:
+            asked.append(name)
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", no_answer)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
+    with pytest.raises(
+        ModelError, match=r"^modles/mine: there is no such directory, and as a hub id its configuration"
+    ):
+        PretrainedHandle("modles/mine").tokenizer()
+    assert asked == ["config.json"]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.hooks.checks import refuse_unread
+from ppo_rlhf.hooks.checks import missing_paths, refuse_unread
 from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -51,7 +51,10 @@ def generate(**options: Any) -> Iterator[str]:
         raise DataError("PROMPT and --prompts are two sources of prompts: give one of them.")
     params = options["params"] | ({"policy_path": options["policy"]} if options["policy"] else {})
     context = context_here(options["env"], params)
-    refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
+    read = READ | (OF_REWARD if options["with_reward"] else set())
+    refuse_unread(context.config_loader, read)
+    if missing := missing_paths(context.config_loader, context.catalog, read):
+        raise ModelError("\n".join(missing))
     column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
     table = load_table(options["file"], text_column=column) if options["file"] else None
     policies = _Policies(context, options)

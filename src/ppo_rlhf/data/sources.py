@@ -71,8 +71,12 @@ def load_table(
 
 
 def is_hub_name(source: str) -> bool:
-    """Return whether a source that is no file can be the name of a data set on the hub."""
-    return bool(_HUB_NAME.fullmatch(source)) and _kind(Path(source)) not in FORMATS
+    """Return whether a source that is no file can be the name of a data set on the hub.
+
+    `folder/name` is none where there is such a folder: the hub is not asked for a path with a typing error.
+    """
+    found = _HUB_NAME.fullmatch(source)
+    return found is not None and _kind(Path(source)) not in FORMATS and not Path(found["path"]).parent.is_dir()
 
 
 def files_of(source: str) -> list[Path] | Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.names import RESUME_CHECKPOINT
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
 
     settings = OwnSettings(loader)
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
-    problems = [*settings.unread(read, pipelines, run.unused), *find_problems(run)]
+    missing = missing_paths(loader, run.catalog, run.pipeline.inputs())
+    problems = [*settings.unread(read, pipelines, run.unused), *(missing or find_problems(run))]
     if problems:
         return problems, [], ""
     return [], settings.unusual_values(run), describe_parts(run)
@@ -88,6 +90,22 @@ def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
     """Raise ConfigError if a user gave what a command does not read; it reads these entries and `params:<group>`."""
     if problems := OwnSettings(loader).unread(datasets, pipelines):
         raise ConfigError("\n".join(problems))
+
+
+def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Set[str]) -> list[str]:
+    """Return one line for each of these entries whose path begins with a dot and leads nowhere.
+
+    Kedro drops `./` where it puts the project in front, and what is left may be taken for a name on the hub.
+    """
+    entries, lines = loader["catalog"], []
+    for name in sorted(names & entries.keys()):
+        given = entries[name].get("filepath") if isinstance(entries[name], dict) else None
+        is_dotted = isinstance(given, str) and given.startswith(".")
+        if is_dotted and not Path(str(path_of(catalog.get(name)))).is_absolute():
+            lines.append(
+                f"{given}: nothing is there. Correct the path of {name}, or leave out ./ of a name on the hub."
+            )
+    return lines
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:

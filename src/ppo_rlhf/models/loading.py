@@ -29,7 +29,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
@@ -45,6 +44,7 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
+from ppo_rlhf.models.hub_files import check_on_hub, find_file
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
@@ -110,9 +110,18 @@ class PretrainedHandle:
 
     @cached_property
     def _adapter(self) -> dict[str, Any]:
-        """The configuration of an adapter; empty for a whole model."""
+        """The configuration of an adapter; empty for a whole model.
+
+        Raises:
+            ModelError: The hub does not have the model, or cannot be reached and the cache does not have it.
+        """
+        if not is_local(self.source):
+            try:
+                check_on_hub(self._place, self._revision)
+            except OSError as error:
+                raise self._unreadable("configuration", error) from error
         path = None if self._file(CONFIG) else self._file(ADAPTER_CONFIG)
-        return {} if path is None else json.loads(path.read_text())
+        return {} if path is None else json.loads(path.read_bytes())
 
     @cached_property
     def _brings_head(self) -> bool:
@@ -162,7 +171,7 @@ class PretrainedHandle:
         if self.base and quantised_on is not None:
             raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
         if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # its base is what it was trained on
-            rounded_from = getattr(torch, json.loads(quantisation.read_text())["bnb_4bit_compute_dtype"])
+            rounded_from = getattr(torch, json.loads(quantisation.read_bytes())["bnb_4bit_compute_dtype"])
             base = self.base.causal_lm(rounded_from, quantised_on=torch.device("cpu"))
             return nn.Module.to(self._merged(base), dtype)
         load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
@@ -279,19 +288,11 @@ class PretrainedHandle:
         return "main" if is_local(self.source) else self.source.partition("@")[2] or "main"
 
     def _file(self, name: str, *, local_files_only: bool = False) -> Path | None:
-        """Return a file of the model, from the hub if need be; None if it is not there."""
-        try:
-            found = cached_file(
-                self._place,
-                name,
-                revision=self._revision,
-                local_files_only=local_files_only,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-        except OSError:  # no such repository, or a gated one: whatever reads the model says so
-            return None
-        return None if found is None else Path(found)
+        return find_file(self._place, self._revision, name, local_files_only=local_files_only)
+
+    def _unreadable(self, what: str, error: Exception) -> ModelError:
+        where = "its" if is_local(self.source) else "there is no such directory, and as a hub id its"
+        return ModelError(f"{self.source}: {where} {what} cannot be loaded: {why_unreadable(error)}")
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
         if self.base:
@@ -329,7 +330,6 @@ class PretrainedHandle:
         return model
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
-        local = is_local(self.source)
         check_model_directory(self.source)
         try:
             with quiet_transformers():
@@ -337,12 +337,11 @@ class PretrainedHandle:
                     self._place,
                     revision=self._revision,
                     trust_remote_code=self.trust_remote_code,
-                    local_files_only=local,
+                    local_files_only=is_local(self.source),
                     **options,
                 )
         except Exception as error:  # transformers and safetensors raise OSError, ValueError, KeyError and others
-            where = "its" if local else "there is no such directory, and as a hub id its"
-            raise ModelError(f"{self.source}: {where} {what} cannot be loaded: {why_unreadable(error)}") from error
+            raise self._unreadable(what, error) from error
 
 
 @dataclass

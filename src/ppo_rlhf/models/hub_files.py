@@ -1,0 +1,34 @@
+"""Single files of a model, from its directory or from the hub and its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
+
+
+def find_file(place: str, revision: str, name: str, *, local_files_only: bool = False) -> Path | None:
+    """Return a file of a model, from the hub if need be; None if it is not there."""
+    try:
+        found = cached_file(
+            place,
+            name,
+            revision=revision,
+            local_files_only=local_files_only,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such repository, or a gated one: whatever reads the model says so
+        return None
+    return None if found is None else Path(found)
+
+
+def check_on_hub(place: str, revision: str) -> None:
+    """Raise `OSError` if the hub does not have a model, or does not answer and the cache has nothing of it.
+
+    The client repeats a question for half a minute, so without an answer to this one no other is asked.
+    """
+    if not any(find_file(place, revision, name, local_files_only=True) for name in (CONFIG, ADAPTER_CONFIG)):
+        cached_file(place, CONFIG, revision=revision)
