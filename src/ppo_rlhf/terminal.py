@@ -17,7 +17,7 @@ def prepare_terminal() -> None:
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:  # in this order each takes its own number, which a file of the run would take
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if stream is not None and stream is getattr(sys, name):
             output = io.BufferedWriter(_Output(stream.fileno(), name))

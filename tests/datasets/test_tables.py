@@ -1,8 +1,14 @@
 import json
+import locale
+from pathlib import Path
 
 import pandas as pd
+import pytest
+from kedro.config import OmegaConfigLoader
+from kedro.io import AbstractDataset
 
-from ppo_rlhf.datasets import OptionalTableDataset, SpreadsheetDataset, TableDataset
+from ppo_rlhf.datasets import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 
 CHAT = [{"role": "user", "content": "hé"}]
 
@@ -36,3 +42,32 @@ def test_no_text_of_a_spreadsheet_is_a_formula_and_what_is_read_is_what_was_save
     assert [text for text, _ in cells] == ["'=1+1", "'+a", "'-a", "'@a", "''a", "a", "", "7"]
     assert {number for _, number in cells} == {"-1.5"}
     pd.testing.assert_frame_equal(dataset.load(), table)
+
+
+@pytest.fixture
+def ascii_locale():
+    """The locale of a container without one, in which Python takes ASCII for text."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
+
+
+def csv_entries(tmp_path):
+    """The project's entries of kedro-datasets' CSV, and our own kinds of it."""
+    catalog = OmegaConfigLoader(str(Path(__file__).parents[2] / "conf"), **CONFIG_LOADER_ARGS)["catalog"].items()
+    inner = {name: entry.get("dataset", entry) for name, entry in catalog if isinstance(entry, dict)}
+    found = {name: entry for name, entry in inner.items() if entry["type"] == "pandas.CSVDataset"}
+    assert found
+    for name, entry in found.items():
+        yield AbstractDataset.from_config(name, {**entry, "filepath": str(tmp_path / f"{name}.csv")})
+    yield SpreadsheetDataset(filepath=str(tmp_path / "pairs.csv"))
+    yield TrainingHistoryDataset(filepath=str(tmp_path / "history.csv"))
+
+
+def test_tables_of_text_are_utf_8_whatever_the_locale(tmp_path, ascii_locale):
+    table = pd.DataFrame({"text": ["größer 漢"]})
+    for dataset in csv_entries(tmp_path):
+        dataset.save(table)
+        assert "größer 漢".encode() in Path(dataset._filepath).read_bytes()
+        assert dataset.load()["text"].tolist() == ["größer 漢"]

@@ -49,7 +49,7 @@ def write_directory(target: Path, iteration: int, write: Callable[[Path], None])
         sizes = {path.relative_to(draft).as_posix(): _size_and_hash(path) for path in _files(draft)}
         entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sizes.items()}
         manifest = {"format": FORMAT, "run": target.parent.name, "iteration": iteration, "files": entries}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         follow_umask(draft)
 
 

@@ -42,7 +42,7 @@ def files_to_push(folder: Path) -> dict[str, Path]:
         ModelError: Weights or configuration are missing or damaged.
     """
     check_model_directory(folder)
-    base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] if is_adapter(folder) else None
+    base = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"] if is_adapter(folder) else None
     if base is not None and is_local(base):
         raise ConfigError(
             f"push: {folder} is an adapter on {base}, which nobody else has; export a whole model (ppo.export=merged)."

@@ -60,7 +60,7 @@ def write_models(directory: Path, state: TrainingState) -> None:
     if state.policy_average is not None:
         save_tensors(state.policy_average.weights, directory / AVERAGE)
     if fingerprints := _fingerprints(state):
-        (directory / FROZEN).write_text(json.dumps(fingerprints, indent=1))
+        (directory / FROZEN).write_text(json.dumps(fingerprints, indent=1), encoding="utf-8")
 
 
 def read_models(directory: Path, state: TrainingState) -> None:

@@ -100,7 +100,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
     for name, optimizer in optimizers(state).items():
         moments, groups[name] = saved_moments(optimizer)
         save_tensors(moments, directory / f"{name}.safetensors")
-    (directory / HISTORY).write_text(json.dumps(state.history))
+    (directory / HISTORY).write_text(json.dumps(state.history), encoding="utf-8")
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},
         "extra": state.extra_state(),
@@ -110,4 +110,4 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         **({"ended": True} if state.ended else {}),
         **groups,
     }
-    (directory / STATE).write_text(json.dumps(values, indent=1))
+    (directory / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")

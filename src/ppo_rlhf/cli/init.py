@@ -143,7 +143,7 @@ def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[
 
 def _read(folder: Path) -> list[tuple[str, str]]:
     files = (Path(at, file) for at, _, found in os.walk(folder, followlinks=True) for file in found)
-    return [(str(f.relative_to(folder)), f.read_text("utf-8")) for f in files if f.suffix != ".pyc"]
+    return [(str(f.relative_to(folder)), f.read_text(encoding="utf-8")) for f in files if f.suffix != ".pyc"]
 
 
 def _without_demo(text: str, changes: dict[str, str]) -> str:

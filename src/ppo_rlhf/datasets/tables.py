@@ -9,6 +9,8 @@ from kedro_datasets._typing import TablePreview
 from kedro_datasets.pandas import CSVDataset, ParquetDataset
 
 FORMULA = (*"=+-@\t\r'",)
+UTF_8: dict[str, Any] = {"open_args_save": {"mode": "w", "encoding": "utf-8"}}
+"""For kedro-datasets' CSV, which writes as the locale says and reads UTF-8."""
 
 
 class TableDataset(ParquetDataset):
@@ -35,6 +37,8 @@ class OptionalTableDataset(TableDataset):
 class TrainingHistoryDataset(CSVDataset):
     """The newest run's history as CSV; empty if there is none, or if `policy_path` names a policy of another origin."""
 
+    DEFAULT_FS_ARGS = UTF_8
+
     def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._is_of_another = policy_path is not None
@@ -48,6 +52,8 @@ class TrainingHistoryDataset(CSVDataset):
 
 class SpreadsheetDataset(CSVDataset):
     """CSV as kedro-datasets has it, in which a spreadsheet finds no formula: an apostrophe hides each, until loaded."""
+
+    DEFAULT_FS_ARGS = UTF_8
 
     def save(self, data: pd.DataFrame) -> None:
         super().save(data.map(lambda cell: f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA else cell))

@@ -287,6 +287,6 @@ def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool
     if prompts_path is None or (root / prompts_path).resolve() != (root / DEMO_PROMPTS_PATH).resolve():
         return False
     described = root / "pyproject.toml"
-    project = tomllib.loads(described.read_text("utf-8")) if described.is_file() else {}
+    project = tomllib.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
     name = project.get("tool", {}).get("kedro", {}).get("package_name", DEMO_PROJECT)
     return bool(name == DEMO_PROJECT)

@@ -54,7 +54,9 @@ class OwnSettings:
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
         folders = (Path(loader.conf_source, str(loader.base_env)), own)
-        texts = {folder: "\n".join(file.read_text() for file in folder.rglob("*.y*ml")) for folder in folders}
+        texts = {
+            folder: "\n".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.y*ml")) for folder in folders
+        }
         text = "\n".join(texts.values())
         lines, unknown = [], {}
         follows = {**loader["globals"], **self._given}.get("prompts_path")

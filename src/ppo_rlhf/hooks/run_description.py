@@ -172,9 +172,10 @@ def _git_tags(project_path: Path) -> dict[str, str]:
     """
     command = ["git", "-C", str(project_path), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return {}
+    answer = done.stdout.splitlines()
     commit = answer[0].removeprefix("# branch.oid ")
     return {"git.commit": commit, "git.dirty": str(any(line[0] != "#" for line in answer)).lower()}
 

@@ -80,9 +80,13 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
     """
     host = int(psutil.virtual_memory().available)
     try:
-        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((cgroup / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         stat = cgroup / "memory.stat"
-        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.is_file() else None
+        cached = (
+            re.search(r"^inactive_file (\d+)$", stat.read_text(encoding="ascii"), re.MULTILINE)
+            if stat.is_file()
+            else None
+        )
         host = min(host, max(0, limit - used + int(cached[1] if cached else 0)))
     except (OSError, ValueError):  # no control group, or no limit (`max`)
         pass

@@ -129,7 +129,7 @@ class Callbacks:
         )
         self._shown.compute_steps(self._args, state.total_iterations)
         path = None if folder is None else folder / REPORTED
-        self._reported: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        self._reported: dict[str, Any] = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
         self._begin_reports()
 
     @property
@@ -271,7 +271,7 @@ class Callbacks:
         self._reported[what] = value
         if self._folder is not None and is_main_process():
             with written_whole(self._folder / REPORTED) as draft:
-                draft.write_text(json.dumps(self._reported))
+                draft.write_text(json.dumps(self._reported), encoding="utf-8")
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:

@@ -260,8 +260,8 @@ def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequ
 
 def _written(report: list[str]) -> str:
     """Write a report to a new temporary file, and return '. Traceback: <file>'; empty if no file can be written."""
-    with contextlib.suppress(OSError), NamedTemporaryFile("w", prefix="traceback_", delete=False) as file:
-        file.writelines(report)
+    with contextlib.suppress(OSError), NamedTemporaryFile(prefix="traceback_", delete=False) as file:
+        file.write("".join(report).encode(errors="backslashreplace"))
         return f". Traceback: {file.name}"
     return ""
 

@@ -33,7 +33,9 @@ def render_page(**content: object) -> str:
         trim_blocks=True,
     )
     environment.filters |= {"share": write_share, "number": write_number, "shorten": shorten, "embed": embed}
-    return environment.get_template("report.html").render(plotly_js=Markup(PLOTLY.read_text("utf-8")), **content)
+    return environment.get_template("report.html").render(
+        plotly_js=Markup(PLOTLY.read_text(encoding="utf-8")), **content
+    )
 
 
 def embed(figure: go.Figure) -> Markup:
