@@ -137,6 +137,14 @@ def test_a_mistake_in_a_configuration_file_is_one_line(
     assert named in line
 
 
+def test_letters_that_the_locale_does_not_have_are_refused_in_one_line(kedro: Kedro, toy_project: Path):
+    typed = "prompts_path=gr\udcc3\udcb6\udcc3\udc9fe.jsonl"  # as Python takes UTF-8 where the locale is ASCII
+    result = kedro(toy_project, "run", "--params", typed)
+    assert result.exit_code == 1
+    assert "Error: prompts_path=größe.jsonl: the locale's encoding, utf-8, does not have these letters" in result.stderr
+    assert "Set PYTHONUTF8=1." in result.stderr
+
+
 def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
     saving = "sft_policy: Failed while saving data to dataset ppo_rlhf.datasets.Model(filepath='/p/sft')"
     error = DatasetError(f"{saving}.\nNo space")

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
-from ppo_rlhf.core.errors import causes, in_one_line, project_error
+from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
@@ -31,14 +31,16 @@ CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadC
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
 KEDRO_END = ".\n"
 """Stands between Kedro's own words and those of the error that a dataset raised."""
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
 
 
 class Command(click.Command):
     """A command that shows each mistake of a user as one line, and prints the lines that its function yields."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        return with_one_line_errors(super().make_context, *args, **kwargs)
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **options: Any) -> click.Context:
+        with_one_line_errors(check_letters, os.getcwd(), *args)
+        return with_one_line_errors(super().make_context, info_name, args, *others, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         return with_one_line_errors(self._invoke_and_print, ctx)
@@ -49,6 +51,22 @@ class Command(click.Command):
             return result
         for line in result:
             click.echo(line)
+
+
+def check_letters(*texts: str) -> None:
+    """Raise `ConfigError` if a typed text or a path has letters that are none in the encoding of the locale.
+
+    Python lets each of their bytes stand as half of a surrogate pair, which no file and no database takes.
+    """
+    for text in texts:
+        if _HALF_OF_A_PAIR.search(text):
+            given, encoding = (
+                text.encode(errors="surrogateescape").decode(errors="replace"),
+                sys.getfilesystemencoding(),
+            )
+            raise ConfigError(
+                f"{given}: the locale's encoding, {encoding}, does not have these letters. Set PYTHONUTF8=1."
+            )
 
 
 def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
