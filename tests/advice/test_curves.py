@@ -23,7 +23,7 @@ def test_the_window_is_a_quarter_of_a_short_run_and_ten_iterations_of_a_long_one
     assert run(*[1.0] * iterations).window == window
 
 
-@pytest.mark.parametrize(("batch", "start"), [(64, 1.0), (32, 2.0), (16, 4.0), (1, 61.6)])
+@pytest.mark.parametrize(("batch", "start"), [(128, 1.0), (96, 1.0), (64, 1.0), (48, 2.0), (32, 2.0), (16, 4.0), (1, 61.6)])
 def test_the_start_is_the_mean_of_as_few_iterations_as_hold_64_responses(batch: int, start: float):
     values = [1.0, 3.0, 5.0, 7.0, *[100.0] * 36]
     assert run(*values, per_device_train_batch_size=batch).start(KEY) == start  # of one response: a window at most

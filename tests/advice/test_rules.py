@@ -233,6 +233,19 @@ def test_a_rule_does_not_fire_where_its_metric_says_nothing(name: str, settings:
     assert name not in fired(settings, curves)
 
 
+@pytest.mark.parametrize("batch", [96, 128])
+def test_a_batch_above_64_responses_is_a_start_of_its_own(batch: int):
+    """Without an evaluation the rise of the score is from the first iterations: one of them is enough."""
+    unmeasured = {key: [math.nan] * 4 for key in ("eval/reward", "eval/reward_sft")}
+    flat = unmeasured | {"objective/scores": curve(0.0), "objective/kl": curve(0.01), "policy/approxkl_avg": curve(1e-7)}
+    settings = {"per_device_train_batch_size": batch, "total_episodes": batch * ITERATIONS}
+    assert "update_too_small" in fired(settings, flat)
+
+
+def test_a_reward_that_tells_no_two_responses_apart_from_the_first_iteration_on_has_lost_its_spread():
+    assert "spread_lost" in fired({}, {"objective/scores_std": curve(0.0)})
+
+
 def test_iterations_of_the_critics_warm_up_are_not_judged():
     still = {"objective/kl": curve(0.0, 0.0, 0.0, 4.0), "policy/approxkl_avg": curve(0.0, 0.0, 0.0, 0.002)}
     assert fired({"critic_warmup_iterations": 30}, still) == {}
