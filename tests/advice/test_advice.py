@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.advice import SHOWN, Stage, advise, in_words
-from tests.advice.support import config, curve, history
+from tests.advice.support import ADAPTIVE, config, curve, history
 
 MEASURED = Path(__file__).parents[1] / "data" / "tuning"
 DEMO = {"total_episodes": 5120, "missing_eos_penalty": 1.0, "value_model": "reward_init"}
@@ -75,7 +75,7 @@ def test_measured_runs_get_the_advice_that_helped_them(name: str, settings: dict
     ("iterations", "settings", "begins"),
     [
         (40, {}, "Nothing to change: "),
-        (20, {}, "Nothing to change so far: "),
+        (15, {}, "Nothing to change so far: "),
         (9, {}, "9 iterations of the policy: too early"),
         (1, {}, "1 iteration of the policy: too early"),
         (0, {}, "0 iterations of the policy: too early"),
@@ -108,11 +108,12 @@ def test_three_settings_at_a_time_are_shown_in_the_order_of_the_stages():
 
 
 def test_a_setting_is_changed_once_and_a_rule_that_would_move_it_the_other_way_is_left_out():
-    # skipped steps ask for a lower learning rate, a flat score under tiny updates for a higher one
-    flat = {"policy/approxkl_avg": curve(1e-6), "objective/kl": curve(0.01), "eval/reward": [0.0] * 4}
-    rows = history(flat | {"optimiser/skipped_steps": (0.0, 3.0)})
-    assert [item.rule.name for item in advise(config(), rows)] == ["steps_skipped", "update_too_small"]
-    [line] = words({}, rows)
+    # a KL above its target asks for a lower learning rate, updates too small to move the policy for a higher one
+    rows = history({"objective/kl": curve(0.4), "objective/kl_coef": (0.05, 0.8), "policy/approxkl_avg": curve(1e-6)})
+    rows = [row | {"eval/reward": row["eval/reward"] * 0.0} for row in rows]
+    settings = ADAPTIVE | {"kl_target": 0.1}
+    assert [item.rule.name for item in advise(config(**settings), rows)] == ["kl_off_target", "update_too_small"]
+    [line] = words(settings, rows)
     assert "Halve ppo.learning_rate (now 0.0004)." in line
 
 

@@ -51,8 +51,6 @@ def test_with_the_adaptive_controller_its_target_or_if_that_is_low_enough_its_st
     assert line.endswith("Lower ppo.kl_target by about a factor of 1.6 (now 15).")
     [line] = kl_alarms(PPOConfig(kl_controller="adaptive", kl_target=6.0), rows([30.0], coefficient=0.2))
     assert line.endswith("Raise ppo.kl_coef by about a factor of 4 (now 0.05).")
-    [line] = lines([*[4.0] * 10, *[0.0] * 10], kl_controller="adaptive")[20]
-    assert line.endswith("Halve ppo.kl_horizon (now 10000).")
 
 
 @pytest.mark.parametrize("kl", [16.0, 25.0])
@@ -75,16 +73,11 @@ def test_an_alarm_names_the_change_that_the_advice_names_for_the_same_kl(setting
     assert line.endswith(f" {advice.change}")
 
 
-def test_without_a_penalty_a_collapse_is_not_blamed_on_it():
-    [line] = lines([*[4.0] * 10, *[0.0] * 10], kl_coef=0.0)[20]
-    assert line.endswith("Halve ppo.learning_rate (now 3e-06).")
-
-
 def test_a_collapse_is_a_running_mean_below_a_tenth_of_the_highest():
     """Over ten iterations: after ten at 4, the mean falls below 0.4 once at most one of the ten is left."""
     found = lines([*[4.0] * 10, *[0.0] * 25])
     assert list(found) == [20]
-    assert found[20][0].endswith("Halve ppo.kl_coef (now 0.05).")
+    assert found[20][0].endswith("undo each other.")  # no setting is named: none is known to help
     assert lines([*[0.4] * 10, *[0.0] * 25]) == {}  # it never was anywhere
     assert lines([*[4.0] * 10, *[0.5] * 25]) == {}
 

@@ -61,9 +61,9 @@ class Run(KLSituation):
         """Return the mean of the last window."""
         return float(self.values(key).tail(self.window).mean())
 
-    def median(self, key: str) -> float:
-        """Return the median of the last window."""
-        return float(self.values(key).tail(self.window).median())
+    def typical(self, key: str) -> float:
+        """Return the median of the run, which neither a large first iteration nor a decaying learning rate decides."""
+        return float(self.values(key).median())
 
     def start(self, key: str) -> float:
         """Return the mean over the first iterations, as few as hold `FIRST_RESPONSES` responses."""
@@ -72,10 +72,6 @@ class Run(KLSituation):
     def highest(self, key: str) -> float:
         """Return the largest mean of any window."""
         return float(self._window_means(key).max())
-
-    def lowest(self, key: str) -> float:
-        """Return the smallest mean of any window."""
-        return float(self._window_means(key).min())
 
     def end(self, key: str) -> float:
         """Return the last measured value, as of an evaluation."""
@@ -95,6 +91,21 @@ class Run(KLSituation):
         if math.isnan(rise):
             rise = self.last("objective/scores") - self.start("objective/scores")
         return rise / self.deviation if self.deviation > 0.0 else math.nan
+
+    @property
+    def walked(self) -> float:
+        """KL from the start that all updates would come to if none undid another, nats per response.
+
+        Squared steps in unlike directions add up. policy/approxkl_avg is the mean over an iteration's optimiser steps,
+        each measured before it is taken: on a straight way step k of S has (k/S)^2 of the iteration's KL behind it. NaN
+        with one step an iteration, which is measured before the policy moved.
+        """
+        steps = self.config.num_ppo_epochs * self.config.num_mini_batches
+        if steps == 1:
+            return math.nan
+        share = (steps - 1) * (2 * steps - 1) / (6 * steps**2)
+        per_token = float(self.values("policy/approxkl_avg").mean()) * self.iterations / share
+        return per_token * float(self.values("response/length").mean())
 
     @property
     def fell(self) -> bool:

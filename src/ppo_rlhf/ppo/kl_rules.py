@@ -1,6 +1,7 @@
 """The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
 
-Both the alarms during a run and the advice at its end (`advice`) use them.
+Both the alarms during a run and the advice at its end (`advice`) use them. The advice leaves out `collapsed`: no run is
+known in which a change of a setting helped against it.
 """
 
 from __future__ import annotations
@@ -119,13 +120,6 @@ def help_controller(s: KLSituation) -> Change:
     return scaled(s, "learning_rate", 0.5 if too_high else 2.0)
 
 
-def weaker_penalty(s: KLSituation) -> Change:
-    """Let the policy move after KL collapsed; without a penalty its updates are too large."""
-    if s.adaptive:
-        return help_controller(s)
-    return scaled(s, "kl_coef" if s.config.kl_coef else "learning_rate", 0.5)
-
-
 def without_filter(s: KLSituation) -> Change | None:
     """Turn off a filter of the sampler, if one is on."""
     off = {"top_k": 0, "top_p": 1.0, "min_response_length": 0}
@@ -148,7 +142,7 @@ KL_RULES = {
         "KL is {s.kl:.3g} nats per response, above {s.config.kl_warning:g}",
         "the policy is leaving the SFT model's language; read the samples"),
     "collapsed": KLRule(
-        lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl, weaker_penalty,
+        lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl, lambda s: None,
         "KL fell from {s.highest_kl:.3g} to {s.kl:.3g} nats per response",
         "the policy is back where it started: the penalty outweighs the score, or without a penalty its updates undo "
         "each other"),
