@@ -81,7 +81,13 @@ CASES = {
     ),
     "values_much_clipped": Case(
         *("values_much_clipped", "cliprange_value", "val/explained_variance"),
-        settings={"reward_scale": 30.0, "kl_coef": 1.0, "value_learning_rate": 0.05, "num_ppo_epochs": 8},
+        settings={
+            "reward_scale": 30.0,
+            "kl_coef": 1.0,
+            "value_learning_rate": 0.05,
+            "num_ppo_epochs": 8,
+            "iterations": 25,
+        },
     ),
     "truncated-penalty": Case(
         *("truncated", "missing_eos_penalty", "response/truncated_fraction", long),
@@ -91,7 +97,7 @@ CASES = {
     ),
     "truncated-length": Case(
         *("truncated", "response_length", "response/truncated_fraction"),
-        settings=EOS | {"response_length": 12, "kl_coef": 1.0},
+        settings={"stop_token": "eos", "response_length": 6, "kl_coef": 1.0},
         measure=negated,
     ),
     "length_drifted": Case(
