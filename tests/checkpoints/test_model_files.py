@@ -1,5 +1,6 @@
 """Models in checkpoints and in exports: every bit comes back, adapters alone are written, averages are beside."""
 
+import logging
 import shutil
 
 import pytest
@@ -270,20 +271,24 @@ def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
     exported_policy(state).save(tmp_path / "policy")
     saved = GenerationConfig.from_pretrained(tmp_path / "policy")
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
-    assert (saved.max_length, saved.max_new_tokens) == (64, None)
+    assert (saved.max_length, saved.max_new_tokens) == (None, 6)
     assert saved.eos_token_id == state.sampling.stop_token_ids[0]
     assert saved.bos_token_id == 4
 
 
-def test_a_plain_pipeline_on_the_export_stops_at_the_context(make_run, tmp_path):
-    """Of a policy that never ends a text, given 60 of its 64 tokens."""
+def test_a_plain_pipeline_on_the_export_answers_with_as_many_tokens_as_ppo_did_and_warns_of_nothing(
+    make_run, tmp_path, caplog, monkeypatch
+):
+    """Of a policy that never ends a text."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     state = make_run(stop_token="none", response_length=6, missing_eos_penalty=None).state
     exported_policy(state).save(tmp_path / "policy")
     generator = pipeline("text-generation", model=str(tmp_path / "policy"))
-    (answer,) = generator(" ".join("abcdefghij" * 6), return_tensors=True)
-    assert len(answer["generated_token_ids"]) == 64
-    with pytest.raises(ValueError, match="`max_length` is set to 64"):
-        generator(" ".join("abcdefghij" * 7))
+    caplog.clear()
+    for length in (3, 20):
+        (answer,) = generator(" ".join("abcdefghij" * 2)[: 2 * length], return_tensors=True)
+        assert len(answer["generated_token_ids"]) == length + 6
+    assert caplog.messages == []
 
 
 def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project(make_run, make_model, tmp_path):
@@ -298,7 +303,7 @@ def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project
     assert_close(opened(IDS).logits, expected, rtol=0.0, atol=1e-10)
     handle = PretrainedHandle(str(tmp_path / "policy"))
     assert_close(handle.causal_lm(torch.float64)(IDS).logits, expected, rtol=0.0, atol=1e-10)
-    assert handle.generation_config().max_length == 64
+    assert handle.generation_config().max_new_tokens == run.state.config.response_length
     average = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy" / "ema", dtype=torch.float64)
     assert_close(average(IDS).logits, exported_policy(run.state).average(IDS).logits, rtol=0.0, atol=1e-10)
     assert PretrainedModelDataset(str(tmp_path / "policy")).exists()

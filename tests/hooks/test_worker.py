@@ -6,9 +6,11 @@ import importlib
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes, settings
 from ppo_rlhf.config import PPOConfig
@@ -33,7 +35,7 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     monkeypatch.setenv(RUN_ID, "")
     entry = ResumeCheckpointDataset(str(tmp_path), "latest")
     catalog = DataCatalog({"resume_checkpoint": entry, "params:ppo": MemoryDataset(PPOConfig())})
-    WorkerHook().before_pipeline_run(catalog)
+    WorkerHook().before_pipeline_run(Pipeline([]), catalog)
     assert os.environ[RUN_ID] == "run"
     assert entry.load() == tmp_path
     assert catalog.load("params:ppo").dtype == "bfloat16"  # though auto would be float32 here
@@ -47,7 +49,7 @@ def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch:
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
     for process in (
         lambda: agree_on_run("run", None, lost),
-        lambda: WorkerHook().before_pipeline_run(DataCatalog({})),
+        lambda: WorkerHook().before_pipeline_run(Pipeline([]), DataCatalog({})),
     ):
         with pytest.raises(LaunchError, match=f"^process 1 does not see {lost}: all nodes need"):
             process()
@@ -56,7 +58,7 @@ def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch:
 def test_a_worker_process_logs_only_errors(monkeypatch: pytest.MonkeyPatch):
     levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf", "ppo_rlhf.processes")}
     try:
-        WorkerHook().after_context_created()
+        WorkerHook().after_context_created(SimpleNamespace(config_loader=None))
         assert not logging.getLogger("ppo_rlhf.runner").isEnabledFor(logging.WARNING)
         assert logging.getLogger("ppo_rlhf.processes").isEnabledFor(logging.WARNING)  # the main process hangs
     finally:

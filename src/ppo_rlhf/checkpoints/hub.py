@@ -13,9 +13,9 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from ppo_rlhf.core.errors import ConfigError, in_one_line
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, HUB_ID, check_model_directory, is_adapter, is_local
-from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.models.loading import CARD, RECORD
 
-STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja")
+STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", f"*{RECORD}")
 """Files of an earlier push that would be read beside those of another model."""
 
 

@@ -173,7 +173,7 @@ def _usage(state: TrainingState) -> str:
     prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
     text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
     options = {
-        "max_new_tokens": sampling.response_length,
+        "max_new_tokens": sampling.turn_length or sampling.response_length,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

@@ -1,6 +1,7 @@
 """The models of a training state on disk: in a checkpoint, and as a run exports them.
 
-    policy/                       model directory with its tokenizer; with LoRA peft's adapter instead of the model
+    policy/                       model directory with its tokenizer; with LoRA peft's adapter instead of the model;
+                                  generation_config.json and ppo_rlhf.json say how it was trained
     critic.safetensors            the critic; with LoRA its trained weights, with a shared trunk its head
     policy_average.safetensors    with ema_decay
     frozen_weights.json           with LoRA: fingerprints of the frozen weights below the adapters
@@ -19,14 +20,13 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
 
 from ppo_rlhf.checkpoints.files import read_json
+from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.loading import RECORD, TrainedModel
 from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.sharding import whole
@@ -53,6 +53,8 @@ def write_models(directory: Path, state: TrainingState) -> None:
     with quiet_transformers():
         state.policy.save_pretrained(directory / POLICY)  # of one with an adapter only that, by `adapters.save_adapter`
     state.tokenizer.save_pretrained(directory / POLICY)
+    generation_config_of(state).save_pretrained(directory / POLICY)
+    (directory / POLICY / RECORD).write_text(record_of(state), encoding="utf-8")
     if has_adapter(state.critic):
         save_tensors({**trained_parameters(state.critic)}, directory / CRITIC)
     else:  # `save_model` writes a layer that is used in several places (Zamba2) once
@@ -122,7 +124,7 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     It is plain, with its adapter merged; with `export=adapter` it is saved as the adapter alone.
 
     Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32. The generation configuration says how PPO sampled. Every process calls it.
+    exported in float32. With it goes how PPO sampled (`training_record`). Every process calls it.
     """
     state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
@@ -130,27 +132,8 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     average = None if state.policy_average is None else state.policy_average.applied_to(policy)
     if has_adapter(policy) and state.config.export == "merged":
         policy, average = merged(policy), None if average is None else merged(average)
-    return TrainedModel(policy, state.tokenizer, head, average, generation_config=_sampled_as(state))
-
-
-def _sampled_as(state: TrainingState) -> GenerationConfig:
-    """Return how PPO sampled, for texts up to the model's context; up to `response_length` tokens if it has no limit.
-
-    Only one of the two lengths can hold: with `max_new_tokens` transformers would go past the context.
-    """
-    sampling, context = state.sampling, context_length(state.policy.config)
-    stops = list(sampling.stop_token_ids)
-    return GenerationConfig(
-        do_sample=True,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        bos_token_id=getattr(state.policy.generation_config, "bos_token_id", None),
-        eos_token_id=stops[0] if len(stops) == 1 else stops or None,
-        pad_token_id=sampling.pad_token_id,
-        max_length=context,
-        max_new_tokens=sampling.response_length if context is None else None,
-    )
+    trained = TrainedModel(policy, state.tokenizer, head, average)
+    return replace(trained, generation_config=generation_config_of(state), record=record_of(state))
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

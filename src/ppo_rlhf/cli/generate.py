@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from transformers import PreTrainedModel
 
     from ppo_rlhf.data.prompt_dataset import PromptDataset
+    from ppo_rlhf.hooks.own_settings import OwnSettings
     from ppo_rlhf.models.loading import PretrainedHandle
 
 READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
@@ -32,7 +34,7 @@ READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, 
 @click.option("--prompts", "file", metavar="FILE", help="A file of prompts, read as prompts_path is.")
 @click.option("--policy", metavar="PATH", help="Another policy than the project's newest; also a hub id.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, help="Answers to each prompt.")
-@click.option("--temperature", type=click.FloatRange(min=0.0), help="0 is greedy; else ppo.temperature.")
+@click.option("--temperature", type=click.FloatRange(min=0.0), help="0 is greedy; else as in training.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the noise, the same for both policies.")
 @click.option("--reward", "with_reward", is_flag=True, help="Score each answer by the project's reward.")
 @click.option("--plain", is_flag=True, help="Take a typed prompt as text even if the tokenizer has a chat template.")
@@ -52,12 +54,14 @@ def generate(**options: Any) -> Iterator[str]:
     params = options["params"] | ({"policy_path": options["policy"]} if options["policy"] else {})
     context = context_here(options["env"], params)
     read = READ | (OF_REWARD if options["with_reward"] else set())
-    refuse_unread(context.config_loader, read)
+    own = refuse_unread(context.config_loader, read)
     if missing := missing_paths(context.config_loader, context.catalog, read):
         raise ModelError("\n".join(missing))
     column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
     table = load_table(options["file"], text_column=column) if options["file"] else None
-    policies = _Policies(context, options)
+    policies = _Policies(context, own, options)
+    for said in policies.of_training:
+        click.echo(said, err=True)  # the answers may be piped
     yield policies.heading
     if table is not None:
         yield from policies.lines(table, column, options["file"])
@@ -83,7 +87,8 @@ def _typed() -> Iterator[str]:
 class _Policies:
     """Both policies, and how their answers are drawn."""
 
-    def __init__(self, context: Any, options: dict[str, Any]) -> None:
+    def __init__(self, context: Any, own: OwnSettings, options: dict[str, Any]) -> None:
+        from ppo_rlhf.checkpoints.training_record import DRAWN_BY, TEMPLATE, settings_of
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig
@@ -94,10 +99,15 @@ class _Policies:
         from ppo_rlhf.rewards.scorers import build_reward_scorer
 
         parameters = context.config_loader["parameters"]
-        self.config = config = PPOConfig(**parameters.get("ppo", {}))
+        sft, ppo = _handle(context, "sft_policy"), _handle(context, "ppo_policy")
+        template = None if own.is_typed(TEMPLATE) else ppo.chat_template_kwargs
+        trained = settings_of(ppo, PPOConfig(**parameters.get("ppo", {})), own.typed("ppo"), template)
+        self.config = config = trained.config
+        self.of_training = trained.lines({*DRAWN_BY, "dtype", TEMPLATE})
+        if template is not None and trained.chat_template_kwargs is not None:
+            sft = replace(sft, chat_template_kwargs=trained.chat_template_kwargs)
         device, dtype = device_of(config), frozen_dtype(config)
         check_device(config, device)
-        sft, ppo = _handle(context, "sft_policy"), _handle(context, "ppo_policy")
         self.tokenizer = sft.tokenizer()
         if not same_vocabulary(ppo.tokenizer(), self.tokenizer):
             raise ModelError(

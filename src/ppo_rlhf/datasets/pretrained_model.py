@@ -30,6 +30,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     Attributes:
         pinned: The version to load, though another run may write a newer one: what this session wrote or was told to
             read. None loads the newest.
+        chat_template_kwargs: Values for names that the model's chat template reads.
     """
 
     versioned = True  # so Kedro hands on the version of --load-versions
@@ -55,7 +56,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
         if not isinstance(chat_template_kwargs or {}, dict):
             raise ConfigError(f"chat_template_kwargs: expected names with values, got {chat_template_kwargs!r}")
-        self._chat_template_kwargs = chat_template_kwargs or {}
+        self.chat_template_kwargs = chat_template_kwargs or {}
         self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self.pinned: Path | None = None
@@ -73,7 +74,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         if self._source is None:
             return None
         place = str(self.pinned or newest_version(self._source))
-        return PretrainedHandle(place, self._trust_remote_code, self._chat_template_kwargs)
+        return PretrainedHandle(place, self._trust_remote_code, self.chat_template_kwargs)
 
     def save(self, data: TrainedModel) -> None:
         """Write the model and its tokenizer as a new version.

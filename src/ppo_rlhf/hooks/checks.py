@@ -15,8 +15,9 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.names import RESUME_CHECKPOINT
 from ppo_rlhf.paths import path_of
@@ -74,22 +75,36 @@ class ChecksHook:
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache."""
+    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache.
+
+    From now on the run's catalog has the settings of the policy that it reads.
+    """
     from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
-    settings = OwnSettings(loader)
+    settings, of_policy = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
-    missing = missing_paths(loader, run.catalog, run.pipeline.inputs())
-    problems = [*settings.unread(read, pipelines, run.unused), *(missing or find_problems(run))]
+    problems = missing_paths(loader, run.catalog, run.pipeline.inputs())
+    if not problems:
+        try:
+            of_policy = use_policy_settings(run.pipeline, run.catalog, settings)
+        except PPORLHFError as error:
+            problems = str(error).splitlines()
+        problems += find_problems(run)
+    problems = [*settings.unread(read, pipelines, run.unused), *problems]
     if problems:
         return problems, [], ""
-    return [], settings.unusual_values(run), describe_parts(run)
+    return [], [*of_policy, *settings.unusual_values(run)], describe_parts(run)
 
 
-def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
-    """Raise ConfigError if a user gave what a command does not read; it reads these entries and `params:<group>`."""
-    if problems := OwnSettings(loader).unread(datasets, pipelines):
+def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> OwnSettings:
+    """Return a user's settings; raise ConfigError if they gave what a command does not read.
+
+    The command reads these entries and `params:<group>`.
+    """
+    settings = OwnSettings(loader)
+    if problems := settings.unread(datasets, pipelines):
         raise ConfigError("\n".join(problems))
+    return settings
 
 
 def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Set[str]) -> list[str]:

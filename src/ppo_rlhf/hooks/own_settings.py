@@ -91,6 +91,15 @@ class OwnSettings:
         ]
         return sorted(lines)
 
+    def is_typed(self, name: str) -> bool:
+        """Return whether a name was given by `--params`."""
+        return name in self._given
+
+    def typed(self, group: str) -> set[str]:
+        """Return the settings of a group whose value comes from `--params`, also by another name such as `seed`."""
+        values, marks = self._entries.get(f"params:{group}") or {}, [f"<{name}>" for name in self._given]
+        return {str(name) for name, value in values.items() if any(mark in str(value) for mark in marks)}
+
     def _is_read(self, name: str, datasets: Set[str]) -> bool:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import cast
 
+from kedro.config import OmegaConfigLoader
+from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import LaunchError
+from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.run_description import settle_dtype
-from ppo_rlhf.names import RESUME_CHECKPOINT, RUN_ID
+from ppo_rlhf.names import POLICY, RESUME_CHECKPOINT, RUN_ID
 
 
 def agree_on_run(
@@ -37,19 +43,25 @@ def agree_on_run(
 class WorkerHook:
     """The only hook of a process that is not the main one."""
 
+    _loader: OmegaConfigLoader
+
     @hook_impl(tryfirst=True)
-    def after_context_created(self) -> None:
+    def after_context_created(self, context: KedroContext) -> None:
         """Keep quiet: the main process says everything once."""
+        self._loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
         for name in ("kedro", "ppo_rlhf"):
             logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(processes.__name__).setLevel(logging.WARNING)  # which names the main process, too
 
     @hook_impl
-    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
+    def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Wait for the main process to have checked the run and opened it in MLflow."""
         from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: only a run pays for it
 
         checkpoint, dtype = agree_on_run()
+        if POLICY in pipeline.inputs():
+            with processes.alone():  # the main one has done so before
+                use_policy_settings(pipeline, catalog, OwnSettings(self._loader))
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)
         if isinstance(entry, ResumeCheckpointDataset):

@@ -58,6 +58,8 @@ T = TypeVar("T")
 
 AVERAGE = "ema"
 CARD = "README.md"
+RECORD = "ppo_rlhf.json"
+"""How a policy was trained, as far as `generation_config.json` does not say it (`checkpoints.training_record`)."""
 SHARD = "5GB"
 """Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
 MEBIBYTE = 2**20
@@ -141,6 +143,11 @@ class PretrainedHandle:
         if self.base:
             return self.base.generation_config()
         return GenerationConfig.from_model_config(self.config())
+
+    def record(self) -> str | None:
+        """Return the text of a policy's `ppo_rlhf.json`; None if there is none."""
+        path = self._file(RECORD)
+        return None if path is None else path.read_text(encoding="utf-8")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
@@ -354,6 +361,7 @@ class TrainedModel:
     average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
     card: str | None = None  # the text of README.md
     generation_config: GenerationConfig | None = None  # instead of the model's own
+    record: str | None = None  # the text of ppo_rlhf.json, how it was trained
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below.
@@ -377,6 +385,8 @@ class TrainedModel:
             self.tokenizer.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
+        if self.record is not None:
+            (folder / RECORD).write_text(self.record, encoding="utf-8")
         if self.card is not None:
             (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)

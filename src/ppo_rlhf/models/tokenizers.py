@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -156,6 +157,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
 _DEFAULTS = re.compile(r"(?:{% if \w+ is not defined %}{% set \w+ = .*? %}{% endif \+%})*", re.DOTALL)
+_WRITTEN = re.compile(r"{% if \w+ is not defined %}{% set (\w+) = (.*?) %}{% endif \+%}", re.DOTALL)
 
 
 def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], source: str) -> None:
@@ -178,6 +180,13 @@ def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[st
     # Python's literals of plain values are Jinja's, too
     lines = [_DEFAULT.replace("NAME", name).replace("VALUE", repr(value)) for name, value in values.items()]
     tokenizer.chat_template = "".join(lines) + own
+
+
+def template_defaults(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the values that `set_template_defaults` wrote to the beginning of a tokenizer's chat template."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    written = template.removesuffix(without_template_defaults(template))
+    return {name: ast.literal_eval(value) for name, value in _WRITTEN.findall(written)}
 
 
 def without_template_defaults(template: str) -> str:

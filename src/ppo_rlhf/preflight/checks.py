@@ -198,7 +198,8 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
 def check_model_options(run: RunRequest) -> None:
     """Find settings of PPO that the models cannot serve. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
-    if ppo is None or run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
+    asks = ppo is not None and (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile)
+    if ppo is None or not asks or run.start not in run.models or run.reads("ppo_policy"):  # an evaluation trains none
         return
     empty = run.models[run.start].empty_causal_lm()
     if ppo.gradient_checkpointing:
@@ -216,7 +217,7 @@ def check_critic(run: RunRequest) -> Iterator[str]:
     ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
     reward = run.group("reward", RewardConfig)
     for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
-        if group is None:
+        if group is None or run.reads("ppo_policy"):  # an evaluation has no critic
             continue
         setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
         start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(group.value_model, "")

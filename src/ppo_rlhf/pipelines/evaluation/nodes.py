@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
+from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -30,12 +31,6 @@ from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
-
-DRAWN_BY = (
-    *("response_length", "min_response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id"),
-    *("environment", "turn_length"),
-)
-"""Fields of PPOConfig that say how responses are drawn."""
 
 
 def choose_prompts(
