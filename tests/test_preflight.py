@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from packaging.requirements import Requirement
+from transformers import BertConfig, BertForSequenceClassification
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
@@ -24,13 +26,14 @@ from ppo_rlhf.datasets import (
 )
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.models import quantisation
+from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code
-from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, not_causal_models, save, tiny_model, word_tokenizer
 
 CONTEXT = 32
 ROOM = CONTEXT - 4  # of a prompt: a response has 4 tokens
@@ -538,3 +541,88 @@ def test_the_demos_judge_does_not_judge_the_evaluation_of_a_persons_own_policy(e
     assert problem.startswith(f"prompts_path={DEMO_PROMPTS_PATH}")
     evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH, judge=DEMO_JUDGE)
     assert evaluation_problems(evaluating) == []
+
+
+# --- what a configuration and a tokenizer tell without weights --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bert", "gemma 3"])
+def test_a_policy_that_reads_later_tokens_is_found_before_the_run(user: User, kind: str):
+    user.paths["sft_policy"] = save(user.folder / "encoder", not_causal_models()[kind])
+    (problem,) = user.problems()
+    assert problem.startswith(f"{user.folder}/encoder: ")
+    assert problem.endswith("yet to write; give a language model that reads from left to right")
+
+
+def test_a_policy_to_evaluate_with_another_vocabulary_is_found_before_the_run(evaluating: User):
+    evaluating.paths["ppo_policy"] = evaluating.paths["sft_policy"]
+    assert evaluation_problems(evaluating) == []
+    more_words = word_tokenizer()
+    more_words.add_tokens(["more"])
+    evaluating.paths["ppo_policy"] = save(evaluating.folder / "other", tiny_model(vocab_size=26), more_words)
+    (problem,) = evaluation_problems(evaluating)
+    assert "have different vocabularies, so they cannot answer the same prompts" in problem
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_have_is_found_before_the_run(user: User):
+    user.set_ppo(stop_token_id=24)
+    assert user.problems() == []
+    user.set_ppo(stop_token_id=25)
+    assert user.problems() == ["stop_token_id=25 is not an id of the tokenizer (0 to 24)."]
+    user.set_ppo()
+    (user.folder / "policy" / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    (problem,) = user.problems()
+    assert "eos_token_id='</s>' is neither a token id nor ids" in problem
+
+
+def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(user: User):
+    base = tiny_model("llama")
+    place = save(user.folder / "base", base)
+    settings = LoraSettings(rank=2, alpha=4, target_modules="all-linear")
+    base.name_or_path = place
+    save_adapter(with_adapter(base, settings, torch.Generator()), user.folder / "adapter", settings)
+    user.paths["sft_policy"] = str(user.folder / "adapter")
+    user.set_ppo(use_peft=True)
+    assert user.problems() == []
+    user.set_ppo(use_peft=True, export="adapter")
+    (problem,) = user.problems()
+    assert problem.startswith(f"ppo.export=adapter: {user.folder}/adapter is an adapter itself")
+    user.set_ppo(use_peft=True, load_in_4bit=True)
+    assert f"{user.folder}/adapter: an adapter is merged into whole weights. Set ppo.load_in_4bit=false." in (
+        user.problems()
+    )
+
+
+def test_a_reward_model_to_offload_that_is_not_there_is_found_before_the_run(user: User, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.preflight.checks.check_device", lambda ppo, device: None)  # it needs a GPU
+    user.set_ppo(offload_reward_model=True)
+    (problem,) = user.problems()
+    assert problem.startswith("ppo.offload_reward_model=true")
+
+
+def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(user: User):
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.set_ppo(value_model="reward_init")
+    assert user.problems() == []
+    more_rows = tiny_model("gpt2", reward=True, num_labels=1, vocab_size=32)  # of the same tokenizer
+    user.paths["reward_model"] = save(user.folder / "more_rows", more_rows)
+    assert user.problems() == [
+        "ppo.value_model=reward_init: its model's vocabulary has 32 tokens, the policy's 25; set "
+        "ppo.value_model=separate"
+    ]
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertForSequenceClassification(BertConfig(vocab_size=25, num_labels=1, max_position_embeddings=32, **shape))
+    user.paths["reward_model"] = save(user.folder / "bert", bert)
+    (problem,) = user.problems()
+    assert "BertForSequenceClassification has no linear `score` head with one output" in problem
+
+
+def test_a_reward_model_that_leaves_a_response_no_room_is_found_before_the_run(user: User):
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.write("prompts", *({"prompt": prompt} for prompt in ("a b c", "b c d", "c d e")))
+    for context, has_room in ((7, True), (6, False)):  # prompts of 3 tokens, responses of 4
+        short = tiny_model("gpt2", reward=True, num_labels=1, n_positions=context)
+        user.paths["reward_model"] = save(user.folder / f"short_{context}", short)
+        problems = user.problems()
+        assert (problems == []) is has_room, problems
+    assert problems[0].startswith("the longest prompt has 3 tokens: with a response of 4 it would have 7")

@@ -168,13 +168,14 @@ def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[Pr
     if architecture is not None:
         text = architecture.get_text_config()
         try:
-            return _drawn(_shrunk(text), seed), type(text).__name__
+            return _drawn(shrunk(text), seed), type(text).__name__
         except Exception as error:  # architectures refuse sizes in many ways
             reason = f"{type(text).__name__} cannot be made so small ({in_one_line(error)})"
     return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
 
 
-def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a tiny model of the same architecture."""
     small = copy.deepcopy(config)
     layers = {"layer_types": small.layer_types[:2]} if getattr(small, "layer_types", None) else {}
     for name, value in (SHAPE | OTHER_SHAPES | layers).items():

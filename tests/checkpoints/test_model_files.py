@@ -317,7 +317,7 @@ def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_traini
     save_adapter(with_adapter(base, settings, torch.Generator()), tmp_path / "adapter", settings)
     policy = make_model("llama", name_or_path=str(tmp_path / "adapter"))
     with pytest.raises(ModelError, match="adapter is an adapter itself, so peft could not load what lies below"):
-        check_export(policy, PPOConfig(**LORA, export="adapter"))
+        check_export(policy.name_or_path, PPOConfig(**LORA, export="adapter"))
 
 
 @pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from click.testing import Result
+from mlflow import MlflowClient
 
 from tests.integration.outcomes import Run
+from tests.tiny_models import save, tiny_model
 
 TABLES = ("sft_evaluation", "ppo_evaluation")
 
@@ -64,3 +66,16 @@ def test_a_typed_length_wins_in_an_evaluation_and_among_answers(edited: Path, ke
     assert own.stdout.startswith("At most 16 tokens, temperature 1, ")
     assert "ppo.response_length=16 (conf: 5)" in own.stderr
     assert "gamma" not in own.stderr
+
+
+def test_a_policy_with_another_vocabulary_is_refused_by_doctor_and_run_alike_and_leaves_no_run(
+    edited: Path, kedro: Callable[..., Result], tmp_path: Path
+) -> None:
+    other = save(tmp_path / "other", tiny_model())
+    asked = ("--env", "test", "--pipelines", "evaluation", "--params", f"policy_path={other}")
+    for command in ("doctor", "run"):
+        refused = kedro(edited, command, *asked)
+        assert refused.exit_code == 1
+        assert "have different vocabularies, so they cannot answer the same prompts" in refused.output, command
+    client = MlflowClient(f"sqlite:///{edited}/mlflow.db")
+    assert [run for each in client.search_experiments() for run in client.search_runs([each.experiment_id])] == []

@@ -81,7 +81,9 @@ class TrainedSettings:
                 f"{self.origin} has no {RECORD}, which says how it was trained: the project's settings count ({used})"
             ]
         shown = [text for name, text in self.differing.items() if names is None or name in names]
-        said = [f"{self.origin} is used as it was trained: {', '.join(shown)}; what is typed comes first"] if shown else []
+        said = (
+            [f"{self.origin} is used as it was trained: {', '.join(shown)}; what is typed comes first"] if shown else []
+        )
         if self.unknown:
             names = ", ".join(f"ppo.{name}" for name in self.unknown)
             said.append(f"{self.origin}: settings that this version does not know are left out: {names}")

@@ -91,8 +91,7 @@ class _Policies:
         from ppo_rlhf.checkpoints.training_record import DRAWN_BY, TEMPLATE, settings_of
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompts import PromptReader
-        from ppo_rlhf.evaluation.policy import EvaluationConfig
-        from ppo_rlhf.models.tokenizers import same_vocabulary
+        from ppo_rlhf.evaluation.policy import EvaluationConfig, check_vocabularies
         from ppo_rlhf.ppo.models import check_device, sampling_settings
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype
         from ppo_rlhf.rewards.config import RewardConfig
@@ -109,11 +108,7 @@ class _Policies:
         device, dtype = device_of(config), frozen_dtype(config)
         check_device(config, device)
         self.tokenizer = sft.tokenizer()
-        if not same_vocabulary(ppo.tokenizer(), self.tokenizer):
-            raise ModelError(
-                f"{ppo.source} and the SFT policy {sft.source} have different vocabularies, so they cannot answer the "
-                "same prompts: set sft_model_path to the model that the policy was trained from."
-            )
+        check_vocabularies(ppo, sft)
         handles = {"SFT": sft, "PPO": ppo}
         self.models = {name: handle.causal_lm(dtype).to(device) for name, handle in handles.items()}  # type: ignore[arg-type]
         self.scorer = None

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
-from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import on_device
+from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
@@ -275,6 +277,15 @@ class Evaluator:
             lengths=responses.mask.sum(dim=1).numpy(),
             terminated=responses.terminated.numpy(),
             samples_per_prompt=self.samples_per_prompt,
+        )
+
+
+def check_vocabularies(policy: PretrainedHandle, sft_policy: PretrainedHandle) -> None:
+    """Raise `ModelError` if the policies have different vocabularies, so that the same tokens are other prompts."""
+    if not same_vocabulary(policy.tokenizer(), sft_policy.tokenizer()):
+        raise ModelError(
+            f"policy_path: {policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so "
+            "they cannot answer the same prompts. Set sft_model_path to the model that it was trained from."
         )
 
 

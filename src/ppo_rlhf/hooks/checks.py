@@ -66,16 +66,16 @@ class ChecksHook:
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root)
         with processes.alone():  # the others wait for the run to be opened
             problems, advice, parts = judge_settings(self._loader, run)
+        for line in advice:
+            logger.warning("%s", line)
         if problems:
             raise ConfigError("\n".join(problems))
         if parts:
             logger.info("%s", parts)
-        for line in advice:
-            logger.warning("%s", line)
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache.
+    """Return why a run must not start, what is unusual about it, and its parts if it may. Writes only a cache.
 
     From now on the run's catalog has the settings of the policy that it reads.
     """
@@ -92,7 +92,7 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
         problems += find_problems(run)
     problems = [*settings.unread(read, pipelines, run.unused), *problems]
     if problems:
-        return problems, [], ""
+        return problems, of_policy, ""  # a problem may be of one of the policy's settings
     return [], [*of_policy, *settings.unusual_values(run)], describe_parts(run)
 
 

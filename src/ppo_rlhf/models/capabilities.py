@@ -88,17 +88,22 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
 
 def check_causal(model: PreTrainedModel, where: str) -> None:
     """Raise `ModelError` if hidden states read tokens that come later; `where` says where the model comes from."""
-    backbone, ids = cast("PreTrainedModel", model.base_model), probe_ids(model, 5)
     problem = "reads tokens that come later, which a policy has yet to write"
     try:
-        with probing(model):
-            gradient = embedding_gradient(backbone, lambda: hidden_states_alone(backbone, ids)[:2])
-        if not gradient.flatten(0, 1)[2:].any():  # XLNet's embeddings have the tokens in their first dimension
+        if not gradient_of_later_tokens(model).any():
             return
     except PROBE_ERRORS as error:
         reason = in_one_line(error)
         problem = f"is an encoder-decoder, or its base model gives no hidden states from token ids only ({reason})"
     raise ModelError(f"{where}: {type(model).__name__} {problem}; give a language model that reads from left to right")
+
+
+def gradient_of_later_tokens(model: PreTrainedModel) -> Tensor:
+    """Return the gradient of the first hidden states for the embeddings of later tokens: 0 in a causal model."""
+    backbone, ids = cast("PreTrainedModel", model.base_model), probe_ids(model, 5)
+    with probing(model):
+        gradient = embedding_gradient(backbone, lambda: hidden_states_alone(backbone, ids)[:2])
+    return gradient.flatten(0, 1)[2:]  # XLNet's embeddings have the tokens in their first dimension
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.forward import backbone_of
@@ -80,18 +80,7 @@ class Critic(ValueModel):
         Raises:
             ModelError: The model has another vocabulary than the policy, or no linear score head.
         """
-        ours, theirs = (model.config.get_text_config().vocab_size for model in (policy, reward_model))
-        if ours != theirs:
-            raise ModelError(
-                f"ppo.value_model={setting}: its model's vocabulary has {theirs} tokens, the policy's {ours}; set "
-                "ppo.value_model=separate"
-            )
-        score = getattr(reward_model, "score", None)
-        if not isinstance(score, nn.Linear) or score.out_features != 1:
-            raise ModelError(
-                f"ppo.value_model={setting}: {type(reward_model).__name__} has no linear `score` head with one "
-                "output; set ppo.value_model=separate"
-            )
+        score = check_start(reward_model, policy.config, setting)
         head = new_value_head(score.in_features, policy)
         head.load_state_dict({"bias": head.bias, **score.state_dict()})  # some classifiers have no bias
         backbone = (own_backbone or copy_to_train)(backbone_of(reward_model))
@@ -116,6 +105,27 @@ class SharedCritic(ValueModel):
     def backbone(self) -> PreTrainedModel:  # type: ignore[override]  # read-only
         """The policy's backbone."""
         return backbone_of(self._policy[0])
+
+
+def check_start(model: PreTrainedModel, policy: PretrainedConfig, setting: str) -> nn.Linear:
+    """Return the score head that a critic starts from.
+
+    Raises:
+        ModelError: The model has another vocabulary than the policy, or no linear score head.
+    """
+    ours, theirs = (config.get_text_config().vocab_size for config in (policy, model.config))
+    if ours != theirs:
+        raise ModelError(
+            f"ppo.value_model={setting}: its model's vocabulary has {theirs} tokens, the policy's {ours}; set "
+            "ppo.value_model=separate"
+        )
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ModelError(
+            f"ppo.value_model={setting}: {type(model).__name__} has no linear `score` head with one "
+            "output; set ppo.value_model=separate"
+        )
+    return score
 
 
 def copy_to_train(backbone: PreTrainedModel) -> PreTrainedModel:

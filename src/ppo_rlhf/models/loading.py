@@ -175,8 +175,7 @@ class PretrainedHandle:
                 tokens that come later; or an adapter is to be quantised.
         """
         self.check_causal_lm()
-        if self.base and quantised_on is not None:
-            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
+        self.check_quantisable(quantised_on is not None)
         if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # its base is what it was trained on
             rounded_from = getattr(torch, json.loads(quantisation.read_bytes())["bnb_4bit_compute_dtype"])
             base = self.base.causal_lm(rounded_from, quantised_on=torch.device("cpu"))
@@ -252,6 +251,11 @@ class PretrainedHandle:
                 f"{self.source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
                 "ppo.load_in_4bit=true quantises it while it is loaded."
             )
+
+    def check_quantisable(self, load_in_4bit: bool) -> None:
+        """Raise `ModelError` if the model is to be loaded in 4 bits, and is an adapter."""
+        if self.base and load_in_4bit:
+            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.

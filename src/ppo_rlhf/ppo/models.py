@@ -173,7 +173,7 @@ def build_state(
     """
     config = with_dtype(config)
     check_libraries(config)
-    check_export(policy, config)
+    check_export(policy.name_or_path, config)
     check_trains(policy, "policy")
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
@@ -213,9 +213,11 @@ def build_state(
     )
 
 
-def check_export(policy: PreTrainedModel, config: PPOConfig) -> None:
-    """Raise `ModelError` if the adapter is to be exported, and nothing that peft can load is below it."""
-    name = policy.name_or_path
+def check_export(name: str | None, config: PPOConfig) -> None:
+    """Raise `ModelError` if the adapter is to be exported, and nothing that peft can load is below it.
+
+    `name` is the place that the policy was loaded from.
+    """
     if config.export == "adapter" and (not name or PretrainedHandle(name).base is not None):
         why = f"{name} is an adapter itself" if name else "the policy is an object without a name (name_or_path)"
         raise ModelError(f"ppo.export=adapter: {why}, so peft could not load what lies below; set ppo.export=merged")

@@ -16,12 +16,14 @@ from kedro.io import DatasetError, MemoryDataset
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
 from ppo_rlhf.data.chats import CONVERSATIONS, TOOLS, Chat, answered
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
+from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
@@ -29,11 +31,13 @@ from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, stops_of_handle
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.rendering import Rendering
+from ppo_rlhf.rewards.scorers import check_context
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
@@ -73,7 +77,14 @@ def find_problems(run: RunRequest) -> list[str]:
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
-    for last in (check_model_options, check_critic, check_demonstrations, check_preferences, check_prompts):
+    for last in (
+        *MODEL_CHECKS,
+        check_model_options,
+        check_critic,
+        check_demonstrations,
+        check_preferences,
+        check_prompts,
+    ):
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
@@ -258,23 +269,38 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
 
 
 def check_prompts(run: RunRequest) -> None:
-    """Find prompts that are neither text nor chat, do not fit, cannot be split, or that the reward model refuses."""
+    """Find prompts that are neither text nor chat, do not fit, cannot be split, or that the reward model refuses.
+
+    With a reward model they must also leave it room for a response.
+    """
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
         return
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     reader = None if ppo is None else _policy_reader(run, ppo)
+    tokenised: dict[str, Any] = {}
     if reader is not None:
         for name, table in tables.items():  # whole files: a row's number is the user's
             source = str(run.source(name))
-            tokenised = reader.tokenise(table, settings.column, source)
-            reader.fit(tokenised, source)
+            tokenised[name] = reader.tokenise(table, settings.column, source)
+            reader.fit(tokenised[name], source)
             if "reward_model" in run.tokenizers:
                 rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-                tools = _column(tokenised, TOOLS) if TOOLS in tokenised.column_names else None
-                rendering.check(_column(tokenised, "prompt_chat"), source, tools)
-    if "raw_prompts" in tables:
-        split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
+                tools = _column(tokenised[name], TOOLS) if TOOLS in tokenised[name].column_names else None
+                rendering.check(_column(tokenised[name], "prompt_chat"), source, tools)
+    if "raw_prompts" not in tables:
+        return
+    trained, _ = split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
+    if (
+        reader is not None
+        and ppo is not None
+        and run.writes("prompt_dataset")
+        and {"reward_model", run.start} <= run.models.keys()
+    ):
+        fitting = PromptDataset.of_table(reader.fit(tokenised["raw_prompts"].select(trained), "training prompts"))
+        rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
+        context = context_length(run.models["reward_model"].config())
+        check_context(rendering, context, max(fitting.lengths), ppo.response_length, stops_of_handle(run, ppo))
 
 
 def _column(table: Dataset, name: str) -> Iterator[Any]:

@@ -156,15 +156,22 @@ def check_room(
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        closes = not model.rendering.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
-        needed = longest + response_length + closes
-        if model.rendering.reads_policy_ids and model.context is not None and needed > model.context:
-            end = " and an end of text after its stop token" if closes else ""
-            raise ModelError(
-                f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
-                f"{needed}, the reward model reads {model.context}. Shorten the prompts or ppo.response_length, "
-                "or use a reward model with a longer context"
-            )
+        check_context(model.rendering, model.context, longest, response_length, stop_token_ids)
+
+
+def check_context(
+    rendering: Rendering, context: int | None, longest: int, response_length: int, stop_token_ids: Sequence[int]
+) -> None:
+    """Raise `ModelError` if a response to the `longest` prompt could be longer than a reward model's context."""
+    closes = not rendering.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
+    needed = longest + response_length + closes
+    if rendering.reads_policy_ids and context is not None and needed > context:
+        end = " and an end of text after its stop token" if closes else ""
+        raise ModelError(
+            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
+            f"{needed}, the reward model reads {context}. Shorten the prompts or ppo.response_length, "
+            "or use a reward model with a longer context"
+        )
 
 
 def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:

@@ -15,15 +15,13 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
 from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
-from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
@@ -90,11 +88,7 @@ def evaluate_ppo_policy(
         ModelError: The policies have different vocabularies, so the same tokens are other prompts.
     """
     logger.info("Evaluating the policy %s against the SFT policy %s …", ppo_policy.source, sft_policy.source)
-    if not same_vocabulary(ppo_policy.tokenizer(), sft_policy.tokenizer()):
-        raise ModelError(
-            f"policy_path: {ppo_policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so "
-            "they cannot answer the same prompts. Set sft_model_path to the model that it was trained from."
-        )
+    check_vocabularies(ppo_policy, sft_policy)
     policy = _load(ppo_policy, trained_dtype(ppo), ppo)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
     return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)

@@ -1,0 +1,114 @@
+"""What nodes refuse a model for, as far as its configuration and its tokenizer tell: no weights are read.
+
+What only weights tell is refused by the node that reads them (docs/troubleshooting.md says which is which).
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.evaluation.policy import check_vocabularies
+from ppo_rlhf.models.capabilities import check_causal, gradient_of_later_tokens
+from ppo_rlhf.models.critic import check_start
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.tokenizers import same_vocabulary, stop_token_ids
+from ppo_rlhf.ppo.models import check_export
+from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.probes import shrunk
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD
+
+SMALL = 2_000_000
+"""Parameters of a model that is made to try an architecture, at most."""
+
+
+def check_direction(run: RunRequest) -> None:
+    """Find a policy that reads tokens that come later: an encoder, or attention in both directions."""
+    for name in ("base_model", "sft_policy", "ppo_policy"):
+        if name in run.models and (small := _small(run.models[name])) is not None:
+            check_causal(small, run.models[name].source)
+
+
+def check_policy(run: RunRequest) -> None:
+    """Find a policy to evaluate that has another vocabulary than the SFT policy."""
+    if "ppo_policy" in run.models and "sft_policy" in run.models:
+        check_vocabularies(run.models["ppo_policy"], run.models["sft_policy"])
+
+
+def check_stops(run: RunRequest) -> None:
+    """Find a stop token that the tokenizer does not have."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is not None and run.start in run.models:
+        stops_of_handle(run, ppo)
+
+
+def stops_of_handle(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
+    """Return the ids that end a response of the policy that the run starts from."""
+    handle = run.models[run.start]
+    return stop_token_ids(
+        run.tokenizers[run.start],
+        handle.generation_config(),
+        stop_token=ppo.stop_token,
+        stop_token_id=ppo.stop_token_id,
+        vocabulary=handle.config().get_text_config().vocab_size,
+    )
+
+
+def check_adapter(run: RunRequest) -> None:
+    """Find an adapter as SFT policy where PPO needs a whole model."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is None or "sft_policy" not in run.models or not run.writes("prompt_dataset"):
+        return
+    handle = run.models["sft_policy"]
+    handle.check_quantisable(ppo.load_in_4bit)
+    check_export(handle.source, ppo)
+
+
+def check_reward(run: RunRequest) -> None:
+    """Find a reward model that is to be offloaded where there is none."""
+    ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
+    if ppo is not None and reward is not None and ppo.offload_reward_model and not reward.needs_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+
+
+def check_critic_start(run: RunRequest) -> None:
+    """Find a model that a critic cannot start from: of another size of vocabulary, or without a linear score head."""
+    ppo = run.group("ppo", PPOConfig)
+    name = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(getattr(ppo, "value_model", ""), "")
+    if ppo is None or not run.writes("prompt_dataset") or not {name, run.start} <= run.models.keys():
+        return
+    if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
+        return  # `check_critic` says so
+    with torch.device("meta"), quiet_transformers():
+        start = AutoModelForSequenceClassification.from_config(run.models[name].config())
+    check_start(start, run.models[run.start].config(), ppo.value_model)
+
+
+def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
+    """Return a small random model of a policy's architecture; None if none can be made that tells its direction."""
+    config = handle.config().get_text_config()
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # code of its own
+        return None
+    try:
+        config = shrunk(config)
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                if AutoModelForCausalLM.from_config(config).num_parameters() > SMALL:
+                    return None
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.eval() if gradient_of_later_tokens(model).isfinite().all() else None
+    except Exception:  # architectures refuse sizes in many ways; then the weights tell
+        return None
+
+
+MODEL_CHECKS = (check_direction, check_policy, check_stops, check_adapter, check_reward, check_critic_start)
