@@ -20,7 +20,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import loading
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.loading import RECORD, TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.hub_stand_in import TOKEN, Hub, running_hub
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
@@ -90,7 +90,9 @@ def test_a_pushed_policy_is_private_whole_and_described(hub: Hub, exported: Path
 
 
 def test_a_second_push_is_a_new_commit_without_weights_of_the_first(hub: Hub, exported: Path, tmp_path: Path):
+    (exported / RECORD).write_text("{}")
     push(exported, "me/policy", "first", license="mit")
+    assert hub.repositories["me/policy"].files[RECORD] == b"{}"
     hub.repositories["me/policy"].files["notes.md"] = b"of the owner"
     one_file = tmp_path / "smaller"
     TrainedModel(tiny_model(), word_tokenizer(), card=(exported / "README.md").read_text()).save(one_file)
@@ -98,6 +100,7 @@ def test_a_second_push_is_a_new_commit_without_weights_of_the_first(hub: Hub, ex
     repository = hub.repositories["me/policy"]
     assert "chat_template.jinja" in repository.commits[0]
     assert "chat_template.jinja" not in repository.files
+    assert RECORD not in repository.files, "it says how the first was trained"
     assert repository.messages == ["first", "second"]
     assert repository.is_private
     assert [name for name in repository.files if name.endswith(".safetensors")] != []

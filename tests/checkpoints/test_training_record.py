@@ -13,6 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.loading import AVERAGE, RECORD, PretrainedHandle
 from ppo_rlhf.models.tokenizers import set_template_defaults
+from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo_runs import build_tokenizer
 from tests.tiny_models import save
 
@@ -116,6 +117,13 @@ def test_an_adapter_and_an_average_carry_the_settings_too(make_run, make_model, 
     exported_policy(make_run(**options, model={"name_or_path": base}).state).save(tmp_path / "policy")
     for folder in (tmp_path / "policy", tmp_path / "policy" / AVERAGE):
         assert settings_of(PretrainedHandle(str(folder)), PPOConfig()).config.response_length == 5
+
+
+def test_the_trainer_of_scripts_writes_them_too(make_model, tmp_path):
+    sft = save(tmp_path / "sft", make_model(), build_tokenizer())
+    PPOTrainer(PPOConfig(**TRAINED), sft).save_pretrained(tmp_path / "policy")
+    found = settings_of(PretrainedHandle(str(tmp_path / "policy")), PPOConfig()).config
+    assert {name: getattr(found, name) for name in TRAINED} == TRAINED
 
 
 def test_the_policy_of_a_checkpoint_carries_them_too(make_run, tmp_path):
