@@ -477,6 +477,13 @@ def test_a_mistake_in_a_chain_is_one_line_that_names_it(chain: User, spoil: Spoi
     assert named in problem
 
 
+def test_chats_without_a_base_model_are_found_also_where_no_prompts_are_read(chain: User):
+    chats_from_scratch(chain)
+    del chain.groups["prompts"]
+    (problem,) = chain.problems()
+    assert "base_model_path" in problem
+
+
 def test_the_demos_judge_labels_only_answers_to_the_demos_prompts(chain: User):
     chain.paths["raw_preferences"] = None
     chain.groups["reward_modelling"] = RewardModellingConfig(labeller=DEMO_JUDGE)
@@ -582,6 +589,7 @@ def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(
     base.name_or_path = place
     save_adapter(with_adapter(base, settings, torch.Generator()), user.folder / "adapter", settings)
     user.paths["sft_policy"] = str(user.folder / "adapter")
+    user.made = ["training_state"]
     user.set_ppo(use_peft=True)
     assert user.problems() == []
     user.set_ppo(use_peft=True, export="adapter")
@@ -602,6 +610,7 @@ def test_a_reward_model_to_offload_that_is_not_there_is_found_before_the_run(use
 
 def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.made = ["training_state"]
     user.set_ppo(value_model="reward_init")
     assert user.problems() == []
     more_rows = tiny_model("gpt2", reward=True, num_labels=1, vocab_size=32)  # of the same tokenizer
@@ -619,6 +628,7 @@ def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(us
 
 def test_a_reward_model_that_leaves_a_response_no_room_is_found_before_the_run(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.made = ["training_state"]
     user.write("prompts", *({"prompt": prompt} for prompt in ("a b c", "b c d", "c d e")))
     for context, has_room in ((7, True), (6, False)):  # prompts of 3 tokens, responses of 4
         short = tiny_model("gpt2", reward=True, num_labels=1, n_positions=context)

@@ -16,14 +16,12 @@ from kedro.io import DatasetError, MemoryDataset
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
 from ppo_rlhf.data.chats import CONVERSATIONS, TOOLS, Chat, answered
-from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
-from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
@@ -31,13 +29,12 @@ from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, stops_of_handle
+from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.rendering import Rendering
-from ppo_rlhf.rewards.scorers import check_context
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
@@ -247,6 +244,8 @@ def check_demonstrations(run: RunRequest) -> None:
     if settings is not None and "raw_demonstrations" in run.tables:
         table = frame_of(run.tables["raw_demonstrations"])
         run.demonstrations, _ = split_demonstrations(table, settings, run.tokenizers.get(run.start))
+        if run.writes("sft_policy") and run.source("base_model") is None:
+            next(corpus_texts(run.demonstrations))  # a tokenizer is trained on them
 
 
 def check_preferences(run: RunRequest) -> Iterator[str]:
@@ -291,16 +290,8 @@ def check_prompts(run: RunRequest) -> None:
     if "raw_prompts" not in tables:
         return
     trained, _ = split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
-    if (
-        reader is not None
-        and ppo is not None
-        and run.writes("prompt_dataset")
-        and {"reward_model", run.start} <= run.models.keys()
-    ):
-        fitting = PromptDataset.of_table(reader.fit(tokenised["raw_prompts"].select(trained), "training prompts"))
-        rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-        context = context_length(run.models["reward_model"].config())
-        check_context(rendering, context, max(fitting.lengths), ppo.response_length, stops_of_handle(run, ppo))
+    if reader is not None:
+        check_room(run, reader, tokenised["raw_prompts"].select(trained))
 
 
 def _column(table: Dataset, name: str) -> Iterator[Any]:

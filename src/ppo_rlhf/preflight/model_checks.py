@@ -6,6 +6,7 @@ What only weights tell is refused by the node that reads them (docs/troubleshoot
 from __future__ import annotations
 
 import torch
+from datasets import Dataset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -15,17 +16,22 @@ from transformers import (
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.capabilities import check_causal, gradient_of_later_tokens
+from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.critic import check_start
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.tokenizers import same_vocabulary, stop_token_ids
+from ppo_rlhf.names import STATE
 from ppo_rlhf.ppo.models import check_export
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.probes import shrunk
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD
+from ppo_rlhf.rewards.rendering import Rendering
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, check_context
 
 SMALL = 2_000_000
 """Parameters of a model that is made to try an architecture, at most."""
@@ -48,25 +54,24 @@ def check_stops(run: RunRequest) -> None:
     """Find a stop token that the tokenizer does not have."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None and run.start in run.models:
-        stops_of_handle(run, ppo)
+        _stops(run, ppo)
 
 
-def stops_of_handle(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
-    """Return the ids that end a response of the policy that the run starts from."""
-    handle = run.models[run.start]
-    return stop_token_ids(
-        run.tokenizers[run.start],
-        handle.generation_config(),
-        stop_token=ppo.stop_token,
-        stop_token_id=ppo.stop_token_id,
-        vocabulary=handle.config().get_text_config().vocab_size,
-    )
+def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None:
+    """Find a reward model that could not read a response to one of the prompts that are trained on."""
+    ppo, names = run.group("ppo", PPOConfig), {"reward_model", run.start}
+    if ppo is None or not names <= run.models.keys() or not (run.writes(STATE) or run.writes("pretrained_critic")):
+        return
+    longest = max(PromptDataset.of_table(reader.fit(training, "training prompts")).lengths)
+    rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
+    context = context_length(run.models["reward_model"].config())
+    check_context(rendering, context, longest, ppo.response_length, _stops(run, ppo))
 
 
 def check_adapter(run: RunRequest) -> None:
     """Find an adapter as SFT policy where PPO needs a whole model."""
     ppo = run.group("ppo", PPOConfig)
-    if ppo is None or "sft_policy" not in run.models or not run.writes("prompt_dataset"):
+    if ppo is None or "sft_policy" not in run.models or not run.writes(STATE):
         return
     handle = run.models["sft_policy"]
     handle.check_quantisable(ppo.load_in_4bit)
@@ -84,13 +89,25 @@ def check_critic_start(run: RunRequest) -> None:
     """Find a model that a critic cannot start from: of another size of vocabulary, or without a linear score head."""
     ppo = run.group("ppo", PPOConfig)
     name = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(getattr(ppo, "value_model", ""), "")
-    if ppo is None or not run.writes("prompt_dataset") or not {name, run.start} <= run.models.keys():
+    if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
         return  # `check_critic` says so
     with torch.device("meta"), quiet_transformers():
         start = AutoModelForSequenceClassification.from_config(run.models[name].config())
     check_start(start, run.models[run.start].config(), ppo.value_model)
+
+
+def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
+    """Return the ids that end a response of the policy that the run starts from."""
+    handle = run.models[run.start]
+    return stop_token_ids(
+        run.tokenizers[run.start],
+        handle.generation_config(),
+        stop_token=ppo.stop_token,
+        stop_token_id=ppo.stop_token_id,
+        vocabulary=handle.config().get_text_config().vocab_size,
+    )
 
 
 def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
