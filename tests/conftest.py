@@ -27,6 +27,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 
+@pytest.fixture
+def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], Path]:
+    """Put a folder into a cache that is laid out as the hub's client does, under a name and a revision."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(name: str, revision: str, commit: str) -> Path:
+        cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / revision).write_text(commit * 40)
+        return cached / "snapshots" / (commit * 40)
+
+    return put
+
+
 @pytest.fixture(scope="session")
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables made and nothing in it; making one takes seconds, so the workers share it.

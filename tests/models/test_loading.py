@@ -1,6 +1,5 @@
 """Loading: what is refused, what a loaded model computes, and how long sequences may be."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -9,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -26,14 +22,12 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.context import context_length, usable_context
 from ppo_rlhf.models.directories import check_model_directory, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -264,20 +258,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     assert asked == ["config.json"]
 
 
-@pytest.fixture
-def on_the_hub(tmp_path, monkeypatch):
-    """Put a folder into a cache that is laid out as the hub's client does, under a name and a revision."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    def put(name: str, revision: str, commit: str) -> Path:
-        cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
-        (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
-        (cached / "refs" / revision).write_text(commit * 40)
-        return cached / "snapshots" / (commit * 40)
-
-    return put
-
-
 def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):
     models = {"main": tiny_model(), "v2": tiny_model(seed=1), "refs/pr/3": tiny_model(seed=2)}
     for commit, (revision, model) in enumerate(models.items()):
@@ -290,32 +270,6 @@ def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):
         assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
     with pytest.raises(ModelError, match=r"org/model@v3: .* configuration cannot be loaded"):
         PretrainedHandle("org/model@v3").config()
-
-
-def test_an_adapter_on_the_hub_is_merged_into_its_base_on_the_hub(on_the_hub, tmp_path):
-    save(on_the_hub("org/base", "main", "0"), tiny_model())
-    base = AutoModelForCausalLM.from_pretrained("org/base")
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(on_the_hub("org/adapter", "v1", "1"))
-    handle = PretrainedHandle("org/adapter@v1")
-    assert_close(handle.causal_lm()(IDS).logits, adapted.eval()(IDS).logits)
-    assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()  # the base's
-    assert handle.base.source == "org/base"
-
-
-def test_the_fingerprint_of_an_adapter_on_the_hub_follows_its_weights(on_the_hub, tmp_path):
-    base = tiny_model()
-    save(on_the_hub("org/base", "main", "0"), base)
-    for commit in "12":
-        adapter_of(base, on_the_hub("org/adapter", "main", commit), "org/base", seed=int(commit))
-    first, second, newest = (
-        PretrainedHandle(source).fingerprint()
-        for source in (f"org/adapter@{'1' * 40}", f"org/adapter@{'2' * 40}", "org/adapter")
-    )
-    assert first != second == newest
-    (on_the_hub("org/adapter", "main", "2") / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(ModelError, match=r"org/adapter: this adapter has no adapter_model\.safetensors"):
-        PretrainedHandle("org/adapter").causal_lm()
 
 
 def test_of_a_hub_model_too_only_safetensors_are_loaded(tmp_path, monkeypatch):
@@ -430,81 +384,3 @@ def test_progress_bars_are_off_inside_and_as_before_outside():
     with quiet_transformers():
         assert not is_progress_bar_enabled()
     assert is_progress_bar_enabled() == before
-
-
-# --- adapters --------------------------------------------------------------------------------------------------------
-
-
-def adapter_of(base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", *, seed: int = 1, **options):
-    """Save a LoRA adapter whose matrices are not zero, and return the base with it."""
-    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=[layer], **options))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.normal_()
-    adapted.peft_config["default"].base_model_name_or_path = base_path
-    adapted.save_pretrained(folder)
-    return adapted
-
-
-def test_an_adapter_stands_for_its_base_with_it_merged(tmp_path):
-    base = tiny_model()
-    path = save(tmp_path / "base", base)
-    adapted = adapter_of(base, tmp_path / "adapter", path)
-    handle = PretrainedHandle(str(tmp_path / "adapter"))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    assert_close(handle.causal_lm()(ids).logits, adapted.eval()(ids).logits)
-    assert not torch.equal(handle.causal_lm()(ids).logits, base.eval()(ids).logits)
-    assert handle.tokenizer().get_vocab() == PretrainedHandle(path).tokenizer().get_vocab()
-    assert handle.generation_config().eos_token_id == PretrainedHandle(path).generation_config().eos_token_id
-    before = handle.fingerprint()
-    assert before != PretrainedHandle(path).fingerprint()
-    adapter_of(base, tmp_path / "adapter", path, lora_alpha=3)
-    assert PretrainedHandle(str(tmp_path / "adapter")).fingerprint() != before
-
-
-def test_an_adapter_of_a_reward_model_scores_with_its_own_head(tmp_path):
-    base = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0)
-    adapted = adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base), "c_attn", task_type="SEQ_CLS")
-    ids = torch.tensor([[3, 4, 5, 6]])
-    assert_close(PretrainedHandle(str(tmp_path / "adapter")).reward_model()(ids).logits, adapted.eval()(ids).logits)
-
-
-def test_an_adapter_with_a_score_head_makes_a_reward_model_of_a_language_model(tmp_path):
-    """As TRL's RewardTrainer writes it with LoRA: the head is among the adapter's weights."""
-    path = save(tmp_path / "base", tiny_model("gpt2", pad_token_id=0))
-    base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    adapted = adapter_of(base, tmp_path / "adapter", path, "c_attn", task_type="SEQ_CLS")
-    handle, ids = PretrainedHandle(str(tmp_path / "adapter")), torch.tensor([[3, 4, 5, 6]])
-    model = handle.reward_model()
-    assert_close(model(ids).logits, adapted.eval()(ids).logits)
-    assert model(ids).logits.shape == (1, 1)
-    with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
-        PretrainedHandle(path).reward_model()  # the base is none
-
-
-@pytest.mark.parametrize("source", ["org/base@v2", "adapter"])
-def test_a_policys_own_adapter_is_merged_into_the_revision_or_adapter_that_it_started_from(
-    on_the_hub, tmp_path, monkeypatch, source
-):
-    monkeypatch.chdir(tmp_path)
-    save(on_the_hub("org/base", "main", "0"), tiny_model())
-    save(on_the_hub("org/base", "v2", "1"), tiny_model(seed=1))
-    adapter_of(tiny_model(seed=1), tmp_path / "adapter", "org/base", revision="v2")
-    start = PretrainedHandle(source).causal_lm()
-    assert start.name_or_path == start.config.name_or_path == source
-    settings = LoraSettings(2, 4, "q_proj")
-    policy = with_adapter(start, settings, torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
-    save_adapter(policy, tmp_path / "trained", settings)
-    assert_close(PretrainedHandle(str(tmp_path / "trained")).causal_lm()(IDS).logits, policy(IDS).logits)
-
-
-def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):
-    adapter_of(tiny_model(), tmp_path / "adapter", "/no/such/base")
-    with pytest.raises(ModelError, match="the base of this adapter cannot be loaded: /no/such/base"):
-        PretrainedHandle(str(tmp_path / "adapter")).causal_lm()

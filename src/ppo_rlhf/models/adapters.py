@@ -199,15 +199,16 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     """Return a model with an adapter that any program saved in its weights; those in 4 bits become float32.
 
-    A classifier gets the adapter's score head, if there is one.
+    All its weights can train, as those of a model that was loaded whole: peft freezes what has an adapter. A classifier
+    gets the adapter's score head, if there is one.
     """
     with _without_warnings_on_the_head():
         # by peft: transformers can load it too, but would later save the model as an adapter
         adapted: Any = PeftModel.from_pretrained(model, str(directory))
     if quantisation_states(model):
-        return _merge(adapted.get_base_model())
+        return _merge(adapted.get_base_model()).requires_grad_(True)
     _untie_adapted_head(adapted.get_base_model())
-    return adapted.merge_and_unload(safe_merge=True)
+    return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
