@@ -1,17 +1,27 @@
 """Adapters of other programs, in place of a whole model. Oracle: peft, which loads each onto its base."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft import (
+    AdaptionPromptConfig,
     LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
+from ppo_rlhf.models.directories import ADAPTER_WEIGHTS
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.tiny_adapters import adapter_of
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -104,3 +114,97 @@ def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):
     adapter_of(tiny_model(), tmp_path / "adapter", "/no/such/base")
     with pytest.raises(ModelError, match="the base of this adapter cannot be loaded: /no/such/base"):
         PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
+
+
+# --- new tokens, and embeddings that are tied ------------------------------------------------------------------------
+
+NEW = [f"<{name}>" for name in "uvwxyzabc"]
+
+
+def tokenizer_of(rows: int):
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(NEW[: rows - len(tokenizer)])
+    return tokenizer
+
+
+def resized_adapter(folder: Path, rows: int, *, tied: bool, **options: Any):
+    """Save a base of 30 tokens, and an adapter that was trained with another number of them and its tokenizer."""
+    base = save(folder / "base", tiny_model(vocab_size=30, tie_word_embeddings=tied), tokenizer_of(30))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(rows)
+    adapted = adapter_of(model, folder / "adapter", base, task_type="CAUSAL_LM", **options)
+    tokenizer_of(rows).save_pretrained(folder / "adapter")
+    return adapted, PretrainedHandle(str(folder / "adapter"))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("rows", [32, 26], ids=["grown", "shrunk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {},
+        {"trainable_token_indices": [5, 24, 25]},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ],
+    ids=["embeddings saved", "embedding saved", "linear layers", "single tokens", "factors on the embeddings"],
+)
+def test_an_adapter_with_its_own_tokens_is_merged_into_a_base_with_as_many(tmp_path, options, rows, tied):
+    adapted, handle = resized_adapter(tmp_path, rows, tied=tied, **options)
+    ids = torch.tensor([[4, 24, 25, 5, rows - 1, rows - 2]])
+    merged, tokenizer = handle.causal_lm(), handle.tokenizer()
+    assert handle.config().vocab_size == merged.config.vocab_size == len(tokenizer) == rows
+    save(tmp_path / "merged", merged, tokenizer)
+    for model in (merged, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
+        assert model.get_input_embeddings().weight.shape[0] == rows
+        assert_close(model(ids).logits, adapted(ids).logits, rtol=0.0, atol=1e-3)
+
+
+def test_single_new_tokens_suffice_where_the_head_is_tied_to_the_embedding(tmp_path):
+    """Saved without the embedding, as `save_embedding_layers=False` does it."""
+    adapted, handle = resized_adapter(tmp_path, 32, tied=True, trainable_token_indices=[5, 30, 31])
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    assert not any("base_layer" in name for name in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS))
+    ids = torch.tensor([[4, 30, 5, 31]])
+    assert_close(handle.causal_lm()(ids).logits, adapted(ids).logits, rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["q_proj", "embed_tokens"]}, {}], ids=["head", "both"])
+def test_an_adapter_without_the_rows_of_its_new_tokens_is_refused(tmp_path, options):
+    """peft draws the rows that are missing at random."""
+    adapted, handle = resized_adapter(tmp_path, 32, tied=False, **options)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=bool(options))
+    with pytest.raises(ModelError, match=r"trained with 32 tokens, its base has 30|ids up to 31, .* has 30 rows"):
+        handle.tokenizer(), handle.causal_lm()
+
+
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_of_two_layers_that_are_tied_leaves_the_other_as_it_was(tmp_path, layer):
+    base = tiny_model(tie_word_embeddings=True)
+    adapted = adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base), layer)
+    merged = PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
+    assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=0.0, atol=1e-3)
+    assert merged.config.tie_word_embeddings is False
+
+
+def test_a_vocabulary_is_as_large_as_the_adapters_for_reward_models_of_our_own_form_too(tmp_path):
+    path = save(tmp_path / "base", CausalLMRewardModel.from_causal_lm(tiny_model()))
+    base = PretrainedHandle(path).reward_model()
+    adapted = adapter_of(base, tmp_path / "adapter", path, task_type="SEQ_CLS", modules_to_save=["embed_tokens"])
+    handle = PretrainedHandle(str(tmp_path / "adapter"))
+    assert handle.config().get_text_config().vocab_size == 25
+    assert_close(handle.reward_model()(IDS).logits, adapted(IDS).logits)
+
+
+# --- kinds that cannot be merged -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig, AdaptionPromptConfig])
+def test_an_adapter_that_no_weights_can_hold_is_refused_with_its_kind(tmp_path, kind):
+    path = save(tmp_path / "base", tiny_model())
+    shape = {"adapter_len": 2, "adapter_layers": 1} if kind is AdaptionPromptConfig else {"num_virtual_tokens": 2}
+    config = kind(task_type="CAUSAL_LM", **shape)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=f"adapter: an adapter of the kind {config.peft_type.value} cannot be merged"):
+        PretrainedHandle(str(tmp_path / "adapter")).check_causal_lm()  # before any weights are read

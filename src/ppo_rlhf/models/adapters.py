@@ -208,7 +208,11 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     if quantisation_states(model):
         return _merge(adapted.get_base_model()).requires_grad_(True)
     _untie_adapted_head(adapted.get_base_model())
-    return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:  # each may have been trained for itself
+        merged.config.tie_word_embeddings = False
+    return merged.requires_grad_(True)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
@@ -290,11 +294,12 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 
 
 def _untie_adapted_head(model: PreTrainedModel) -> None:
-    """Give a language-model head with an adapter its own weights: merging into tied ones would change the embedding."""
-    head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
-    base = cast(nn.Linear, head.get_base_layer()) if isinstance(head, BaseTunerLayer) else None
-    if base is not None and base.weight is embedding.weight:
-        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+    """Give a head that is tied to the embedding its own weights if either has an adapter: merging would change both."""
+    head, embedding = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
+    adapted = [layer for layer in (head, embedding) if isinstance(layer, BaseTunerLayer)]
+    if adapted and head is not None and head.weight is embedding.weight:
+        own = cast(nn.Linear, head.get_base_layer() if isinstance(head, BaseTunerLayer) else head)
+        own.weight = nn.Parameter(own.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -49,6 +48,7 @@ from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
+from ppo_rlhf.models.saved_adapters import SavedAdapter
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
@@ -84,17 +84,11 @@ class PretrainedHandle:
         """The model that a LoRA adapter was trained on; None if the source is no adapter.
 
         Raises:
-            ModelError: The adapter does not name its base, or that cannot be found.
+            ModelError: The adapter cannot be merged, or it does not name its base, or that cannot be found.
         """
-        if not self._adapter:
+        if self._adapter is None:
             return None
-        named = self._adapter.get("base_model_name_or_path")
-        if not named:
-            raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
-        revision = self._adapter.get("revision")
-        if revision and not is_local(named):
-            named = f"{named}@{revision}"
-        base = PretrainedHandle(named, self.trust_remote_code, self.chat_template_kwargs)
+        base = PretrainedHandle(self._adapter.base, self.trust_remote_code, self.chat_template_kwargs)
         try:
             base.config()
         except ModelError as error:
@@ -102,20 +96,35 @@ class PretrainedHandle:
         return base
 
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration, of an adapter its base's: with a score head of its own it has one label."""
-        if not self.base:
+        """Return the model's configuration.
+
+        An adapter has its base's, with the adapter's own vocabulary, and one label if it brings a score head.
+        """
+        if self._adapter is None or self.base is None:
             return self._read("configuration", AutoConfig.from_pretrained)
+        check_model_directory(self.source)
         config = self.base.config()
-        if self._brings_head:
+        if self._adapter.brings_head(config):
             config.num_labels, config.architectures = 1, None
+        if self._vocabulary is not None:
+            config.get_text_config().vocab_size = self._vocabulary
         return config
 
     @cached_property
-    def _adapter(self) -> dict[str, Any]:
-        """The configuration of an adapter; empty for a whole model.
+    def _vocabulary(self) -> int | None:
+        """How many tokens an adapter knows; None if it knows those of its base."""
+        if self._adapter is None or self.base is None or not self._adapter.may_bring_tokens:
+            return None
+        kind = AutoModelForSequenceClassification if self._adapter.is_classifier else AutoModelForCausalLM
+        return self._adapter.vocabulary(self.base._empty(kind))
+
+    @cached_property
+    def _adapter(self) -> SavedAdapter | None:
+        """The adapter; None for a whole model.
 
         Raises:
-            ModelError: The hub does not have the model, or cannot be reached and the cache does not have it.
+            ModelError: It cannot be merged; or the hub does not have the model, or cannot be reached and the cache does
+                not have it.
         """
         if not is_local(self.source):
             try:
@@ -123,18 +132,7 @@ class PretrainedHandle:
             except OSError as error:
                 raise self._unreadable("configuration", error) from error
         path = None if self._file(CONFIG) else self._file(ADAPTER_CONFIG)
-        return {} if path is None else json.loads(path.read_bytes())
-
-    @cached_property
-    def _brings_head(self) -> bool:
-        """Whether this is a reward model's adapter with its score head, on a language model."""
-        if self.base is None or self._adapter.get("task_type") != "SEQ_CLS":
-            return False
-        config, weights = self.base.config(), self._file(ADAPTER_WEIGHTS)
-        if weights is None or why_no_reward_model(next(iter(config.architectures or ()), None), config) is None:
-            return False
-        with safe_open(weights, framework="pt") as tensors:
-            return any(".score." in name for name in tensors.keys())  # noqa: SIM118  # no mapping
+        return None if path is None else SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
@@ -192,10 +190,13 @@ class PretrainedHandle:
 
     def empty_causal_lm(self) -> PreTrainedModel:
         """Return the language model's modules on the device `meta`, without weights, for checks before a run."""
+        return self._empty(AutoModelForCausalLM)
+
+    def _empty(self, kind: Any) -> PreTrainedModel:
         config = self.config()
         try:
             with torch.device("meta"), quiet_transformers():
-                return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+                return cast(PreTrainedModel, kind.from_config(config, trust_remote_code=self.trust_remote_code))
         except Exception as error:  # whatever a model does with a value that it does not expect
             raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
@@ -306,8 +307,8 @@ class PretrainedHandle:
         return ModelError(f"{self.source}: {where} {what} cannot be loaded: {why_unreadable(error)}")
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
-        if self.base:
-            if self._brings_head:  # transformers draws one, which the adapter replaces
+        if self._adapter and self.base:
+            if self._adapter.brings_head(self.base.config()):  # transformers draws one, which the adapter replaces
                 with errors_only("transformers"):
                     return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True, num_labels=1))
             return self._merged(self.base._model(what, load, dtype))
@@ -326,10 +327,13 @@ class PretrainedHandle:
         """Return the base with the adapter in its weights."""
         from ppo_rlhf.models.adapters import merge_saved  # heavy: few models have an adapter
 
-        folder = self._folder
+        folder, adapter = self._folder, cast(SavedAdapter, self._adapter)
         try:
             with quiet_transformers():
+                adapter.fit(base)
                 merged = merge_saved(base, folder)
+        except ModelError:
+            raise
         except Exception as error:  # peft raises errors of many kinds for an adapter of another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
         return self._named(prepare(merged, self.source))

@@ -1,0 +1,134 @@
+"""Adapters that any program saved with peft: what they ask of their base, and the base with one in its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import safe_open
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.directories import is_local
+from ppo_rlhf.models.reward_model import why_no_reward_model
+
+_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
+_TOKENS = ("trainable_token_indices", "token_indices")
+"""Settings of peft that name the rows of embeddings that an adapter replaces."""
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter's files."""
+
+    source: str  # for errors
+    settings: Mapping[str, Any]  # of adapter_config.json
+    weights: Path | None  # adapter_model.safetensors
+
+    @classmethod
+    def read(cls, source: str, config: Path, weights: Path | None) -> SavedAdapter:
+        """Read an adapter's settings.
+
+        Raises:
+            ModelError: It is of a kind that no weights can hold, such as a prompt that was tuned.
+        """
+        from peft import PEFT_TYPE_TO_TUNER_MAPPING  # heavy: few models have an adapter
+
+        adapter = cls(source, json.loads(config.read_text(encoding="utf-8")), weights)
+        kind: Any = adapter.settings.get("peft_type")
+        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
+            raise ModelError(
+                f"{source}: an adapter of the kind {kind} cannot be merged into the weights of a model, as LoRA can. "
+                "Give a whole model, or one with a LoRA adapter."
+            )
+        return adapter
+
+    @property
+    def base(self) -> str:
+        """The path or hub id of the model that it was trained on, with the revision.
+
+        Raises:
+            ModelError: The adapter does not name it.
+        """
+        named, revision = self.settings.get("base_model_name_or_path"), self.settings.get("revision")
+        if not named:
+            raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
+        return f"{named}@{revision}" if revision and not is_local(named) else str(named)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether this is an adapter of a sequence classifier, such as a reward model."""
+        return self.settings.get("task_type") == "SEQ_CLS"
+
+    def brings_head(self, base: PretrainedConfig) -> bool:
+        """Return whether this is a reward model's adapter with its score head, on a language model."""
+        if not self.is_classifier or self.weights is None:
+            return False
+        if why_no_reward_model(next(iter(base.architectures or ()), None), base) is None:
+            return False
+        return any(".score." in name for name in self._shapes)
+
+    def vocabulary(self, base: PreTrainedModel) -> int:
+        """Return how many rows the embeddings have with the adapter, which may have been trained with new tokens."""
+        saved = (self._rows_of(base, layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings()))
+        return next(filter(None, saved), max(_rows(base), *(row + 1 for row in self._replaced), 0))
+
+    def fit(self, base: PreTrainedModel) -> None:
+        """Give the embeddings of a base, and its head, the rows that the adapter was trained with.
+
+        Raises:
+            ModelError: The adapter does not hold the rows of new tokens.
+        """
+        rows, own = self.vocabulary(base), _rows(base)
+        if rows == own:
+            return
+        base.resize_token_embeddings(rows, mean_resizing=False)
+        embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+        is_whole = self._rows_of(base, embedding) is not None or self._replaced.issuperset(range(own, rows))
+        is_tied = head is None or head.weight is embedding.weight
+        if rows > own and not (is_whole and (is_tied or self._rows_of(base, head) is not None)):
+            raise ModelError(
+                f"{self.source}: this adapter was trained with {rows} tokens, its base has {own}, and the new rows of "
+                "embedding and head are not all in the adapter. Merge it where it was trained (merge_and_unload), and "
+                "give the merged model."
+            )
+
+    @property
+    def may_bring_tokens(self) -> bool:
+        """Whether the adapter is more than factors of linear layers: then it may have embeddings of new tokens."""
+        return bool(self._replaced) or any(map(_is_whole, self._shapes))
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[int]]:
+        if self.weights is None:
+            return {}
+        with safe_open(self.weights, framework="pt") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  # no mapping
+
+    @cached_property
+    def _replaced(self) -> set[int]:
+        """The rows of the embedding that the adapter replaces one by one."""
+        named = [self.settings.get(setting) or [] for setting in _TOKENS]
+        by_layer = [each.values() if isinstance(each, dict) else [each] for each in named]
+        return {row for layers in by_layer for rows in layers for row in rows}
+
+    def _rows_of(self, base: PreTrainedModel, layer: nn.Module | None) -> int | None:
+        """Return how many rows the adapter has of an embedding or head; None if it has no weights for them."""
+        path = next((name for name, module in base.named_modules() if module is layer), None)
+        saved = (name for name in self._shapes if name.startswith(f"{_PREFIX}{path}.") and _is_whole(name))
+        return next((self._shapes[name][0] for name in saved), None)
+
+
+def _rows(model: PreTrainedModel) -> int:
+    """Return how many rows the embedding of a model has."""
+    return len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether a tensor of an adapter is a whole weight, not a factor of its change."""
+    return name.endswith(".weight") and ".lora_" not in name
