@@ -36,7 +36,15 @@ from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
 from tests.own_code import save_with_own_code
-from tests.tiny_models import KINDS, VOCABULARY, draw_weights, not_causal_models, save, tiny_model, word_tokenizer
+from tests.tiny_models import (
+    KINDS,
+    VOCABULARY,
+    draw_weights,
+    not_causal_models,
+    save,
+    tiny_model,
+    word_tokenizer,
+)
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
 
@@ -307,6 +315,31 @@ def test_a_reward_model_needs_one_label_and_a_head(tmp_path):
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": None}))
     with pytest.raises(ModelError, match=r"score\.weight"):
         PretrainedHandle(nobody_says_of_what_class).reward_model()
+
+
+@pytest.mark.parametrize("labels", [{}, {"num_labels": 2}, {"id2label": {"0": "bad", "1": "good"}}], ids=str)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_reward_model_has_one_label_if_its_head_has_one_row_whatever_its_configuration_says(tmp_path, labels, shards):
+    """Configurations without labels have two by default."""
+    original = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0)
+    original.save_pretrained(tmp_path, max_shard_size="2KB" if shards else "1GB")
+    assert Path(tmp_path, "model.safetensors").is_file() is not shards
+    word_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if "label" not in key}
+    path.write_text(json.dumps(config | labels))
+    model = PretrainedHandle(str(tmp_path)).reward_model()
+    assert model.config.num_labels == 1
+    assert_close(model(IDS).logits, original(IDS).logits)
+
+
+def test_a_head_with_two_rows_is_no_reward_model_though_its_configuration_has_one_label(tmp_path):
+    save(tmp_path, tiny_model("gpt2", reward=True, num_labels=2))
+    path = tmp_path / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if "label" not in key}
+    path.write_text(json.dumps(config | {"num_labels": 1}))
+    with pytest.raises(ModelError, match="num_labels=1, this model has 2"):
+        PretrainedHandle(str(tmp_path)).check_reward_model()
 
 
 def test_our_reward_model_cannot_be_a_policy(tmp_path):

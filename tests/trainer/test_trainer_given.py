@@ -215,6 +215,12 @@ def test_the_advice_on_an_adapter_works_for_classifiers_and_the_reference_too(sf
         PPOTrainer(config(), sft, **{name: adapted.merge_and_unload().requires_grad_(True)})
 
 
+def test_a_reward_model_object_has_one_label_if_its_head_has_one_row(sft: str):
+    classifier = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD)
+    classifier.config.num_labels = 2
+    PPOTrainer(config(), sft, reward=classifier, prompts=PROMPTS)
+
+
 def test_an_adapter_that_does_not_name_its_base_is_refused(tmp_path: Path):
     with_adapter(tiny_model(), "CAUSAL_LM").save_pretrained(tmp_path)
     assert "this adapter does not name its base" in refusal(policy=str(tmp_path))

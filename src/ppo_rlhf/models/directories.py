@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
 """Beside an adapter that was trained on 4-bit weights."""
@@ -68,6 +70,17 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
+
+
+def ends_of_weights(folder: Path) -> Iterator[bytes]:
+    """Yield each weights file's name with its size, its first and its last mebibyte."""
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        yield f"{path.name}:{size}".encode()
+        with path.open("rb") as file:
+            yield file.read(MEBIBYTE)
+            file.seek(max(0, size - MEBIBYTE))
+            yield file.read(MEBIBYTE)
 
 
 def follow_umask(folder: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -39,15 +38,16 @@ from ppo_rlhf.models.directories import (
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
+    ends_of_weights,
     follow_umask,
     is_local,
-    weight_files,
 )
 from ppo_rlhf.models.hub_files import check_on_hub, find_file
+from ppo_rlhf.models.kinds import check_generates, is_classifier, rows_of_head
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
+from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
@@ -62,7 +62,6 @@ RECORD = "ppo_rlhf.json"
 """How a policy was trained, as far as `generation_config.json` does not say it (`checkpoints.training_record`)."""
 SHARD = "5GB"
 """Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
-MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
@@ -96,12 +95,16 @@ class PretrainedHandle:
         return base
 
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration.
+        """Return the model's configuration, of a classifier with as many labels as its head has rows.
 
         An adapter has its base's, with the adapter's own vocabulary, and one label if it brings a score head.
         """
         if self._adapter is None or self.base is None:
-            return self._read("configuration", AutoConfig.from_pretrained)
+            config = self._read("configuration", AutoConfig.from_pretrained)
+            if is_classifier(config):  # one on the hub that has one label anyway is looked up in the cache
+                find = partial(self._file, local_files_only=config.num_labels == 1)
+                config.num_labels = rows_of_head(find) or config.num_labels
+            return config
         check_model_directory(self.source)
         config = self.base.config()
         if self._adapter.brings_head(config):
@@ -209,7 +212,8 @@ class PretrainedHandle:
             ModelError: As `causal_lm`, or the model does not have exactly one label.
         """
         self.check_reward_model()
-        model = with_mean(self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype))
+        load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)  # whatever its file says
+        model = with_mean(self._model("reward model", load, dtype))
         ensure_pad_id(model, self.tokenizer())
         return model
 
@@ -239,19 +243,7 @@ class PretrainedHandle:
 
     def check_causal_lm(self) -> None:
         """Raise `ModelError` unless the model is a causal language model whose weights are not in 4 or 8 bits."""
-        config = self.config()
-        if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
-            raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
-        own_code = getattr(config, "auto_map", None) or {}
-        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
-        if config.is_encoder_decoder or not is_known:
-            kind = type(config).__name__
-            raise ModelError(f"{self.source}: {kind} configures no causal language model. Give a decoder-only model.")
-        if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
-            raise ModelError(
-                f"{self.source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
-                "ppo.load_in_4bit=true quantises it while it is loaded."
-            )
+        check_generates(self.config(), self.source)
 
     def check_quantisable(self, load_in_4bit: bool) -> None:
         """Raise `ModelError` if the model is to be loaded in 4 bits, and is an adapter."""
@@ -272,13 +264,8 @@ class PretrainedHandle:
             return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
         else:
             digest = hashlib.sha256((folder / CONFIG).read_bytes())
-        for path in weight_files(folder):
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(MEBIBYTE))
-                file.seek(max(0, size - MEBIBYTE))
-                digest.update(file.read(MEBIBYTE))
+        for part in ends_of_weights(folder):
+            digest.update(part)
         return digest.hexdigest()[:16]
 
     @property
@@ -310,7 +297,7 @@ class PretrainedHandle:
         if self._adapter and self.base:
             if self._adapter.brings_head(self.base.config()):  # transformers draws one, which the adapter replaces
                 with errors_only("transformers"):
-                    return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True, num_labels=1))
+                    return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True))
             return self._merged(self.base._model(what, load, dtype))
         with errors_only("transformers"):  # it would print a table of the weights that the model does not use
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
@@ -325,17 +312,7 @@ class PretrainedHandle:
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the base with the adapter in its weights."""
-        from ppo_rlhf.models.adapters import merge_saved  # heavy: few models have an adapter
-
-        folder, adapter = self._folder, cast(SavedAdapter, self._adapter)
-        try:
-            with quiet_transformers():
-                adapter.fit(base)
-                merged = merge_saved(base, folder)
-        except ModelError:
-            raise
-        except Exception as error:  # peft raises errors of many kinds for an adapter of another model
-            raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
+        merged = cast(SavedAdapter, self._adapter).merged_into(base, self._folder)
         return self._named(prepare(merged, self.source))
 
     def _named(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -13,8 +13,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.directories import is_local
+from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model
 
 _PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
@@ -97,6 +98,23 @@ class SavedAdapter:
                 "embedding and head are not all in the adapter. Merge it where it was trained (merge_and_unload), and "
                 "give the merged model."
             )
+
+    def merged_into(self, base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+        """Return a base, changed in place, with the adapter of a folder in its weights.
+
+        Raises:
+            ModelError: The adapter does not fit.
+        """
+        from ppo_rlhf.models.adapters import merge_saved  # heavy: few models have an adapter
+
+        try:
+            with quiet_transformers():
+                self.fit(base)
+                return merge_saved(base, folder)
+        except ModelError:
+            raise
+        except Exception as error:  # peft raises errors of many kinds for an adapter of another model
+            raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
 
     @property
     def may_bring_tokens(self) -> bool:

@@ -133,6 +133,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         own = tokenizer or policy.tokenizer
         _check_ids_of_critic(own, policy, config)
         model = take_over(model, "reward model", dtype, HOST if offload else device).requires_grad_(False)
+        if isinstance(score := getattr(model, "score", None), nn.Linear):  # whatever the configuration says
+            model.config.num_labels = score.out_features
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
         model = with_mean(model)

@@ -1,0 +1,64 @@
+"""What kind of model a directory or hub id has: known from its configuration and the shape of its head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX
+from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN
+
+SCORE_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
+"""What the heads of sequence classifiers are called in their weights."""
+
+
+def check_generates(config: PretrainedConfig, source: str) -> None:
+    """Raise `ModelError` unless a configuration is a causal language model's, with weights not in 4 or 8 bits."""
+    if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
+        raise ModelError(f"{source}: a reward model cannot generate. Give a causal language model.")
+    own_code = getattr(config, "auto_map", None) or {}
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
+    if config.is_encoder_decoder or not is_known:
+        kind = type(config).__name__
+        raise ModelError(f"{source}: {kind} configures no causal language model. Give a decoder-only model.")
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
+        raise ModelError(
+            f"{source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
+            "ppo.load_in_4bit=true quantises it while it is loaded."
+        )
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a sequence classifier: transformers', ours or one of other code."""
+    architecture, own_code = next(iter(config.architectures or ()), None), getattr(config, "auto_map", None) or {}
+    return (
+        architecture in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+        or config.model_type == MODEL_TYPE
+        or AutoModelForSequenceClassification.__name__ in own_code
+    )
+
+
+def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
+    """Return how many scores the head of a classifier gives; None if none is found.
+
+    `find` returns where a file of the model is, None if it is not there.
+    """
+    if (file := find(WEIGHTS)) is None and (index := find(WEIGHTS_INDEX)) is not None:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        file = next((find(shard) for name, shard in shards.items() if name in SCORE_HEADS), None)
+    if file is None:
+        return None
+    with safe_open(file, framework="pt") as weights:
+        names = [name for name in SCORE_HEADS if name in set(weights.keys())]
+        return weights.get_slice(names[0]).get_shape()[0] if names else None
