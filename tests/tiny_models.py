@@ -24,6 +24,8 @@ from transformers import (
     MambaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 WORDS = [*"abcdefghijklmnopqrst", "."]
@@ -104,6 +106,19 @@ def composite_config(**text: Any) -> Gemma3Config:
     return Gemma3Config(
         text_config=text, vision_config={**vision, "image_size": 8, "patch_size": 4}, mm_tokens_per_image=4
     )
+
+
+def vision_model() -> PreTrainedModel:
+    """A Qwen 3.5 that reads images, too; transformers' causal language model is only its text part."""
+    shape = {"hidden_size": 16, "intermediate_size": 24}
+    text = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "full_attention_interval": 2}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "max_position_embeddings": 64}
+    ids = {"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    vision = {**shape, "depth": 1, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4, "spatial_merge_size": 1}
+    config = Qwen3_5Config(text_config={**shape, **text, **linear, **ids}, vision_config=vision)
+    torch.manual_seed(0)
+    return Qwen3_5ForConditionalGeneration(config).eval()
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> str:

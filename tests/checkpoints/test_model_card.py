@@ -13,7 +13,8 @@ import yaml
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.datasets import ModelCardDataset
-from tests.tiny_models import CHAT_TEMPLATE, save, word_tokenizer
+from ppo_rlhf.models.loading import PretrainedHandle
+from tests.tiny_models import CHAT_TEMPLATE, save, vision_model, word_tokenizer
 
 CARD = "README.md"
 
@@ -52,6 +53,13 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
     assert "`sft`" in text
     assert "`prompts.jsonl`" in text
     assert str(tmp_path) not in text
+
+
+def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_path: Path) -> None:
+    state = make_run().state
+    assert "Left out" not in render_card(state, [])
+    state.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
+    assert "- Left out: vision of the model it started from: only the text part" in render_card(state, [])
 
 
 @pytest.mark.parametrize("chat", [False, True])

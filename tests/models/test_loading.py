@@ -43,6 +43,7 @@ from tests.tiny_models import (
     not_causal_models,
     save,
     tiny_model,
+    vision_model,
     word_tokenizer,
 )
 
@@ -73,6 +74,24 @@ def test_a_model_that_reads_later_tokens_is_refused_when_it_is_loaded(tmp_path, 
     with pytest.raises(ModelError, match=r"/m: .* reads tokens that come later") as refused:
         handle.causal_lm()
     assert "\n" not in str(refused.value)
+
+
+def test_one_line_says_which_part_of_a_model_for_images_is_left_out(tmp_path, caplog):
+    whole = vision_model()
+    handle = PretrainedHandle(save(tmp_path, whole))
+    policy, _ = handle.causal_lm(), handle.causal_lm()  # a run loads a reference, too
+    assert_close(policy(IDS).logits, whole(IDS).logits)
+    assert not any("visual" in name for name in policy.state_dict())
+    assert handle.left_out(policy) == "vision"
+    assert [record.message for record in caplog.records if record.name.startswith("ppo_rlhf")] == [
+        f"{tmp_path}: only the text part is loaded, trained and exported, as Qwen3_5ForCausalLM; the checkpoint's "
+        "vision is left out."
+    ]
+    assert (
+        handle.left_out(whole)
+        == PretrainedHandle(save(tmp_path / "llama", llama := tiny_model())).left_out(llama)
+        == ""
+    )
 
 
 def test_a_causal_model_with_the_small_weights_of_a_new_model_is_loaded(tmp_path):

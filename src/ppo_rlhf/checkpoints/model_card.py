@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard
+from transformers import PreTrainedModel
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
-from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
@@ -53,6 +55,7 @@ def render_card(
     library = "peft" if state.config.export == "adapter" else "transformers"
     origin = {
         "Started from": f"`{place(base) or 'a model without a name'}`",
+        "Left out": _left_out(state.policy),
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
         "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
@@ -147,6 +150,15 @@ def place(source: str) -> str:
     """
     inside = Path(shown(source)).expanduser()
     return inside.name if inside.is_absolute() else shown(source)
+
+
+def _left_out(policy: PreTrainedModel) -> str | None:
+    """Return what of the checkpoint that a policy was loaded from it does not have; None if it has all of it."""
+    try:
+        parts = PretrainedHandle(policy.config.name_or_path or "").left_out(policy)
+    except ModelError:  # a policy that was given as an object may have any name
+        return None
+    return f"{parts} of the model it started from: only the text part was trained and exported" if parts else None
 
 
 def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -62,3 +63,11 @@ def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
     with safe_open(file, framework="pt") as weights:
         names = [name for name in SCORE_HEADS if name in set(weights.keys())]
         return weights.get_slice(names[0]).get_shape()[0] if names else None
+
+
+def parts_left_out(config: PretrainedConfig, model: PreTrainedModel) -> str:
+    """Return which parts of a checkpoint, such as vision, a model that was loaded as its text part does not have."""
+    parts, text = config.sub_configs, type(model.config)
+    if text not in parts.values():
+        return ""
+    return " and ".join(name.removesuffix("_config") for name, part in parts.items() if part is not text)

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,7 +43,7 @@ from ppo_rlhf.models.directories import (
     is_local,
 )
 from ppo_rlhf.models.hub_files import check_on_hub, find_file
-from ppo_rlhf.models.kinds import check_generates, is_classifier, rows_of_head
+from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
@@ -189,7 +189,16 @@ class PretrainedHandle:
         if quantised_on is not None:
             prepare_quantised(model)
         check_causal(model, self.source)
+        if parts := self.left_out(model):
+            _say_once(
+                f"{self.source}: only the text part is loaded, trained and exported, as {type(model).__name__}; the "
+                f"checkpoint's {parts} is left out."
+            )
         return model
+
+    def left_out(self, model: PreTrainedModel) -> str:
+        """Return which parts of the checkpoint, such as vision, a model that was loaded from it does not have."""
+        return parts_left_out(self.config(), model)
 
     def empty_causal_lm(self) -> PreTrainedModel:
         """Return the language model's modules on the device `meta`, without weights, for checks before a run."""
@@ -389,6 +398,12 @@ def why_unreadable(error: Exception) -> str:
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
     return in_one_line(error) or type(error).__name__
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Log a line the first time: policy and reference are loaded from the same place."""
+    log.warning(line)
 
 
 def _some(names: list[str]) -> str:
