@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.tiny_adapters import adapter_of
-from tests.tiny_models import save, tiny_model
+from tests.tiny_models import END, PAD, VOCABULARY, draw_weights, save, tiny_model
 
 IDS = torch.tensor([[4, 5, 6, 7]])
 KINDS = ["whole model", "adapter", "adapter on an adapter", "hub revision", "adapter with a whole layer"]
@@ -26,9 +26,7 @@ def start(request, tmp_path, on_the_hub) -> str:
     return dict(zip(KINDS, [path, first, second, "org/base@v2", str(tmp_path / "third")], strict=True))[request.param]
 
 
-@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "use_peft"])
-@pytest.mark.parametrize("start", KINDS, indirect=True)
-def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adapter(start, use_peft, tmp_path):
+def trainer_of(start: str, *, use_peft: bool) -> PPOTrainer:
     config = PPOConfig(
         use_peft=use_peft,
         total_episodes=8,
@@ -39,9 +37,13 @@ def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adap
         missing_eos_penalty=None,
         device="cpu",
     )
-    trainer = PPOTrainer(
-        config, start, reward=lambda prompts, completions: [len(c) for c in completions], prompts=["a b", "c"]
-    )
+    return PPOTrainer(config, start, reward=lambda prompts, completions: [*map(len, completions)], prompts=["a", "b"])
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "use_peft"])
+@pytest.mark.parametrize("start", KINDS, indirect=True)
+def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adapter(start, use_peft, tmp_path):
+    trainer = trainer_of(start, use_peft=use_peft)
     before = {name: parameter.detach().clone() for name, parameter in trainer.policy.named_parameters()}
     begin = PretrainedHandle(start).causal_lm()(IDS).logits
     assert torch.equal(trainer.policy(IDS).logits, begin)
@@ -53,3 +55,25 @@ def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adap
     trainer.save_pretrained(str(tmp_path / "trained"))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")(IDS).logits
     assert (after - trainer.policy(IDS).logits).abs().max() < 1e-4 < (after - begin).abs().max()
+
+
+def test_a_mixture_of_experts_trains_its_attention_by_default_and_one_line_says_so(tmp_path, caplog):
+    shape = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    ids = {"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    path = save(tmp_path, draw_weights(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **ids)), 0.3))
+    trainer = trainer_of(path, use_peft=True)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.policy.named_parameters()}
+    trainer.train()
+    moved = {name for name, parameter in trainer.policy.named_parameters() if not torch.equal(before[name], parameter)}
+    assert {name.rpartition(".lora_B")[0].rpartition(".")[2] for name in moved} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+    said = [record.message for record in caplog.records if "lora_target_modules" in record.message]
+    assert said == [
+        "ppo.lora_target_modules=all-linear adapts k_proj, o_proj, q_proj, v_proj of Qwen3MoeForCausalLM. Its router "
+        "and experts (experts, gate) are no plain linear layers and do not train."
+    ]

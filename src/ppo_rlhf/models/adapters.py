@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,8 @@ class LoraSettings:
     """Shape of an adapter.
 
     `target_modules` names linear layers, comma-separated (the last parts of their paths); `all-linear` takes every
-    linear layer except the language-model head, `all-linear+head` takes that too.
+    plain linear layer except the language-model head, `all-linear+head` takes that too. In a mixture of experts the
+    router and the experts are no such layers.
     """
 
     rank: int  # r, columns of B and rows of A
@@ -56,15 +57,36 @@ class LoraSettings:
         shorthand = self.target_modules in (ALL_LINEAR, ALL_LINEAR_AND_HEAD)
         return [] if shorthand else [name.strip() for name in self.target_modules.split(",")]
 
+    def layers(self, model: PreTrainedModel) -> list[str]:
+        """Return the paths of the layers that `all-linear` and `all-linear+head` take in a model.
+
+        In some mixtures of experts peft takes the names of other layers, such as those of shared experts, for the
+        experts' own: no adapter on those layers could be loaded again, so they are left out.
+        """
+        head, left_out = model.get_output_embeddings(), mixtures(model)
+        paths = [
+            path
+            for path, module in model.named_modules()
+            if (isinstance(module, nn.Linear | Conv1D) and path not in left_out and module is not head)
+            or (module is head and self.target_modules == ALL_LINEAR_AND_HEAD)
+        ]
+        if not left_out or not paths:
+            return paths
+        with _without_warnings_on_targets():
+            config = LoraConfig(target_modules=paths)
+            taken = _adapted_layers(inject_adapter_in_model(config, share_weights(model), low_cpu_mem_usage=True))
+        return [path for path in paths if path in taken]
+
     def to_peft(self, model: PreTrainedModel) -> LoraConfig:
         """Return peft's configuration for a model, with the model's name as that of the base."""
-        targets: str | list[str] = self.names or ALL_LINEAR
+        targets: str | list[str] = self.names or (
+            _shortest(model, self.layers(model)) if mixtures(model) else ALL_LINEAR
+        )
         name, revision = model.name_or_path or "", ""
         if not is_local(name):  # peft has a field of its own for the revision
             name, _, revision = name.partition("@")
         if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no word for it, so name whole paths
-            head = model.get_output_embeddings()
-            targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) or m is head]
+            targets = self.layers(model)
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
@@ -102,6 +124,29 @@ def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
     adapted = _adapted_layers(_inject(share_weights(model), settings))
     if unknown := [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]:
         raise _does_not_fit(model, settings, f", but no {' or '.join(unknown)}")
+
+
+def mixtures(model: nn.Module) -> list[str]:
+    """Return the paths of routers and experts whose weights are no plain linear layers; empty if there are none."""
+    own = {path: module for path, module in model.named_modules() if _has_own_matrix(module)}
+    experts = [path for path, module in own.items() if "expert" in type(module).__name__.lower()]
+    parents = {path.rpartition(".")[0] for path in experts}
+    return [path for path in own if path.rpartition(".")[0] in parents]
+
+
+def said_of_mixtures(model: PreTrainedModel, settings: LoraSettings) -> str | None:
+    """Return in one line what of a mixture of experts gets an adapter, and what not; None for other models."""
+    if settings.names or not (left_out := mixtures(model)):
+        return None
+    paths, head = settings.layers(model), model.get_output_embeddings()
+    adapted = _last_parts(paths)
+    plain = _last_parts(path for path, m in model.named_modules() if _is_plain_linear(m) and m is not head)
+    others = ", ".join(name for name in plain if name not in adapted)
+    taken = f", nor do {others}, which are names of experts for peft" if others else ""
+    return (
+        f"ppo.lora_target_modules={settings.target_modules} adapts {', '.join(adapted)} of {type(model).__name__}. Its "
+        f"router and experts ({', '.join(_last_parts(left_out))}) are no plain linear layers and do not train{taken}."
+    )
 
 
 def check_critic_targets(backbone: PreTrainedModel, settings: LoraSettings) -> None:
@@ -202,7 +247,7 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     All its weights can train, as those of a model that was loaded whole: peft freezes what has an adapter. A classifier
     gets the adapter's score head, if there is one.
     """
-    with _without_warnings_on_the_head():
+    with _without_warnings_on_targets():
         # by peft: transformers can load it too, but would later save the model as an adapter
         adapted: Any = PeftModel.from_pretrained(model, str(directory))
     if quantisation_states(model):
@@ -216,9 +261,9 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    misfit = _does_not_fit(model, settings)  # names the layers as they are now: peft replaces them
+    misfit, linear = _does_not_fit(model, settings), _plain_layers(model)  # as they are now: peft replaces them
     try:
-        with _without_warnings_on_the_head():
+        with _without_warnings_on_targets():
             injected = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
     except ValueError as error:  # peft found no such layers, or layers that no adapter fits
         raise misfit from error
@@ -227,7 +272,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
             raise ModelError(
                 f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type "
                 f"{type(layer.get_base_layer()).__name__}, into which no adapter can be merged exactly. Name plain "
-                "linear layers, or set ppo.use_peft=false"
+                f"linear layers (of {linear}), or set ppo.use_peft=false"
             )
     for part in injected.modules():
         if isinstance(part, PreTrainedModel):
@@ -236,11 +281,31 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
 
 
 def _does_not_fit(model: PreTrainedModel, settings: LoraSettings, but: str = "") -> ModelError:
-    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_plain_linear(module)})
     return ModelError(
         f"ppo.lora_target_modules={settings.target_modules} does not fit {type(model).__name__}, which has the linear "
-        f"layers {', '.join(linear) or '(none)'}{but}. Name some of them, or set ppo.use_peft=false"
+        f"layers {_plain_layers(model)}{but}. Name some of them, or set ppo.use_peft=false"
     )
+
+
+def _plain_layers(model: nn.Module) -> str:
+    names = _last_parts(name for name, module in model.named_modules() if _is_plain_linear(module))
+    return ", ".join(names) or "(none)"
+
+
+def _last_parts(paths: Iterable[str]) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in paths})
+
+
+def _shortest(model: nn.Module, paths: list[str]) -> list[str]:
+    """Return the last parts of paths, if they stand for these layers alone; else the paths themselves."""
+    names = _last_parts(paths)
+    alike = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return names if alike == paths else paths
+
+
+def _has_own_matrix(module: nn.Module) -> bool:
+    """Return whether a module that is no plain linear layer holds a matrix, or a stack of them."""
+    return not _is_plain_linear(module) and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -249,11 +314,12 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _without_warnings_on_the_head() -> Iterator[None]:
-    """Silence two warnings of peft: `_untie_adapted_head` handles tied heads, and peft itself each layer's layout."""
+def _without_warnings_on_targets() -> Iterator[None]:
+    """Silence warnings of peft on what is handled: tied heads, each layer's layout, names taken for the experts'."""
     with warnings.catch_warnings():
         for message in ("Model (has|with) `tie_word_embeddings=True`", "fan_in_fan_out is set to True but the target"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -15,7 +16,14 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.adapters import (
+    LoraSettings,
+    check_targets,
+    has_adapter,
+    said_of_mixtures,
+    with_adapter,
+    without_adapter,
+)
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
@@ -33,8 +41,10 @@ from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
-from ppo_rlhf.processes import join_processes, shards_models
+from ppo_rlhf.processes import is_main_process, join_processes, shards_models
 from ppo_rlhf.rewards.functions import load_function
+
+log = logging.getLogger(__name__)
 
 AnyCritic = Critic | SharedCritic
 
@@ -102,6 +112,8 @@ def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedMode
     if not config.use_peft:
         return model
     check_targets(model, lora_settings(config))
+    if (line := said_of_mixtures(model, lora_settings(config))) and is_main_process():
+        log.warning(line)
     return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
 
 

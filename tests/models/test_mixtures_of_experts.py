@@ -1,0 +1,147 @@
+"""LoRA on mixtures of experts: what `all-linear` takes in each, and that peft loads it again. Oracle: peft."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.adapters import (
+    LoraSettings,
+    check_critic_targets,
+    check_targets,
+    load_adapter,
+    merged,
+    mixtures,
+    said_of_mixtures,
+    save_adapter,
+    with_adapter,
+)
+from ppo_rlhf.models.averages import trained_parameters
+from ppo_rlhf.models.loading import PretrainedHandle
+from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model
+
+IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
+ALL = LoraSettings(rank=2, alpha=4, target_modules="all-linear")
+SHAPE: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "max_position_embeddings": 64},
+    **{"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD},
+}
+LATENT = {
+    **{
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "head_dim": 4,
+    },
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+SHARED = {"gate_proj", "up_proj", "down_proj"}
+CASES: dict[str, tuple[dict[str, Any], set[str], set[str], set[str]]] = {
+    # settings, names of the layers that get an adapter, of routers and experts, of plain layers that peft cannot name
+    "Qwen3Moe": ({"num_experts": 4}, ATTENTION, {"gate", "experts"}, set()),
+    "Mixtral": ({"num_local_experts": 4}, ATTENTION, {"gate", "experts"}, set()),
+    "Olmoe": ({"num_experts": 4}, ATTENTION, {"gate", "experts"}, set()),
+    "DeepseekV3": (
+        {"n_routed_experts": 4, **LATENT},
+        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+        {"gate", "experts"},
+        SHARED,
+    ),
+    "GptOss": ({"num_local_experts": 4, "head_dim": 8}, ATTENTION, {"router", "experts"}, set()),
+    "GraniteMoe": ({"num_local_experts": 4}, ATTENTION, {"router", "experts"}, set()),
+    "Qwen2Moe": (
+        {"num_experts": 4, "shared_expert_intermediate_size": 8},
+        ATTENTION | SHARED | {"shared_expert_gate"},
+        {"gate", "experts"},
+        set(),
+    ),
+}
+WORKED_BEFORE = ("GptOss", "GraniteMoe", "Qwen2Moe")
+
+
+def mixture(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **CASES[name][0])
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    """With an adapter that has trained."""
+    policy = with_adapter(model, ALL, torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in trained_parameters(policy).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return policy
+
+
+def last(names) -> set[str]:
+    return {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_linear_takes_the_plain_linear_layers_and_one_line_says_what_it_leaves_out(name):
+    _, names, experts, others = CASES[name]
+    model = mixture(name)
+    assert last(mixtures(model)) == experts
+    check_targets(model, ALL)
+    check_critic_targets(model.base_model, ALL)
+    assert last(trained_parameters(adapted(model))) == names
+    line = said_of_mixtures(model, ALL)
+    assert f"all-linear adapts {', '.join(sorted(names))} of {name}ForCausalLM" in line
+    assert f"router and experts ({', '.join(sorted(experts))}) are no plain linear layers and do not train" in line
+    assert (", ".join(sorted(others)) + ", which are names of experts for peft" in line) is bool(others)
+    assert "\n" not in line
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # peft's on names that it takes for experts
+@pytest.mark.parametrize("name", CASES)
+def test_the_adapter_is_saved_as_peft_loads_it_and_merged_exactly(name, tmp_path):
+    base = save(tmp_path / "base", mixture(name))
+    policy = adapted(PretrainedHandle(base).causal_lm())
+    expected = policy(IDS).logits
+    assert not torch.equal(expected, mixture(name)(IDS).logits)
+    save_adapter(policy, tmp_path / "adapter", ALL)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    for model in (theirs, merged(policy), PretrainedHandle(str(tmp_path / "adapter")).causal_lm()):
+        assert_close(model(IDS).logits, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WORKED_BEFORE)
+def test_an_adapter_whose_file_says_all_linear_is_loaded_and_resumed(name, tmp_path):
+    """As every adapter on a mixture of experts was saved before the layers were listed."""
+    base = save(tmp_path / "base", mixture(name))
+    config = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    saved = save_as(theirs, "all-linear", tmp_path / "adapter")
+    resumed = with_adapter(mixture(name), ALL, torch.Generator())
+    load_adapter(resumed, tmp_path / "adapter")
+    for model in (resumed, PretrainedHandle(saved).causal_lm()):
+        assert_close(model(IDS).logits, theirs(IDS).logits, rtol=0.0, atol=1e-5)
+
+
+def save_as(model: PeftModel, targets: str, folder) -> str:
+    """Save an adapter with these words for its layers: peft replaces them by a list."""
+    model.peft_config["default"].target_modules = targets
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_experts_that_are_named_are_refused_with_the_layers_that_fit():
+    with pytest.raises(ModelError, match=r"takes model\.layers\.0\.mlp\.experts, .* \(of k_proj, lm_head, o_proj"):
+        check_targets(mixture("Qwen3Moe"), LoraSettings(2, 4, "gate_proj,up_proj,down_proj"))
+
+
+def test_a_model_without_experts_is_adapted_as_before_and_nothing_is_said():
+    assert mixtures(tiny_model()) == []
+    assert said_of_mixtures(tiny_model(), ALL) is None
+    assert ALL.to_peft(tiny_model()).target_modules == "all-linear"
