@@ -13,7 +13,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -195,6 +195,17 @@ def test_a_vocabulary_is_as_large_as_the_adapters_for_reward_models_of_our_own_f
     handle = PretrainedHandle(str(tmp_path / "adapter"))
     assert handle.config().get_text_config().vocab_size == 25
     assert_close(handle.reward_model()(IDS).logits, adapted(IDS).logits)
+
+
+def test_an_adapter_that_lacks_weights_of_a_layer_is_refused(tmp_path):
+    """peft warns, and merges the rest."""
+    base = tiny_model()
+    adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base))
+    weights = load_file(file := tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    save_file({name.replace("layers.1.", "blocks.1."): tensor for name, tensor in weights.items()}, file)
+    message = r"cannot be merged: its file lacks weights of layers that it adapts, such as \S*layers\.1\.\S*lora_A\S*$"
+    with pytest.raises(ModelError, match=message):
+        PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
 
 
 # --- kinds that cannot be merged -------------------------------------------------------------------------------------

@@ -246,10 +246,17 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
     All its weights can train, as those of a model that was loaded whole: peft freezes what has an adapter. A classifier
     gets the adapter's score head, if there is one.
+
+    Raises:
+        ValueError: The adapter's file does not have all weights that its configuration names.
     """
     with _without_warnings_on_targets():
-        # by peft: transformers can load it too, but would later save the model as an adapter
-        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
+        try:  # by peft: transformers can load it too, but would later save the model as an adapter
+            adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        except UserWarning as warning:  # the rest would be merged, and what is missing left as the base has it
+            missing = str(warning).partition("[")[2].partition(",")[0].strip("'[].")
+            raise ValueError(f"its file lacks weights of layers that it adapts, such as {missing}") from warning
     if quantisation_states(model):
         return _merge(adapted.get_base_model()).requires_grad_(True)
     _untie_adapted_head(adapted.get_base_model())
