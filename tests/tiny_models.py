@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
@@ -48,6 +48,24 @@ def word_tokenizer(*, prepend_begin: bool = False, **options: Any) -> PreTrained
     if prepend_begin:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, "bos_token": "<s>", **options})
+
+
+def spaced_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """Llama's kind: each word has the space before it, and the decoder drops the one at the start of a text."""
+    names = [word if word.startswith("<") else f"▁{word}" for word in VOCABULARY]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, "bos_token": "<s>", **options})
+
+
+def byte_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """GPT-2's kind without merges: one id a byte, whose text is the same wherever it stands."""
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, **options})
 
 
 def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **overrides: Any) -> PreTrainedModel:

@@ -8,6 +8,8 @@ from ppo_rlhf.data.chats import render_chat
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.tokenizers import (
     append_end,
+    continuations,
+    drops_first_space,
     encode_texts,
     end_of_turn_id,
     ensure_pad_token,
@@ -18,7 +20,19 @@ from ppo_rlhf.models.tokenizers import (
     train_word_tokenizer,
     without_template_defaults,
 )
-from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import (
+    BEGIN,
+    CHAT_TEMPLATE,
+    END,
+    PAD,
+    UNKNOWN,
+    VOCABULARY,
+    byte_tokenizer,
+    save,
+    spaced_tokenizer,
+    tiny_model,
+    word_tokenizer,
+)
 
 PERIOD = VOCABULARY.index(".")
 
@@ -200,3 +214,23 @@ def test_a_model_of_the_catalog_renders_chats_with_the_values_that_its_entry_giv
     assert text.endswith("assistant: <think></think>")
     with pytest.raises(ConfigError, match="expected names with values"):
         PretrainedModelDataset(place, chat_template_kwargs="enable_thinking")
+
+
+@pytest.mark.parametrize("made", [spaced_tokenizer, word_tokenizer], ids=["Llama's decoder", "words that are joined"])
+def test_a_continuation_has_the_space_that_the_decoder_drops_at_the_start_of_a_text(made):
+    tokenizer = made()
+    prompt, response = tokenizer("a b")["input_ids"], tokenizer("c d </s>")["input_ids"]
+    assert tokenizer.decode(response, skip_special_tokens=True) == "c d"
+    assert continuations(tokenizer, [prompt, [BEGIN]], [response, response]) == [" c d", "c d"]
+    assert continuations(tokenizer, [], []) == []
+    assert drops_first_space(tokenizer)
+
+
+def test_a_continuation_of_bytes_is_their_text_wherever_they_stand():
+    """Unless the text before ends within a character, which is then all theirs."""
+    tokenizer = byte_tokenizer()
+    rows = [tokenizer(text)["input_ids"] for text in (" c", "é!", " \n")]
+    assert continuations(tokenizer, [tokenizer("a .")["input_ids"]] * 3, rows) == tokenizer.batch_decode(rows)
+    first, second = tokenizer("é")["input_ids"]
+    assert continuations(tokenizer, [[first]], [[second, *rows[0]]]) == ["é c"]
+    assert not drops_first_space(tokenizer)

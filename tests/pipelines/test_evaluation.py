@@ -301,7 +301,7 @@ def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs, c
         ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
         found = model.generate(ids, do_sample=False, max_new_tokens=5, pad_token_id=0)[0, ids.shape[1] :]
         assert responses[0] == responses[1]
-        assert responses[0][0] == tokenizer.decode(found, skip_special_tokens=True)
+        assert responses[0][0] == " " + tokenizer.decode(found, skip_special_tokens=True)
     warmer = run_evaluation({**inputs, "params:evaluation": replace(greedy, temperature=5.0)})
     assert warmer["ppo_evaluation"]["response"].tolist() != seeds[0]["ppo_evaluation"]["response"].tolist()
 

@@ -119,7 +119,7 @@ def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, setti
     assert torch.equal(rollouts.mask, as_mask([episode.is_policy for episode in expected], width))
     words = [[" ".join(VOCABULARY[i] for i in part) for part in episode.parts] for episode in expected]
     special = ("<pad>", "<unk>", "</s>")
-    without = [[" ".join(w for w in text.split() if w not in special) for text in texts] for texts in words]
+    without = [["".join(f" {w}" for w in text.split() if w not in special) for text in texts] for texts in words]
     assert rollouts.texts.turns == without
 
 
@@ -215,7 +215,7 @@ def test_a_reward_function_that_names_turns_gets_them_and_one_that_does_not_gets
     )
     rollouts, scores, *_ = build_run(scorer=scorer, **SETTINGS).before_update()
     assert seen["turns"] == rollouts.texts.turns
-    assert [" ".join(filter(None, texts)) for texts in rollouts.texts.turns] == seen["completions"]
+    assert ["".join(texts) for texts in rollouts.texts.turns] == seen["completions"]
     assert seen["columns"] == {"wanted"}
     assert scores.total.tolist() == [len(texts) for texts in rollouts.texts.turns]
     build_run(scorer=scorer).before_update()

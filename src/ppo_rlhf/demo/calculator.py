@@ -18,7 +18,7 @@ def reply(prompts: list[str], completions: list[str], turns: list[list[str]]) ->
         completions: Each episode so far, as one text.
         turns: The turns of each episode: the policy's, a reply, the policy's, ...
     """
-    calls = [_CALL.fullmatch(texts[-1]) for texts in turns]
+    calls = [_CALL.fullmatch(texts[-1].strip()) for texts in turns]
     return [None if call is None else f"result {int(call[1]) + int(call[2])}" for call in calls]
 
 
@@ -27,10 +27,10 @@ def is_right(prompts: list[str], completions: list[str], turns: list[list[str]],
 
     It reads the policy's own last turn: a result that stands in a reply, or that the policy made up, earns nothing.
     """
-    said = [_ANSWER.fullmatch(texts[-1]) for texts in turns]
+    said = [_ANSWER.fullmatch(texts[-1].strip()) for texts in turns]
     return [float(match is not None and int(match[1]) == right) for match, right in zip(said, answer, strict=True)]
 
 
 def calls_calculator(prompts: list[str], completions: list[str], turns: list[list[str]]) -> list[float]:
     """Return 1 where the policy called the calculator, else 0. A function of `evaluation.rates`."""
-    return [float(_CALL.fullmatch(texts[0]) is not None) for texts in turns]
+    return [float(_CALL.fullmatch(texts[0].strip()) is not None) for texts in turns]

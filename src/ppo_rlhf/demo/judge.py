@@ -114,7 +114,7 @@ def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Se
 
     Args:
         prompts: the texts that the responses continue.
-        completions: the generated texts, without end-of-text token; joined to their prompts by a space.
+        completions: the generated texts, without end-of-text token.
         columns: `aspect` holds the word each response should mention; other columns are ignored.
     """
     aspects = columns.get("aspect", [None] * len(prompts))

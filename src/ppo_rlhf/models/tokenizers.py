@@ -233,6 +233,39 @@ def encode_texts(
     return ids
 
 
+def continuations(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[list[int]], ids: Sequence[list[int]]
+) -> list[str]:
+    """Return what N token sequences say after those before them, without special tokens.
+
+    It is the text of both together, less the text before. Many decoders (Llama's, or one that joins words) leave out
+    the space at the start of a text, so the text of `ids` alone would be glued to the text before. All texts of
+    responses come from here.
+    """
+    if not ids:  # of no texts some versions of transformers decode one
+        return []
+    starts, wholes = (
+        tokenizer.batch_decode(each, skip_special_tokens=True)
+        for each in (before, [[*first, *then] for first, then in zip(before, ids, strict=True)])
+    )
+    # a character of several bytes may begin before, and belongs to what completes it
+    return [whole[shared_length(start, whole) :] for start, whole in zip(starts, wholes, strict=True)]
+
+
+def shared_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    if second.startswith(first):
+        return len(first)
+    differing = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, len(second))
+
+
+def drops_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the text of tokens lacks the space that they have after other tokens (see `continuations`)."""
+    ids = list(tokenizer("a b", add_special_tokens=False)["input_ids"])
+    return tokenizer.decode(ids) != "".join(map(tokenizer.decode, (ids[:-1], ids[-1:])))
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:
     """Return the text that each token adds to the text before it; concatenated they are the text of `ids`.
 

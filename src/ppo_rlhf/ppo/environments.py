@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.episodes import texts_of_turns
 from ppo_rlhf.rewards.functions import RewardFunction, call_function
 from ppo_rlhf.rewards.scoring import TURNS
@@ -29,8 +30,8 @@ def reply_by_function(
     Raises:
         RewardError: As `call_environment`, or a reply has no tokens.
     """
-    turns = [texts_of_turns(*row, tokenizer) for row in zip(ids, is_policy, strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    turns = [texts_of_turns(*row, tokenizer) for row in zip(prompts.prompt_ids, ids, is_policy, strict=True)]
+    texts = continuations(tokenizer, prompts.prompt_ids, ids)
     replies = call_environment(function, name, prompts.texts, texts, turns, prompts.columns)
     tokens = [None if text is None else tokenizer.encode(text, add_special_tokens=False) for text in replies]
     if [] in tokens:

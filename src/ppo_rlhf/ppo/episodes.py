@@ -8,13 +8,14 @@ environment writes is context, as the prompt is.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 
 
@@ -78,16 +79,24 @@ def sample_episodes(
     return Responses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
 
 
-def turn_texts(responses: Responses, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the texts of the turns of each response, the policy's and the environment's by turns; [] without turns."""
+def turn_texts(
+    prompt_ids: list[list[int]], responses: Responses, tokenizer: PreTrainedTokenizerBase
+) -> list[list[str]]:
+    """Return the texts of the turns of each response, the policy's and the environment's by turns; [] without turns.
+
+    Together they are the response's text.
+    """
     if responses.policy_mask is None:
         return []
-    rows = zip(responses.token_lists(), responses.policy_mask.tolist(), strict=True)
-    return [texts_of_turns(ids, is_policy[: len(ids)], tokenizer) for ids, is_policy in rows]
+    rows = zip(prompt_ids, responses.token_lists(), responses.policy_mask.tolist(), strict=True)
+    return [texts_of_turns(prompt, ids, is_policy[: len(ids)], tokenizer) for prompt, ids, is_policy in rows]
 
 
-def texts_of_turns(ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of_turns(
+    prompt_ids: list[int], ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Return the texts of the turns of one response, as `turn_texts`."""
     tokens = zip(ids, is_policy, strict=True)
     turns = [[token for token, _ in turn] for _, turn in groupby(tokens, key=lambda pair: pair[1])]
-    texts: list[str] = tokenizer.batch_decode(turns, skip_special_tokens=True)
-    return texts
+    before = list(accumulate(turns, initial=prompt_ids))[:-1]
+    return continuations(tokenizer, before, turns)

@@ -20,6 +20,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
+from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
@@ -197,12 +198,12 @@ def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreT
     response_ids = responses.token_lists()
     return ResponseBatch(
         prompts=prompts.texts,
-        completions=DecodedWhenRead(partial(tokenizer.batch_decode, response_ids, skip_special_tokens=True)),
+        completions=DecodedWhenRead(partial(continuations, tokenizer, prompts.prompt_ids[:], response_ids)),
         columns=prompts.columns,
         prompt_ids=prompts.prompt_ids,
         response_ids=response_ids,
         terminated=responses.terminated.tolist(),
-        turns=turn_texts(responses, tokenizer),
+        turns=turn_texts(prompts.prompt_ids, responses, tokenizer),
         policy_mask=responses.policy_mask,
         chats=conversations(prompts.messages, prompts.prompt_ids, response_ids, responses.policy_mask, tokenizer),
     )

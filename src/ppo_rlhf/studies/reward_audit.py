@@ -15,6 +15,7 @@ from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
+from ppo_rlhf.models.tokenizers import continuations, drops_first_space
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
@@ -100,6 +101,8 @@ def probe_reward(
         standard deviations (`deviation_within_prompts`).
     """
     responses = samples.groupby(PROMPT)["response"].first().tolist()
+    if drops_first_space(tokenizer):  # its tokens of a text have this space
+        responses = [text.removeprefix(" ") for text in responses]
     prompts = prompts.select(range(len(responses)))
     unit = deviation_within_prompts(samples, "reward")
     stops = list(stop_token_ids[:1])
@@ -116,7 +119,7 @@ def probe_reward(
         ids = [tokens(text)[:room] + stops for text in texts]
         batch = ResponseBatch(
             prompts=prompts.texts,
-            completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
+            completions=continuations(tokenizer, prompts.prompt_ids, ids),
             columns=prompts.columns,
             prompt_ids=prompts.prompt_ids,
             response_ids=ids,
