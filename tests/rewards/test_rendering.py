@@ -24,6 +24,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.rollout import response_batch
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.rewards import rendering
@@ -34,7 +35,7 @@ from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.studies import reward_audit
 from ppo_rlhf.supervised.preferences import check_preferences, tokenise_preferences
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import save, spaced_tokenizer, tiny_model, word_tokenizer
 
 NEWLINE = "NL"  # a word, as the stand-ins have no white space
 QWEN = (
@@ -334,6 +335,28 @@ def test_the_audit_leaves_equal_pairs_out_and_keeps_each_rows_columns():
     for row in held_out.to_dict("records"):
         assert row["chosen_chat"][-1]["content"] == replies[row["number"]][0]
         assert row["rejected_chat"][-1]["content"] == replies[row["number"]][1]
+
+
+def test_functions_get_texts_that_go_on_where_the_prompt_ends():
+    """Also turn by turn, and in the environment that answers; a message begins without the space."""
+    policy = spaced_tokenizer(chat_template="{{ messages[0].content }}")
+    prompts, ids = PromptDataset([policy("a b")["input_ids"]], ["a b"], {}, ["null"]), policy("c d e")["input_ids"]
+    mask = torch.tensor([[True, False, True]])
+    for policy_mask, turns in ((None, []), (mask, [[" c", " d", " e"]])):
+        responses = Responses(torch.tensor([ids]), torch.tensor([3]), torch.tensor([False]), policy_mask)
+        batch = response_batch(prompts, responses, policy)
+        assert (list(batch.completions), batch.turns) == ([" c d e"], turns)
+        assert batch.prompts[0] + batch.completions[0] == policy.decode(policy("a b c d e")["input_ids"])
+    seen: list[Any] = []
+
+    def answer(completions, turns):
+        seen.append((completions, turns))
+        return [None]
+
+    reply_by_function(answer, "answer", policy, prompts, [ids], mask.tolist())
+    assert seen == [([" c d e"], [[" c", " d", " e"]])]
+    chat = PromptDataset(prompts.prompt_ids, prompts.texts, {}, [json.dumps([USER])])
+    assert response_batch(chat, responses, policy).chats[0][1]["content"] == "c"
 
 
 def test_a_function_that_names_messages_gets_the_whole_conversation():

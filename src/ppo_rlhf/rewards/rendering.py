@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby, repeat
+from itertools import groupby, repeat, takewhile
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +23,25 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chat_templates import find_hidden, kind_of
 from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, read_tools, render_chat
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids, without_template_defaults
+from ppo_rlhf.models.tokenizers import (
+    append_end,
+    continuations,
+    encode_texts,
+    same_vocabulary,
+    shared_length,
+    special_ids,
+    without_template_defaults,
+)
+from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
 ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""
 _REPLY_ROLES = ("user", "tool", "system")
 _MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
-_warn_once = cache(logging.getLogger(__name__).warning)
+_told: set[str] = set()  # tokenizers whose replies have been warned of
+logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 
 @dataclass(frozen=True)
@@ -165,28 +178,117 @@ def conversations(
 ) -> list[Chat | None]:
     """Return N prompts with their responses as messages; None where the prompt is text.
 
-    A reply of an environment has the role that the policy's template gives it, or `ENVIRONMENT` if it is no turn of it.
+    The policy's replies are as `_with_reply` reads them. A reply of an environment has the role that the policy's
+    template gives it, or `ENVIRONMENT` if it is no turn of it.
     `prompts` are the messages of each prompt, None for text (empty: all are texts), `policy_mask` is that of
     `ResponseBatch`, and the tokenizer is the policy's.
     """
     found: list[Chat | None] = [None] * len(prompt_ids)
+    own_turns: list[list[int]] = []
     for row, chat in enumerate(prompts):
         if chat is None:
             continue
         ids, before = response_ids[row], prompt_ids[row]
         is_policy = [True] * len(ids) if policy_mask is None else policy_mask[row].tolist()[: len(ids)]
-        begun = before if chat[-1]["role"] == ASSISTANT else []  # a space may stand between it and its continuation
-        stop: list[int] = []
         for is_own, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
             turn = [token for token, _ in pairs]
             if is_own:
-                start, whole = tokenizer.batch_decode([begun, begun + turn], skip_special_tokens=True)
-                chat = answered(chat, whole[len(start) :])
-                begun, stop = [], turn[-1:]
+                chat = _with_reply(chat, before, turn, tokenizer)
+                own_turns.append(turn)
             else:
-                chat = [*chat, _reply_message(chat, str(tokenizer.decode(stop + turn)), tokenizer)]
+                chat = [*chat, _reply_message(chat, str(tokenizer.decode(before[-1:] + turn)), tokenizer)]
+            before = before + turn
         found[row] = chat if ids else answered(chat, "")
+    if own_turns:
+        _tell_of_special_tokens(own_turns, tokenizer, next(filter(None, prompts)))
     return found
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """What stands between the assistant's mark and the content of its message."""
+
+    begun: str = ""  # written by the generation prompt, but part of the reply: `<think>`
+    channel: str = ""  # with special tokens, left to the policy: `<|channel|>final<|message|>`
+
+    @classmethod
+    def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
+        """Return the form of replies to a chat, which its template and its system message decide.
+
+        What an earlier message of the assistant has before its content is the mark, and the channel if there is one:
+        templates write a reasoning, or an empty one, only into the last message.
+        """
+        question, reply = {"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _MARK}
+        asked_chat = [*takewhile(lambda message: message["role"] == "system", chat), question]
+        with suppress(DataError):  # a template may refuse this chat; then the mark is not known
+            asked = render_chat(asked_chat, tokenizer, "", to_answer=True)
+            last, earlier = (
+                render_chat([*asked_chat, reply, *rest], tokenizer, "").rpartition(_MARK)[0]
+                for rest in ([], [question])
+            )
+            if asked == last or not earlier:  # the template writes all of it by itself
+                return cls()
+            shared = shared_length(asked, earlier)
+            if shared < len(asked):
+                return cls(begun=asked[shared:])
+            ids = tokenizer(earlier[shared:], add_special_tokens=False)["input_ids"]
+            return cls(channel=earlier[shared:]) if special_ids(tokenizer).intersection(ids) else cls()
+        return cls()
+
+
+def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """Return a chat with the policy's reply, given the tokens of the reply and of all before it.
+
+    A tokenizer with a response template parses the reply: reasoning and tool calls are keys of their own. Else content
+    is all that follows the assistant's mark, the generation prompt's part of it included; where the policy writes into
+    channels, it is what follows the template's channel of answers.
+    """
+    if getattr(tokenizer, "response_template", None):
+        with suppress(Exception):  # sampled text can be damaged in any way; then it stays as it is
+            parsed: dict[str, Any] = tokenizer.parse_response(reply, prefix=before)
+            whole = chat[:-1] if chat[-1]["role"] == ASSISTANT else chat
+            return [*whole, {"content": "", **parsed, "role": ASSISTANT}]
+    if chat[-1]["role"] == ASSISTANT:
+        return answered(chat, *continuations(tokenizer, [before], [reply]))
+    form = ReplyForm.of(chat, tokenizer)
+    if form.channel:
+        reply = _of_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
+    if form.begun:
+        begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(begun, skip_special_tokens=True) + continuations(tokenizer, [before], [reply])[0]
+        return answered(chat, text)
+    return answered(chat, str(tokenizer.decode(reply, skip_special_tokens=True)))
+
+
+def _of_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what follows the last `channel` of a reply: nothing if there is another one, all if there is none."""
+    starts = [at for at in range(len(reply)) if reply[at : at + len(channel)] == channel]
+    if starts:
+        return reply[starts[-1] + len(channel) :]
+    return reply if special_ids(tokenizer).intersection(channel).isdisjoint(reply) else []
+
+
+def _tell_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
+    """Warn once if special tokens stand within most of the replies, which their texts leave out; `chat` is a prompt."""
+    known, name = special_ids(tokenizer), tokenizer.name_or_path
+    if name in _told or not is_main_process():
+        return
+    found = [{token for token in reply[:-1] if token in known} for reply in replies]
+    counts = Counter(token for tokens in found for token in tokens)
+    if tokens := [token for token, count in counts.items() if 2 * count > len(found)]:
+        _told.add(name)
+        if getattr(tokenizer, "response_template", None):
+            rest = "`messages` has the parts, as the tokenizer's response_template reads them"
+        elif channel := ReplyForm.of(chat, tokenizer).channel:
+            rest = f"`messages` and other reward models' templates get what follows the last {channel}"
+        else:
+            rest = "so do `messages`"
+        logger.warning(
+            "Special tokens stand within the policy's replies (%s). The texts of completions leave them out, and their "
+            "parts run together; %s; completion_ids have everything.",
+            " ".join(sorted(tokenizer.convert_ids_to_tokens(tokens))),
+            rest,
+        )
 
 
 def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -206,7 +308,7 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
 
 def _after_reply(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     """Return the tokens that the chat template puts after the reply that ends a conversation."""
-    text = render_chat([*chat[:-1], {**chat[-1], "content": _MARK}], tokenizer, where)
+    text = render_chat([*chat[:-1], {"role": ASSISTANT, "content": _MARK}], tokenizer, where)
     if _MARK not in text:
         raise DataError(f"{where}: the chat template does not write the reply as it is, so its end cannot be found")
     return list(tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"])
