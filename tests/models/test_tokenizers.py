@@ -1,11 +1,15 @@
+import re
+
 import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig
 
+from ppo_rlhf import PPOConfig, PPOTrainer
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.data.chats import render_chat
 from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.models import loading
 from ppo_rlhf.models.tokenizers import (
     append_end,
     continuations,
@@ -17,9 +21,11 @@ from ppo_rlhf.models.tokenizers import (
     set_template_defaults,
     special_ids,
     stop_token_ids,
+    templates_of,
     train_word_tokenizer,
     without_template_defaults,
 )
+from ppo_rlhf.rewards.rendering import Rendering
 from tests.tiny_models import (
     BEGIN,
     CHAT_TEMPLATE,
@@ -205,6 +211,48 @@ def test_a_value_is_given_to_the_template_as_a_caller_would_give_it(value):
 def test_a_value_that_the_chat_template_does_not_read_is_refused(template, values):
     with pytest.raises(ConfigError, match="chat_template_kwargs: the chat template of x does not read"):
         set_template_defaults(word_tokenizer(chat_template=template), values, "x")
+
+
+@pytest.mark.parametrize(
+    ("held", "what"),
+    [
+        (["{{ messages }}"], "holds ['{{ messages }}']"),
+        ({"rag": "x", "tool_use": "y"}, "holds templates named rag, tool_use"),
+        ({"default": None}, "holds templates named default"),
+        (7, "holds 7"),
+    ],
+)
+def test_what_is_neither_one_template_nor_named_ones_with_a_default_is_refused(tmp_path, monkeypatch, held, what):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = held
+    expected = re.escape(f"chat_template holds {what.removeprefix('holds ')}. Give one template as text, or named")
+    with pytest.raises(ModelError, match=f"^x: {expected}"):
+        templates_of(tokenizer, "x")
+    with pytest.raises(ModelError, match=expected):
+        set_template_defaults(tokenizer, {"name": 1}, "x")
+    place = save(tmp_path / "model", tiny_model())
+    with pytest.raises(ModelError, match=f"^PPOTrainer: tokenizer: {expected}"):
+        PPOTrainer(PPOConfig(response_length=4), place, tokenizer=tokenizer)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    with pytest.raises(ModelError, match=f"model: {expected}"):
+        PretrainedModelDataset(place).load().tokenizer()
+
+
+def test_of_named_templates_the_default_is_the_one_and_each_gets_the_values_that_it_reads():
+    named = {"default": THINKS, "tool_use": "{{ tools }}"}
+    tokenizer = word_tokenizer(chat_template=dict(named))
+    assert templates_of(tokenizer) == named
+    set_template_defaults(tokenizer, {"enable_thinking": False}, "x")
+    text = render_chat([{"role": "user", "content": "a"}], tokenizer, "x", to_answer=True)
+    assert text.endswith("assistant: <think></think>")
+    assert tokenizer.chat_template["tool_use"] == "{{ tools }}"
+    with pytest.raises(ConfigError, match="does not read name_of_nothing"):
+        set_template_defaults(tokenizer, {"name_of_nothing": 1}, "x")
+    one, other = (Rendering(tokenizer, word_tokenizer(chat_template=held)) for held in (named, named["default"]))
+    assert (one.has_policy_template, other.has_policy_template) == (True, False)
+    for nothing in (None, "", {}):
+        tokenizer.chat_template = nothing
+        assert templates_of(tokenizer) == {}
 
 
 def test_a_model_of_the_catalog_renders_chats_with_the_values_that_its_entry_gives(tmp_path):

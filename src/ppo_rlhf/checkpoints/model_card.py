@@ -17,6 +17,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
+from ppo_rlhf.models.tokenizers import templates_of
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
@@ -181,7 +182,7 @@ def _versions() -> str:
 
 def _usage(state: TrainingState) -> str:
     sampling = state.sampling
-    is_chat = getattr(state.tokenizer, "chat_template", None) is not None
+    is_chat = bool(templates_of(state.tokenizer))
     prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
     text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
     options = {

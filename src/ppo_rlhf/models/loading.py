@@ -49,7 +49,13 @@ from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, pr
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
-from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
+from ppo_rlhf.models.tokenizers import (
+    check_vocabulary,
+    ensure_pad_id,
+    ensure_pad_token,
+    set_template_defaults,
+    templates_of,
+)
 from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
 log = logging.getLogger(__name__)
@@ -160,6 +166,7 @@ class PretrainedHandle:
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
         check_vocabulary(tokenizer, config, self.source)
+        templates_of(tokenizer, self.source)
         set_template_defaults(tokenizer, self.chat_template_kwargs, self.source)
         return tokenizer
 

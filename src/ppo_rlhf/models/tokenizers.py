@@ -156,30 +156,55 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
+_ONLY = "default"
 _DEFAULTS = re.compile(r"(?:{% if \w+ is not defined %}{% set \w+ = .*? %}{% endif \+%})*", re.DOTALL)
 _WRITTEN = re.compile(r"{% if \w+ is not defined %}{% set (\w+) = (.*?) %}{% endif \+%}", re.DOTALL)
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name: its only one is `default`. Without any there is none.
+
+    Of several transformers takes `default`, and for chats with tools `tool_use`. `source` is its name in errors.
+
+    Raises:
+        ModelError: What it holds is neither a text nor named texts with a `default`.
+    """
+    held = getattr(tokenizer, "chat_template", None) or {}
+    templates = held if isinstance(held, Mapping) else {_ONLY: held}
+    if templates and not (_ONLY in templates and all(isinstance(text, str) for text in templates.values())):
+        what = f"templates named {', '.join(map(str, held))}" if isinstance(held, Mapping) else f"{held!r:.60}"
+        raise ModelError(
+            f"{source or tokenizer.name_or_path or 'the tokenizer'}: chat_template holds {what}. Give one template as "
+            f"text, or named texts with a `{_ONLY}`."
+        )
+    return dict(templates)
 
 
 def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], source: str) -> None:
     """Write values for names that the chat template reads, such as `enable_thinking`, to the template's beginning.
 
-    So they hold wherever a chat is rendered, also with the exported model; who renders may give others.
+    So they hold wherever a chat is rendered, also with the exported model; who renders may give others. Of several
+    templates each gets those that it reads.
 
     Raises:
-        ConfigError: The template does not read a name.
+        ConfigError: No template reads a name.
+        ModelError: As `templates_of`.
     """
     if not values:
         return
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    own = without_template_defaults(template)
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", own))
-    read = meta.find_undeclared_variables(parsed)
+    held = {name: without_template_defaults(text) for name, text in templates_of(tokenizer, source).items()}
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])
+    read = {name: meta.find_undeclared_variables(jinja.parse(_GENERATION.sub("", own))) for name, own in held.items()}
     for name in values:
-        if name not in read:
+        if not any(name in names for names in read.values()):
             raise ConfigError(f"chat_template_kwargs: the chat template of {source} does not read {name}; leave it out")
     # Python's literals of plain values are Jinja's, too
-    lines = [_DEFAULT.replace("NAME", name).replace("VALUE", repr(value)) for name, value in values.items()]
-    tokenizer.chat_template = "".join(lines) + own
+    lines = {name: _DEFAULT.replace("NAME", name).replace("VALUE", repr(value)) for name, value in values.items()}
+    made = {
+        template: "".join(line for name, line in lines.items() if name in read[template]) + own
+        for template, own in held.items()
+    }
+    tokenizer.chat_template = made if isinstance(tokenizer.chat_template, Mapping) else made[_ONLY]
 
 
 def template_defaults(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ppo_rlhf.models.tokenizers import (
     same_vocabulary,
     shared_length,
     special_ids,
+    templates_of,
     without_template_defaults,
 )
 from ppo_rlhf.processes import is_main_process
@@ -59,9 +60,11 @@ class Rendering:
     @cached_property
     def has_policy_template(self) -> bool:
         """Whether the reward model reads chats as the policy writes them: by its vocabulary and its template."""
-        own, other = self.tokenizer, self.policy_tokenizer
-        templates = [without_template_defaults(str(each.chat_template)) for each in (own, other)]
-        return self.reads_policy_ids and templates[0] == templates[1]
+        own, other = (
+            {name: without_template_defaults(text) for name, text in templates_of(each).items()}
+            for each in (self.tokenizer, self.policy_tokenizer)
+        )
+        return self.reads_policy_ids and own == other
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

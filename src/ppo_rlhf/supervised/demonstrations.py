@@ -35,7 +35,7 @@ from ppo_rlhf.data.chats import (
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, without_template_defaults
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, templates_of, without_template_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
         return None
     from trl.chat_template_utils import get_training_chat_template  # heavy: only chats pay for it
 
-    whole = str(tokenizer.chat_template)
+    whole = templates_of(tokenizer)["default"]
     own = without_template_defaults(whole)
     known = copy.copy(tokenizer)  # TRL knows templates by their text
     known.chat_template = own

@@ -25,7 +25,7 @@ from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary, templates_of
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
@@ -142,6 +142,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             to_host(model)
         if tokenizer is None:
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
+        templates_of(own, "PPOTrainer: the reward model's tokenizer")
         ensure_pad_token(own, model.config)
         ensure_pad_id(model, own)
         scoring = scorers.ModelScorer(model, own, policy.tokenizer, batch_size, device)

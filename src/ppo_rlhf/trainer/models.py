@@ -25,7 +25,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
-from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token
+from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
 from ppo_rlhf.ppo.models import AnyCritic, build_critic, check_device, critic_backbone, load_causal_lm, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.processes import is_main_process
@@ -78,6 +78,7 @@ def take_policies(
         head = _left_out_head(base, "policy")
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
+    templates_of(tokenizer, "PPOTrainer: tokenizer")
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
