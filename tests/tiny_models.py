@@ -1,8 +1,11 @@
 """Tiny models and tokenizers on disk, made on the fly: random weights of full size, so that outputs differ clearly."""
 
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
@@ -36,6 +39,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' <s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
 )
+DATED_TEMPLATE = "{{ strftime_now('%d') }} " + CHAT_TEMPLATE
+"""Prints the day of the month, as Llama 3's prints the date."""
 KINDS = ("llama", "gpt2", "bitnet")
 MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=PAD)
 """In 16 bits its hidden states have 32: it sums in 32 what its layers give."""
@@ -66,6 +71,12 @@ def byte_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, **options})
+
+
+def set_today(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    """Let transformers' chat templates find that today is a day of May."""
+    today = SimpleNamespace(now=lambda: datetime(2031, 5, day, 12, 0))
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
 
 
 def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **overrides: Any) -> PreTrainedModel:

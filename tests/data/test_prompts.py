@@ -18,6 +18,7 @@ from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.tokenizers import set_template_defaults
 from ppo_rlhf.trainer.trainer import PPOTrainer
+from tests.tiny_models import set_today
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} </s> {% endfor %}"
@@ -397,6 +398,24 @@ def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenize
         tokenised.add(file)
         assert file.startswith(str(tmp_path / "cache"))
     assert len(tokenised) == 2
+
+
+@pytest.mark.parametrize(("dated", "files"), [(True, [1, 2, 2, 1]), (False, [1, 1, 1, 1])])
+def test_tokens_that_are_kept_serve_only_the_day_that_the_template_prints(
+    tmp_path, make_tokenizer, monkeypatch, dated, files
+):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
+    template = "{{ strftime_now('%d') }} " + CHAT_TEMPLATE if dated else CHAT_TEMPLATE
+    found: list[str] = []
+    for day in (3, 4, 4, 3):
+        set_today(monkeypatch, day)
+        table = load_table(str(tmp_path / "prompts.jsonl"), cache=str(tmp_path / "cache"))
+        tokenised = PromptReader(make_tokenizer(chat_template=template), None, 4, "error").tokenise(
+            table, "prompt", "x"
+        )
+        found.append(tokenised.cache_files[0]["filename"])
+        assert tokenised["prompt"][0].startswith(f"0{day} u a" if dated else "u a")
+    assert [list(dict.fromkeys(found)).index(file) + 1 for file in found] == files
 
 
 def test_other_values_for_the_chat_template_give_other_tokens_of_the_same_file(tmp_path, make_tokenizer):

@@ -17,6 +17,7 @@ from ppo_rlhf.models.tokenizers import (
     encode_texts,
     end_of_turn_id,
     ensure_pad_token,
+    printed_dates,
     same_vocabulary,
     set_template_defaults,
     special_ids,
@@ -35,6 +36,7 @@ from tests.tiny_models import (
     VOCABULARY,
     byte_tokenizer,
     save,
+    set_today,
     spaced_tokenizer,
     tiny_model,
     word_tokenizer,
@@ -253,6 +255,20 @@ def test_of_named_templates_the_default_is_the_one_and_each_gets_the_values_that
     for nothing in (None, "", {}):
         tokenizer.chat_template = nothing
         assert templates_of(tokenizer) == {}
+
+
+def test_the_dates_that_templates_print_are_todays(monkeypatch):
+    """Of a format that is not written out the time counts to the microsecond, so that it is never the same."""
+    set_today(monkeypatch, 3)
+    llama = '{% if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}'
+    for template, dates in (
+        (llama + "{{ strftime_now('%Y') }}" + llama, ["03 May 2031", "2031"]),
+        ("{{ strftime_now(format) }}", ["2031-05-03 12:00:00.000000"]),
+        ({"default": "x", "tool_use": llama}, ["03 May 2031"]),
+        (THINKS, []),
+        (None, []),
+    ):
+        assert printed_dates(word_tokenizer(chat_template=template)) == dates
 
 
 def test_a_model_of_the_catalog_renders_chats_with_the_values_that_its_entry_gives(tmp_path):

@@ -26,11 +26,12 @@ from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
-from ppo_rlhf.pipelines.evaluation.nodes import compare_policies
+from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies
+from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.pipelines.reporting.wording import headline
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
-from tests.tiny_models import save, tiny_model
+from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 
 PROJECT = Path(__file__).parents[2]
 WORDS = ["<eos>", *"abcdefghijk"]
@@ -171,6 +172,29 @@ def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(i
     assert outputs["evaluation_summary"]["trained_prompts"] == 2
     assert "PPO trained on 2 of these 4 prompts: they are not held-out." in caplog.messages
     assert "PPO trained on 2 of the 4 prompts" in outputs["model_card"][1]
+
+
+def test_a_template_that_prints_the_date_makes_no_other_prompts_the_next_day(inputs, outputs, tmp_path, monkeypatch):
+    """Prompts that were trained on are counted, and win rates can be compared."""
+    policy = PretrainedHandle(save(tmp_path / "dated", tiny_model(), word_tokenizer(chat_template=DATED_TEMPLATE)))
+    chats = [[{"role": "user", "content": text}] for text in "abc"]
+    ppo, prompts = inputs["params:ppo"], PromptsConfig()
+    set_today(monkeypatch, 3)
+    first, _ = choose_prompts(None, table_of({"prompt": chats}), None, policy, ppo, prompts)
+    trained = prepare_prompts(table_of({"prompt": chats}), None, policy, ppo, prompts)["training_prompts"]
+    assert len(trained) == 2
+    set_today(monkeypatch, 4)
+    turned = [[dict(reversed(message.items())) for message in chat] for chat in chats]  # the keys of messages
+    second, count = choose_prompts(None, table_of({"prompt": turned}), trained, policy, ppo, prompts)
+    assert count == 2
+    assert [table["prompt"][0][:2] for table in (first, second)] == ["03", "04"]
+    of_days = [first, choose_prompts(None, table_of({"prompt": chats}), None, policy, ppo, prompts)[0]]
+    conditions = [
+        summary_of(outputs, inputs, sft_policy=policy, evaluation_prompts=table)["conditions"] for table in of_days
+    ]
+    assert conditions[0] == conditions[1]
+    other = choose_prompts(None, table_of({"prompt": chats[::-1]}), None, policy, ppo, prompts)[0]
+    assert summary_of(outputs, inputs, sft_policy=policy, evaluation_prompts=other)["conditions"] != conditions[0]
 
 
 def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):

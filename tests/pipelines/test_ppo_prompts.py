@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
@@ -11,7 +12,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.pipelines.ppo.nodes import configure_ppo, initialise_training_state, prepare_prompts
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 
 PROMPTS = table_of({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 
@@ -62,6 +63,16 @@ def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before
     else:
         with pytest.raises(ModelError, match="it would have 9, the reward model reads 8"):
             initialise_training_state(*arguments)
+
+
+def test_a_run_notes_the_date_that_its_template_prints_into_chats(monkeypatch):
+    set_today(monkeypatch, 3)
+    tokenizer, settings = word_tokenizer(chat_template=DATED_TEMPLATE), PPOConfig(response_length=5, device="cpu")
+    scorer, chat = RewardScorer([("m", 1.0, lambda _: torch.zeros(2))]), '[{"role": "user", "content": "a"}]'
+    for chats, origin in (([chat, None], {"printed_date": "03"}), ([], {}), ([None, None], {})):
+        prompts = PromptDataset([[4], [5]], ["a", "b"], {}, chats)
+        models = TrainedModel(tiny_model(), tokenizer), tiny_model()
+        assert initialise_training_state(*models, scorer, prompts, settings, None, None).origin == origin
 
 
 def test_the_start_says_how_many_processes_share_the_batch(caplog, monkeypatch):

@@ -14,11 +14,11 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from ppo_rlhf.core.errors import CheckpointError, RewardError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import update
 from ppo_rlhf.trainer import progress
 from ppo_rlhf.training import PPOTrainer
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (
     PROMPTS,
     assert_same_bits,
@@ -233,3 +233,26 @@ def test_only_sampled_iterations_have_a_file(tmp_path: Path):
         output_dir=tmp_path
     )
     assert [file.name[-7:-6] for file in sorted((tmp_path / "completions").iterdir())] == ["1", "5"]
+
+
+def test_a_run_whose_template_prints_the_date_goes_on_the_next_day_and_a_line_says_so(
+    sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tokenizer = word_tokenizer(chat_template=DATED_TEMPLATE)
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    set_today(monkeypatch, 3)
+    begun = trainer_of(sft, tokenizer=tokenizer, prompts=chats)
+    begun.save_checkpoint(tmp_path / "run")
+    set_today(monkeypatch, 4)
+    resumed = trainer_of(sft, tokenizer=tokenizer, prompts=chats)
+    assert resumed._prompts is not None
+    assert resumed._prompts.texts[0].startswith("04 u a")  # "04" is unknown to this tokenizer, so are all numbers
+    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
+        resumed.load_checkpoint(tmp_path / "run" / "iteration_000000")
+    assert "prompts have 04 from here on, where they had 03" in caplog.text
+    for others in (chats[::-1], PROMPTS):
+        with pytest.raises(ConfigError, match="prompts: not what the run of"):
+            trainer_of(sft, tokenizer=tokenizer, prompts=others).load_checkpoint(tmp_path / "run" / "iteration_000000")
+    edited = word_tokenizer(chat_template=DATED_TEMPLATE + " ")
+    with pytest.raises(ConfigError, match="prompts: not what the run of"):
+        trainer_of(sft, tokenizer=edited, prompts=chats).load_checkpoint(tmp_path / "run" / "iteration_000000")

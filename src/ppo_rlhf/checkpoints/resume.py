@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
 from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
 
@@ -52,6 +56,15 @@ CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device"}
 MENDABLE = "reward_functions"
 """The part of a script's origin that a resumed run may have changed: the source of its reward functions."""
 
+DATE = "printed_date"
+"""The part of an origin that is the date which the chat template prints; each day has another one."""
+
+
+def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the part of an origin that says which date the chat template prints today; none if it prints none."""
+    dates = printed_dates(tokenizer) if prompts.has_chats else []
+    return {DATE: ", ".join(dates)} if dates else {}
+
 
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
     """Return `name: (saved, now)` for every setting that differs.
@@ -90,7 +103,7 @@ def restore(state: TrainingState, directory: Path) -> None:
     refused += [
         f"{name}: not what the run of {directory} began with; give the same, or begin a new run in another folder"
         for name in others
-        if name != MENDABLE
+        if name not in (MENDABLE, DATE)
     ]
     if refused:
         raise ConfigError("\n".join(refused))
@@ -98,4 +111,9 @@ def restore(state: TrainingState, directory: Path) -> None:
     if is_main_process():
         if MENDABLE in others:
             log.warning("The reward's functions were changed since %s: the run continues with the new ones.", directory)
+        if DATE in others:
+            log.warning(
+                "The chat template prints the date: prompts have %s from here on, where they had %s.",
+                *(state.origin[DATE], saved["origin"][DATE]),
+            )
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

@@ -56,6 +56,14 @@ class PromptDataset:
         """The messages of each prompt, None for text; empty: all are texts."""
         return [None if chat is None else json.loads(chat) for chat in self.chats]
 
+    @cached_property
+    def has_chats(self) -> bool:
+        """Whether some prompt is a chat."""
+        table = getattr(self.chats, "source", None)
+        if table is None:
+            return any(chat is not None for chat in self.chats)
+        return arrow_column(table, "prompt_chat").null_count < len(self)
+
     def select(self, indices: Sequence[int]) -> PromptDataset:
         """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
         columns = {name: _rows(values, indices) for name, values in self.columns.items()}
@@ -63,9 +71,12 @@ class PromptDataset:
         return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
 
     def texts_frame(self) -> pd.DataFrame:
-        """Return a table with the column `prompt`."""
+        """Return a table with the column `prompt`, and `prompt_chat` if some prompts are chats."""
+        columns = {"prompt": self.texts, "prompt_chat": self.chats} if self.has_chats else {"prompt": self.texts}
         table = getattr(self.texts, "source", None)
-        return pd.DataFrame({"prompt": self.texts if table is None else arrow_column(table, "prompt").to_pandas()})
+        return pd.DataFrame(
+            {name: held if table is None else arrow_column(table, name).to_pandas() for name, held in columns.items()}
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.

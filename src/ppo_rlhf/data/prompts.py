@@ -32,7 +32,7 @@ from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.tokenizers import encode_texts
+from ppo_rlhf.models.tokenizers import encode_texts, printed_dates
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -93,7 +93,8 @@ class PromptReader:
         Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
         `name` says in errors where the table comes from.
 
-        It is done once: `datasets` keeps the result on disk, where the next call and other processes find it.
+        It is done once: `datasets` keeps the result on disk, where the next call and other processes find it. If the
+        chat template prints the date, a result is that of its day.
 
         Raises:
             DataError: The column is missing, another one has a name of these columns, a row is not text or
@@ -115,6 +116,8 @@ class PromptReader:
         text, number = Value("string"), Value("int32")
         kinds = {"prompt": text, "prompt_ids": List(number), "prompt_chat": text, "prompt_length": number}
 
+        dates = processes.from_main(printed_dates(self.tokenizer))
+
         def tokenised() -> Dataset:
             with bars(len(table) > LONG):
                 return table.map(
@@ -123,7 +126,13 @@ class PromptReader:
                     input_columns=[used, *beside],
                     with_indices=True,
                     features=Features({**table.features, **kinds}),
-                    fn_kwargs={"tokenizer": self.tokenizer, "column": used, "beside": beside, "version": _VERSION},
+                    fn_kwargs={
+                        "tokenizer": self.tokenizer,
+                        "column": used,
+                        "beside": beside,
+                        "version": _VERSION,
+                        "dates": dates,
+                    },
                     desc="Tokenising prompts",
                 )
 
@@ -258,10 +267,11 @@ def _tokenise(
     column: str,
     beside: list[str],
     version: int,
+    dates: list[str],
 ) -> dict[str, Any]:
-    """Return the columns `PROMPT_COLUMNS` of some rows; `version` tells results of other code apart.
+    """Return the columns `PROMPT_COLUMNS` of some rows; `others` are the columns `beside` and the numbers of the rows.
 
-    `others` are the columns `beside` and the numbers of the rows.
+    `version` and `dates` only tell results of other code and of other days apart.
     """
     *columns, rows = others
     prompts, texts = [], []

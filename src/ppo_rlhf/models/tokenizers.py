@@ -156,6 +156,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
+_CLOCK = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
 _ONLY = "default"
 _DEFAULTS = re.compile(r"(?:{% if \w+ is not defined %}{% set \w+ = .*? %}{% endif \+%})*", re.DOTALL)
 _WRITTEN = re.compile(r"{% if \w+ is not defined %}{% set (\w+) = (.*?) %}{% endif \+%}", re.DOTALL)
@@ -178,6 +179,20 @@ def templates_of(tokenizer: PreTrainedTokenizerBase, source: str | None = None) 
             f"text, or named texts with a `{_ONLY}`."
         )
     return dict(templates)
+
+
+def printed_dates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return what the chat templates print of the time, as of now: today's date in each of their formats; [] if none.
+
+    A format that is not written out counts as the time to the microsecond.
+    """
+    calls = [call for text in templates_of(tokenizer).values() for call in _CLOCK.finditer(text)]
+    if not calls:
+        return []
+    formats = dict.fromkeys("%Y-%m-%d %H:%M:%S.%f" if call[2] is None else call[2] for call in calls)
+    template = "\n".join(f"{{{{ strftime_now({format!r}) }}}}" for format in formats)  # by the clock of transformers
+    question = [{"role": "user", "content": "?"}]
+    return str(tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)).split("\n")
 
 
 def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], source: str) -> None:
@@ -269,10 +284,8 @@ def continuations(
     """
     if not ids:  # of no texts some versions of transformers decode one
         return []
-    starts, wholes = (
-        tokenizer.batch_decode(each, skip_special_tokens=True)
-        for each in (before, [[*first, *then] for first, then in zip(before, ids, strict=True)])
-    )
+    both = [[*first, *then] for first, then in zip(before, ids, strict=True)]
+    starts, wholes = (tokenizer.batch_decode(each, skip_special_tokens=True) for each in (list(before), both))
     # a character of several bytes may begin before, and belongs to what completes it
     return [whole[shared_length(start, whole) :] for start, whole in zip(starts, wholes, strict=True)]
 
@@ -288,7 +301,7 @@ def shared_length(first: str, second: str) -> int:
 def drops_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the text of tokens lacks the space that they have after other tokens (see `continuations`)."""
     ids = list(tokenizer("a b", add_special_tokens=False)["input_ids"])
-    return tokenizer.decode(ids) != "".join(map(tokenizer.decode, (ids[:-1], ids[-1:])))
+    return tokenizer.decode(ids) != "".join(tokenizer.batch_decode([ids[:-1], ids[-1:]]))
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:

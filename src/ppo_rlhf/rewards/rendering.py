@@ -258,8 +258,8 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
         reply = _of_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
     if form.begun:
         begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"]
-        text = tokenizer.decode(begun, skip_special_tokens=True) + continuations(tokenizer, [before], [reply])[0]
-        return answered(chat, text)
+        (text,) = continuations(tokenizer, [before], [reply])
+        return answered(chat, f"{tokenizer.decode(begun, skip_special_tokens=True)}{text}")
     return answered(chat, str(tokenizer.decode(reply, skip_special_tokens=True)))
 
 

@@ -25,7 +25,7 @@ from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary, templates_of
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, printed_dates, same_vocabulary, templates_of
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
@@ -167,6 +167,17 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
         return {}
     parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
+
+
+def origin_of_prompts(prompts: PromptDataset | None, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return what a resumed run compares of its prompts, in memory: chats before a template that prints the date."""
+    if prompts is None:
+        return None
+    held = prompts.select(range(len(prompts)))
+    if not held.has_chats or not printed_dates(tokenizer):
+        return held
+    rows = zip(held.chats, held.texts, held.prompt_ids, strict=True)
+    return [[chat or [text, ids] for chat, text, ids in rows], held.columns, templates_of(tokenizer)]
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:

@@ -26,7 +26,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.records import prune_run
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.resume import printed_date, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
@@ -129,12 +129,13 @@ class PPOTrainer:
                     trainer_inputs.try_functions(self._scorer, table, config)
                 check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
-        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
+        compared = trainer_inputs.origin_of_prompts(self._prompts, start.tokenizer)
+        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": compared}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
-        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
+        tokens = None if self._prompts is None else self._prompts.prompt_ids[:]
+        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, prompt_tokens=tokens, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
-        self.state.origin = origin
+        self.state.origin = origin | ({} if self._prompts is None else printed_date(self._prompts, start.tokenizer))
         self._folders: set[Path] = set()  # that hold this run's checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:

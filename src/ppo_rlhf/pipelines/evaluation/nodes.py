@@ -1,6 +1,7 @@
 """Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, and their responses are compared."""
 
 import hashlib
+import json
 import logging
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
 from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
@@ -45,10 +47,31 @@ def choose_prompts(
     table = raw_evaluation_prompts.select(range(min(prompts.max_held_out, len(raw_evaluation_prompts))))
     logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
     chosen = PromptReader.of(sft_policy, ppo).read(table, prompts.column, "evaluation prompts").to_frame()
-    trained = 0 if training_prompts is None else int(chosen["prompt"].isin(training_prompts["prompt"]).sum())
+    trained = 0 if training_prompts is None else int(_are_among(chosen, training_prompts).sum())
     if trained:
         logger.warning("PPO trained on %d of these %d prompts: they are not held-out.", trained, len(chosen))
     return chosen, trained
+
+
+def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]":
+    """Return for each prompt whether it is among others: its text, or its messages, which have no date of today."""
+
+    def messages(table: pd.DataFrame) -> "pd.Series[str]":
+        chats = table.get("prompt_chat", pd.Series(dtype=object)).dropna()
+        return chats.map(lambda chat: as_json(json.loads(chat), sort_keys=True))
+
+    are_known = messages(prompts).isin(messages(others)).reindex(prompts.index, fill_value=False)
+    return prompts["prompt"].isin(others["prompt"]) | are_known
+
+
+def _without_date(prompts: pd.DataFrame, policy: PretrainedHandle) -> pd.DataFrame:
+    """Return prompts without what a chat template that prints the date makes of chats: each day it is another."""
+    chats = prompts.get("prompt_chat")
+    if chats is None or chats.isna().all() or not printed_dates(policy.tokenizer()):
+        return prompts
+    return prompts.assign(
+        prompt=prompts["prompt"].where(chats.isna()), prompt_ids=prompts["prompt_ids"].where(chats.isna())
+    )
 
 
 def evaluate_sft_policy(
@@ -126,7 +149,7 @@ def compare_policies(
         "trained_prompts": trained_prompts,
         "conditions": {
             "start_model": sft_policy.fingerprint(),
-            "prompts": _digest(evaluation_prompts.to_json(orient="values").encode()),
+            "prompts": _digest(_without_date(evaluation_prompts, sft_policy).to_json(orient="values").encode()),
             "judge": f"{judge.description} ({_code(judge.reference)})",
             "sampling": _drawn(ppo, evaluation),
         },

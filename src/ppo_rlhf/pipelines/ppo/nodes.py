@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.resume import printed_date, restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -128,6 +128,7 @@ def initialise_training_state(
         for frozen in (reference_policy, reward_scorer.model):
             if frozen is not None:
                 share_out(frozen, state.device)
+    state.origin |= printed_date(prompt_dataset, policy.tokenizer)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state
