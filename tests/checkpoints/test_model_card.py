@@ -78,6 +78,7 @@ def test_the_code_on_a_card_runs(make_run, make_model, tmp_path: Path, chat: boo
     exec(code, {"print": printed.append})
     assert len(printed) == 1
     assert isinstance(printed[0], str)
+    assert chat or f"{printed[0]} ".startswith("a b c ")  # not "a b cd", though the decoder drops the first space
     assert "max_new_tokens=8, temperature=0.8" in code
     # transformers itself would put an adapter on the main revision of its base, whatever revision it was trained on
     assert ("model=AutoPeftModelForCausalLM.from_pretrained(name)" in code) == (export == "adapter")

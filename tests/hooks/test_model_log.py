@@ -128,7 +128,7 @@ def test_a_text_policy_takes_the_parameters_of_its_signature_and_samples_as_ppo_
     uri, model = logged_policy(tmp_path)
     served = mlflow.pyfunc.load_model(uri)
     assert {param.name: param.default for param in served.metadata.signature.params} == SAMPLED
-    assert served.predict("a b c", params=GREEDY) == ["a b c" + as_text(greedy(model, "a b c", 3))]
+    assert served.predict("a b c", params=GREEDY) == ["a b c " + as_text(greedy(model, "a b c", 3))]
     example, params = served.input_example, served.metadata.load_input_example_params(uri)
     assert (str(example), params) == (model_log.EXAMPLE, SAMPLED)
     counts = {len(word_tokenizer()(text)["input_ids"]) for _ in range(4) for text in served.predict("a b c")}

@@ -3,7 +3,7 @@ import re
 import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaTokenizer
 
 from ppo_rlhf import PPOConfig, PPOTrainer
 from ppo_rlhf.core.errors import ConfigError, ModelError
@@ -24,6 +24,7 @@ from ppo_rlhf.models.tokenizers import (
     stop_token_ids,
     templates_of,
     train_word_tokenizer,
+    with_first_space,
     without_template_defaults,
 )
 from ppo_rlhf.rewards.rendering import Rendering
@@ -288,6 +289,31 @@ def test_a_continuation_has_the_space_that_the_decoder_drops_at_the_start_of_a_t
     assert continuations(tokenizer, [prompt, [BEGIN]], [response, response]) == [" c d", "c d"]
     assert continuations(tokenizer, [], []) == []
     assert drops_first_space(tokenizer)
+
+
+def llama_tokenizer() -> LlamaTokenizer:
+    """Of transformers' own class, which makes its decoder anew whenever it is loaded."""
+    words = {f"▁{word}": i for i, word in enumerate("abcdefghi", 4)}
+    letters = {letter: i for i, letter in enumerate(("▁", *"abcdefghi"), 20)}
+    made = LlamaTokenizer(
+        vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, **words, **letters}, merges=[("▁", x) for x in "abcdefghi"]
+    )
+    made.pad_token = "<pad>"
+    return made
+
+
+@pytest.mark.parametrize("made", [spaced_tokenizer, word_tokenizer, llama_tokenizer])
+def test_a_tokenizer_that_keeps_the_first_space_gives_the_same_tokens_also_when_it_is_loaded(tmp_path, made):
+    tokenizer = made(model_max_length=7) if made is not llama_tokenizer else made()
+    kept = with_first_space(tokenizer)
+    kept.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for each in (kept, loaded):
+        assert each("a b c")["input_ids"] == tokenizer("a b c")["input_ids"]
+        assert each.decode(tokenizer("b c", add_special_tokens=False)["input_ids"]) == " b c"
+        assert (each.eos_token_id, each.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert each.model_max_length == tokenizer.model_max_length
+    assert with_first_space(kept) is kept
 
 
 def test_a_continuation_of_bytes_is_their_text_wherever_they_stand():

@@ -17,7 +17,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
-from ppo_rlhf.models.tokenizers import templates_of
+from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
@@ -185,6 +185,11 @@ def _usage(state: TrainingState) -> str:
     is_chat = bool(templates_of(state.tokenizer))
     prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
     text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
+    shown = f"print(generator({prompt}, do_sample=True, **sampling)[0]{text})"
+    if not is_chat and drops_first_space(state.tokenizer):
+        shown = f"""# decoded together: the pipeline's own text lacks the space after the prompt
+ids = generator({prompt}, do_sample=True, return_tensors=True, **sampling)[0]["generated_token_ids"]
+print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
     options = {
         "max_new_tokens": sampling.turn_length or sampling.response_length,
         "temperature": sampling.temperature,
@@ -202,6 +207,6 @@ def _usage(state: TrainingState) -> str:
 name = "path or hub id of this model"
 generator = pipeline("text-generation", model={model}, tokenizer=name)
 sampling = dict({arguments})  # as in training
-print(generator({prompt}, do_sample=True, **sampling)[0]{text})
+{shown}
 ```
 """

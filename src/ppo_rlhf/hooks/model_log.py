@@ -32,6 +32,7 @@ from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
+from ppo_rlhf.models.tokenizers import templates_of, with_first_space
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def log_policy(
             model = PretrainedHandle(str(directory), trust_remote_code).causal_lm()
         else:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
-        tokenizer = AutoTokenizer.from_pretrained(directory, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, **options)
+        if not templates_of(tokenizer):  # the server puts the text of new tokens after the prompt
+            tokenizer = with_first_space(tokenizer)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
         ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
         model.generation_config = generation_config
@@ -106,7 +109,7 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
         tokenizer.model_max_length = min(tokenizer.model_max_length, context)
         # a prompt that leaves no room for max_new_tokens loses its beginning
         limit = {"handle_long_generation": "hole"}
-    if getattr(tokenizer, "chat_template", None):
+    if templates_of(tokenizer):
         example = {"messages": [{"role": "user", "content": EXAMPLE}]}
         written_out = {"add_special_tokens": False}  # the chat template writes them
         return {"task": "llm/v1/chat", "model_config": {**limit, **sampled, **written_out}, "input_example": example}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -302,6 +303,32 @@ def drops_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the text of tokens lacks the space that they have after other tokens (see `continuations`)."""
     ids = list(tokenizer("a b", add_special_tokens=False)["input_ids"])
     return tokenizer.decode(ids) != "".join(tokenizer.batch_decode([ids[:-1], ids[-1:]]))
+
+
+def with_first_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose texts begin with the space that `tokenizer` drops; its tokens are the same.
+
+    It is for programs that decode responses alone and put them after their prompts. One that drops nothing, or has no
+    decoder of the library tokenizers, is returned as it is.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not drops_first_space(tokenizer):
+        return tokenizer
+    state = json.loads(backend.to_str())
+    decoder = state["decoder"] or {"type": "Replace", "pattern": {"Regex": "^"}, "content": " "}  # it joins words
+    for part in decoder.get("decoders", [decoder]):
+        if part["type"] == "Strip":
+            part["start"] = 0
+        elif part["type"] == "Metaspace":
+            part["prepend_scheme"] = "never"
+    # of no class of its own, which would make its decoder anew
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps({**state, "decoder": decoder})),
+        **tokenizer.special_tokens_map,
+        model_max_length=tokenizer.model_max_length,
+        padding_side=tokenizer.padding_side,
+        clean_up_tokenization_spaces=tokenizer.clean_up_tokenization_spaces,
+    )
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:
