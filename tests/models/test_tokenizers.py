@@ -22,6 +22,7 @@ from ppo_rlhf.models.tokenizers import (
     set_template_defaults,
     special_ids,
     stop_token_ids,
+    template_defaults,
     templates_of,
     train_word_tokenizer,
     with_first_space,
@@ -249,6 +250,7 @@ def test_of_named_templates_the_default_is_the_one_and_each_gets_the_values_that
     text = render_chat([{"role": "user", "content": "a"}], tokenizer, "x", to_answer=True)
     assert text.endswith("assistant: <think></think>")
     assert tokenizer.chat_template["tool_use"] == "{{ tools }}"
+    assert template_defaults(tokenizer) == {"enable_thinking": False}
     with pytest.raises(ConfigError, match="does not read name_of_nothing"):
         set_template_defaults(tokenizer, {"name_of_nothing": 1}, "x")
     one, other = (Rendering(tokenizer, word_tokenizer(chat_template=held)) for held in (named, named["default"]))

@@ -224,10 +224,12 @@ def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[st
 
 
 def template_defaults(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the values that `set_template_defaults` wrote to the beginning of a tokenizer's chat template."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    written = template.removesuffix(without_template_defaults(template))
-    return {name: ast.literal_eval(value) for name, value in _WRITTEN.findall(written)}
+    """Return the values that `set_template_defaults` wrote to the beginning of a tokenizer's chat templates."""
+    given: dict[str, Any] = {}
+    for template in templates_of(tokenizer).values():
+        written = template.removesuffix(without_template_defaults(template))
+        given |= {name: ast.literal_eval(value) for name, value in _WRITTEN.findall(written)}
+    return given
 
 
 def without_template_defaults(template: str) -> str:
