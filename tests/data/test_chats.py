@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data import columns
 from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render_chat, try_chats, with_system
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
+from ppo_rlhf.models.quiet import say_once
 from tests.tiny_models import word_tokenizer
 
 TEMPLATE = (
@@ -43,7 +43,7 @@ def prompts_of(table, template=TEMPLATE):
 
 @pytest.fixture(autouse=True)
 def says_again():
-    columns.say_once.cache_clear()
+    say_once.cache_clear()
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -5,19 +5,16 @@ TRL, LLaMA-Factory, OpenRLHF and ms-swift document columns that mean something t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from functools import cache
 
 from ppo_rlhf.data.chats import SHOWN_IN_CHATS
+from ppo_rlhf.models.quiet import say_once
 
 _SHOWN_ELSEWHERE = (
     *("instruction", "input", "query", "history"),
     *("images", "image", "videos", "video", "audios", "audio", "objects", "chat_template_kwargs"),
 )
 """Columns of prompts that other libraries show the policy. Reward functions get them, as all columns of prompts."""
-
-say_once = cache(logging.getLogger(__name__).warning)  # the checks before a run and its nodes read the same tables
 
 
 def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, of_chats: bool) -> None:

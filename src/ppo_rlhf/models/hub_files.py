@@ -1,4 +1,4 @@
-"""Single files of a model, from its directory or from the hub and its cache."""
+"""Single files of a model, from its directory or from the hub and its cache, and why one cannot be read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
+from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
 
 
@@ -32,3 +33,13 @@ def check_on_hub(place: str, revision: str) -> None:
     """
     if not any(find_file(place, revision, name, local_files_only=True) for name in (CONFIG, ADAPTER_CONFIG)):
         cached_file(place, CONFIG, revision=revision)
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return in one line why transformers could not read a model."""
+    if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
+        return (
+            "Python code in the model's repository would have to run. If you trust that code, give "
+            "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
+        )
+    return in_one_line(error) or type(error).__name__

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.core.errors import ModelError, in_one_line
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
@@ -42,11 +42,11 @@ from ppo_rlhf.models.directories import (
     follow_umask,
     is_local,
 )
-from ppo_rlhf.models.hub_files import check_on_hub, find_file
+from ppo_rlhf.models.hub_files import check_on_hub, find_file, why_unreadable
 from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
-from ppo_rlhf.models.quiet import errors_only, quiet_transformers
+from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
 from ppo_rlhf.models.tokenizers import (
@@ -197,7 +197,7 @@ class PretrainedHandle:
             prepare_quantised(model)
         check_causal(model, self.source)
         if parts := self.left_out(model):
-            _say_once(
+            say_once(
                 f"{self.source}: only the text part is loaded, trained and exported, as {type(model).__name__}; the "
                 f"checkpoint's {parts} is left out."
             )
@@ -395,22 +395,6 @@ class TrainedModel:
             replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
         elif (folder / AVERAGE / CONFIG).is_file():
             log.warning("%s is the average of an earlier model; the one that is saved now has none.", folder / AVERAGE)
-
-
-def why_unreadable(error: Exception) -> str:
-    """Return in one line why transformers could not read a model."""
-    if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
-        return (
-            "Python code in the model's repository would have to run. If you trust that code, give "
-            "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
-        )
-    return in_one_line(error) or type(error).__name__
-
-
-@cache
-def _say_once(line: str) -> None:
-    """Log a line the first time: policy and reference are loaded from the same place."""
-    log.warning(line)
 
 
 def _some(names: list[str]) -> str:

@@ -1,17 +1,26 @@
-"""Blocks in which other libraries are quiet: a run has a progress bar of its own."""
+"""What the log shows: blocks in which other libraries are quiet, and lines that are said once."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def say_once(line: str) -> None:
+    """Log a warning the first time in a process: the checks before a run and its nodes read the same files."""
+    log.warning(line)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars off within the block."""
+    """Switch transformers' progress bars off within the block: a run has one of its own."""
     was_enabled = is_progress_bar_enabled()
     disable_progress_bar()
     try:

@@ -29,8 +29,9 @@ from ppo_rlhf.data.chats import (
     try_chats,
     with_system,
 )
-from ppo_rlhf.data.columns import name_unused, say_once
+from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.ppo.rollout import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
