@@ -98,6 +98,7 @@ def test_the_closest_known_name_is_suggested_only_if_it_is_near():
     known = ["learning_rate", "kl_coef", "use_peft", "reward_clip"]
     assert closest("learnig_rate", known) == " Did you mean `learning_rate`?"
     assert closest("kl_coeff", known) == closest("klcoef", known) == " Did you mean `kl_coef`?"
+    assert closest("sead", ["seed", *known]) == " Did you mean `seed`?"  # one letter of four
     assert [closest(name, known) for name in ("", "lam_critic", "use_cpu", "grad_clip")] == [""] * 4
 
 

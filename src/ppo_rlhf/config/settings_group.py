@@ -68,7 +68,8 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelt one is nearest to; None if none is near enough."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=TYPO)), None)
+    one_letter = 1.0 - 1.0 / max(len(name), 4)  # the similarity of a name of which one letter is wrong
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=min(TYPO, one_letter))), None)
 
 
 def closest(name: str, known: Iterable[str]) -> str:
