@@ -26,7 +26,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
-from ppo_rlhf.ppo.models import AnyCritic, build_critic, check_device, critic_backbone, load_causal_lm, policy_to_train
+from ppo_rlhf.ppo.models import AnyCritic, build_critic, critic_backbone, load_causal_lm, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.processes import is_main_process
 
@@ -62,7 +62,6 @@ def take_policies(
         ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
         ModelError: A model cannot be used.
     """
-    check_device(config, device)
     source = config.sft_model_path if policy is None else policy
     if source is None:
         raise ConfigError("PPOTrainer has no policy: give one, or set sft_model_path in the PPOConfig")

@@ -34,7 +34,7 @@ from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
-from ppo_rlhf.ppo.models import build_state
+from ppo_rlhf.ppo.models import build_state, check_device
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
@@ -106,6 +106,7 @@ class PPOTrainer:
         self.config = config = with_dtype(config)
         given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
         self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
+        check_device(config, device_of(config))
         check_places(
             config.sft_model_path if policy is None else policy,
             reference_policy,
