@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -47,11 +48,15 @@ class Recorded:
             status: MLflow's.
             environment: Kedro's.
             trained: Whether it has a folder among the checkpoints.
-            tags: `reads` and `writes`: paths of models; other tags by their name.
+            tags: `reads` and `writes`: paths of models; other tags by their name, empty for none.
         """
         self._count += 1
         paths = {"reads": "data.sft_policy.path", "writes": "written.sft_policy"}
-        tags = {"environment": environment, **{paths.get(name, name): text for name, text in tags.items()}}
+        if "mlflow.parentRunId" not in tags:  # a run below another one has none of these
+            place = {"host": platform.node(), "project_path": str(self.folder)}
+            root = str(self.models / "ppo_checkpoints") if trained else "none"
+            tags = {"environment": environment, "checkpoints": root, **place, **tags}
+        tags = {paths.get(name, name): text for name, text in tags.items() if text}
         run = self.client.create_run(self._experiment, start_time=self._count, tags=tags, run_name=f"n{self._count}")
         self.client.log_text(run.info.run_id, "a report", "report/report.html")
         if status != "RUNNING":
@@ -87,7 +92,7 @@ class Recorded:
         """Ids of the runs that MLflow shows; each has all that it had, and of the others nothing is on the disk."""
         shown = {run.info.run_id for run in self.client.search_runs([self._experiment])}
         for home in ("mlartifacts", "data/08_reporting/runs", "data/06_models/ppo_checkpoints"):
-            found = {path.name for path in (self.folder / home).iterdir()} - {"models"}
+            found = {path.name for path in (self.folder / home).glob("*")} - {"models"}
             assert found <= shown, home
         assert {path.name for path in (self.folder / "data/08_reporting/runs").iterdir()} == shown
         return shown
@@ -202,6 +207,88 @@ def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, re
     assert lines[-1] == "Left: 1 running."
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_an_unfinished_run_with_checkpoints_outside_of_the_project_stays(
+    kedro: Kedro, recorded: Recorded, is_linked: bool
+):
+    outside = recorded.folder.parent / "disk"
+    outside.mkdir()
+    if is_linked:
+        recorded.models.symlink_to(outside)
+    else:
+        (recorded.folder / "conf/local/globals.yml").write_text(f"data_root: {outside}\n")
+    failed = recorded.run("FAILED", trained=is_linked, checkpoints=str(outside / "ppo_checkpoints"))
+    if not is_linked:
+        lock = outside / "06_models" / "ppo_checkpoints" / failed / "run.lock"
+        lock.parent.mkdir(parents=True)
+        lock.write_text("")
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {failed}
+    assert lines[-1] == "Left: 1 to be resumed, 1 folders outside the project."
+
+
+def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away(kedro: Kedro, recorded: Recorded):
+    away = recorded.run("KILLED", trained=False, checkpoints="/media/away/ppo_checkpoints")
+    of_an_earlier_version = recorded.run("FAILED", trained=False, checkpoints="")
+    given_up = recorded.run("FAILED", trained=False, checkpoints=str(recorded.models / "ppo_checkpoints"))
+    (recorded.models / "ppo_checkpoints").mkdir(parents=True)
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {away, of_an_earlier_version}
+    assert given_up not in recorded.left()
+    assert lines[-1] == "Left: 2 unfinished, whose checkpoints may be elsewhere."
+
+
+def test_runs_of_another_project_or_host_are_neither_touched_nor_counted(kedro: Kedro, recorded: Recorded):
+    old, own = recorded.run(), recorded.run()
+    others = recorded.run(project_path="/srv/other"), recorded.run("FAILED", host="vm-7"), recorded.run(host="vm-7")
+    child = recorded.run(**{"mlflow.parentRunId": others[0]}, trained=False)
+    unknown = recorded.run(host="")
+    lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
+    assert recorded.left() == {own, *others, child, unknown}
+    assert old not in recorded.left()
+    here, place = platform.node(), recorded.folder
+    assert lines[-5:] == [
+        "Left: 1 without the tags host and project_path, 4 of other projects or hosts, 1 newest.",
+        f"     2 runs of {here}:/srv/other",
+        f"     2 runs of vm-7:{place}",
+        "If this project was there before it was moved, or before its host had another name, its runs are taken in by "
+        "--moved-from HOST:PATH, where * is any host.",
+        f"To take in a run without these tags, set them in MLflow: host={here}, project_path={place}.",
+    ]
+
+
+@pytest.mark.parametrize("host", ["vm-7", "*"])
+def test_runs_of_where_the_project_was_before_are_taken_in_with_what_they_wrote(
+    kedro: Kedro, recorded: Recorded, host: str
+):
+    versions = [recorded.version("sft_policy", version) for version in VERSIONS]
+    noted = [version.replace(str(recorded.folder), "/srv/before") for version in versions]
+    place = {"host": "vm-7", "project_path": "/srv/before", "checkpoints": "/srv/before/data/06_models/ppo_checkpoints"}
+    old, failed, wrote_newest = (
+        recorded.run(status, writes=version, **place)
+        for status, version in zip(("FINISHED", "FAILED", "FINISHED"), noted, strict=True)
+    )
+    cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {old, failed, wrote_newest}
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes", "--moved-from", f"{host}:/srv/before")
+    assert recorded.left() == {failed, wrote_newest}
+    assert [Path(version).exists() for version in versions] == [False, True, True]
+    assert lines[-1] == "Left: 1 to be resumed, 1 read by another."
+
+
+def test_a_former_place_that_no_run_is_of_or_that_is_still_a_project_is_refused(kedro: Kedro, recorded: Recorded):
+    other = recorded.folder.parent / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text("")
+    recorded.run(project_path=str(other))
+    place = f"{platform.node()}:{other}"
+    for given, why in (("vm-7:/nowhere", "no run is of this place"), (place, "a project is still there")):
+        result = kedro(recorded.folder, "clean", "--yes", "--moved-from", given)
+        assert result.exit_code == 1
+        assert f"Error: --moved-from {given}: {why}" in result.stderr
+    assert len(recorded.left()) == 1
+
+
 def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(kedro: Kedro, recorded: Recorded):
     outside = recorded.folder.parent / "elsewhere"
     outside.mkdir()
@@ -217,7 +304,7 @@ def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(ke
     assert recorded.client.get_run(old).info.lifecycle_stage == "deleted"
     assert unknown.is_dir()
     assert (outside / VERSIONS[0] / "config.json").is_file()
-    assert lines[-1] == "Left: 1 of other environments, 1 folders of outside the project, 1 folders of untracked-vm-1."
+    assert lines[-1] == "Left: 1 of other environments, 1 folders of untracked-vm-1, 1 folders outside the project."
 
 
 @pytest.mark.slow

@@ -169,6 +169,19 @@ def error(result: Result) -> str:
     return line.removeprefix("Error: ")
 
 
+# --- where a run is
+
+
+def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was_moved(toy: Toy, tmp_path: Path):
+    run_id = toy.interrupted()
+    tags = toy.get(run_id).data.tags
+    assert (tags["project_path"], tags["checkpoints"]) == (str(toy.project), str(toy.root))
+    moved = Toy(toy.project.rename(tmp_path / "moved"), toy.invoke, toy.monkeypatch)
+    assert moved.run(f"resume={run_id}").info.status == "FINISHED"
+    assert moved.get(run_id).data.tags["checkpoints"] == str(moved.root)
+    assert moved.run(pipelines="supervised_finetuning").data.tags["checkpoints"] == "none"
+
+
 # --- latest
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -16,12 +17,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, existing_store
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.sources import FORMATS
+from ppo_rlhf.hooks.run_description import CHECKPOINTS, HOST, NONE, PROJECT_PATH, place_of
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
 
 OUTSIDE = "outside the project"
+ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"
+MOST_PLACES = 10
 DAY = 86_400  # seconds; many disks note at most once a day that a file was read
 Folders = Mapping[str, list[Path]]
 
@@ -30,11 +35,18 @@ Folders = Mapping[str, list[Path]]
 @click.option("--keep", metavar="N", type=click.IntRange(0), default=5, show_default=True, help="Newest finished runs.")
 @click.option("--yes", is_flag=True, help="Delete. Without it the command lists what it would delete.")
 @click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
-def clean(keep: int, yes: bool, env: str | None) -> Iterator[str]:
+@click.option(
+    "--moved-from",
+    metavar="HOST:PATH",
+    multiple=True,
+    help="Where this project was before: its runs there count, too. *:PATH is that folder on any host.",
+)
+def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) -> Iterator[str]:
     """Delete what old runs left in the project: folders, checkpoints, versions of models, and the runs in MLflow.
 
-    The newest N finished runs stay, and so do champions, the best, runs that can be resumed or are running, and each
-    run whose model or checkpoint one of them reads. Cached tables of your files that were not read for a day go, too.
+    Only runs of this project on this host go. Of these the newest N finished ones stay, and so do champions, the best,
+    runs that can be resumed or are running, and each run whose model or checkpoint one of them reads. Cached tables of
+    your files that were not read for a day go, too.
     """
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
@@ -49,18 +61,20 @@ def clean(keep: int, yes: bool, env: str | None) -> Iterator[str]:
         homes |= {entry.root for entry in entries if hasattr(entry, "root")}
         read_next = {model.source for entry in entries if is_model(entry) and (model := entry.load())}
         found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
-        runs: dict[str, Run] = {run.info.run_id: run for run in found}  # the newest first
-        folders = _folders(runs, homes, project)
+        runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
+        folders = _folders(runs, homes)
         why = _needed(runs, folders, context.env or "local", keep, read_next)
-        going, total = [run_id for run_id in runs if run_id not in why and folders[run_id]], 0
+        inside = {run_id: [*filter(runs.is_inside, places)] for run_id, places in folders.items()}
+        going, total = [run_id for run_id in runs.all if run_id not in why and inside[run_id]], 0
         for run_id in going:
-            yield f"MLflow run {run_id} ({runs[run_id].info.run_name}, {runs[run_id].info.status})"
-            for folder in folders[run_id]:
+            yield f"MLflow run {run_id} ({runs.all[run_id].info.run_name}, {runs.all[run_id].info.status})"
+            for folder in inside[run_id]:
                 total += (size := _size(folder))
                 yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
             if yes:
-                _delete(runs, run_id, folders[run_id], project)
-        tables = _old_tables({Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}, project)
+                _delete(runs, run_id, inside[run_id])
+        caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
+        tables = sorted(filter(runs.is_inside, _old_tables(caches)))
         if tables:
             yield "Cached tables that were not read for a day (a run that needs one makes it again)"
         for folder in tables:
@@ -70,51 +84,117 @@ def clean(keep: int, yes: bool, env: str | None) -> Iterator[str]:
                 shutil.rmtree(folder)
     done = "deleted" if yes else "kedro clean --yes deletes them"
     yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
+    yield from _what_is_left(runs, folders, why)
+
+
+class Runs:
+    """All runs of the store, of which those of this project and host are its own, with the runs below them."""
+
+    def __init__(self, runs: dict[str, Run], project: Path, moved_from: Sequence[str]) -> None:
+        """Find the place of each run.
+
+        Raises:
+            ConfigError: No run is of a former place, or that is another project on this host.
+        """
+        self.all, self.project = runs, project
+        self.places = {run_id: self._place(run) for run_id, run in runs.items()}
+        known = {*filter(None, self.places.values())}
+        known |= {f"*:{place.partition(':')[2]}" for place in known}
+        for given in moved_from:
+            host, _, folder = given.partition(":")
+            there = Path(folder)
+            if given not in known:
+                raise ConfigError(f"--moved-from {given}: no run is of this place. `kedro clean` lists those that are.")
+            if host in ("*", platform.node()) and (there / "pyproject.toml").exists() and not there.samefile(project):
+                raise ConfigError(f"--moved-from {given}: a project is still there. Clean it there.")
+        self._own_places = {f"{platform.node()}:{project.as_posix()}", *moved_from}
+
+    def is_own(self, run_id: str) -> bool:
+        """Return whether a run is of this project; its own tags say so, or those of the run that it is below."""
+        place = self.places[run_id]
+        return place is not None and not self._own_places.isdisjoint({place, f"*:{place.partition(':')[2]}"})
+
+    def here(self, run: Run, path: str) -> Path:
+        """Return a path that a run of this project noted, as it is since the project was moved."""
+        former, noted = run.data.tags.get(PROJECT_PATH, str(self.project)), Path(path)
+        return self.project / noted.relative_to(former) if noted.is_relative_to(former) else noted
+
+    def is_inside(self, folder: Path) -> bool:
+        """Return whether a folder is in the project, and not behind a link that leads out of it."""
+        return folder.resolve().is_relative_to(self.project.resolve())
+
+    def _place(self, run: Run) -> str | None:
+        while (parent := run.data.tags.get(MLFLOW_PARENT_RUN_ID)) in self.all:
+            run = self.all[parent]
+        return place_of(run.data.tags)
+
+
+def _what_is_left(runs: Runs, folders: Folders, why: Mapping[str, str]) -> Iterator[str]:
+    """Yield what stays and why, and how runs that are not known as this project's are taken in."""
+    outside = sum(not runs.is_inside(folder) for run_id in folders for folder in folders[run_id])
     left = Counter(why.values()) + Counter(
-        {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.keys())}
+        {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.all.keys())}
     )
+    left += Counter({f"folders {OUTSIDE}": outside})
     yield f"Left: {', '.join(f'{count} {what}' for what, count in left.items()) or 'nothing'}."
+    places = Counter(place for run_id, reason in why.items() if reason == ELSEWHERE and (place := runs.places[run_id]))
+    for place, count in places.most_common(MOST_PLACES):
+        yield f"{count:6} runs of {place}"
+    if len(places) > MOST_PLACES:
+        yield f"       and those of {len(places) - MOST_PLACES} other places"
+    if places:
+        yield (
+            "If this project was there before it was moved, or before its host had another name, its runs are taken in "
+            "by --moved-from HOST:PATH, where * is any host."
+        )
+    if UNKNOWN in left:
+        own = f"{HOST}={platform.node()}, {PROJECT_PATH}={runs.project}"
+        yield f"To take in a run without these tags, set them in MLflow: {own}."
 
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _old_tables(caches: set[Path], project: Path) -> list[Path]:
+def _old_tables(caches: set[Path]) -> set[Path]:
     """Return the folders of cached tables not read for a day; tables of the hub stay, which may be needed offline."""
     found = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
-    inside = sorted(folder for folder in found if folder.resolve().is_relative_to(project.resolve()))
     begin = time.time() - DAY
-    return [
+    return {
         folder
-        for folder in inside
+        for folder in found
         if all(max(file.stat().st_atime, file.stat().st_mtime) < begin for file in folder.rglob("*") if file.is_file())
-    ]
+    }
 
 
-def _folders(runs: Mapping[str, Run], homes: set[Path], project: Path) -> Folders:
-    """Return the folders by run id, also of runs that MLflow does not know, and those outside the project."""
-    experiments = sorted({run.info.experiment_id for run in runs.values()}) or ["0"]
+def _folders(runs: Runs, homes: set[Path]) -> Folders:
+    """Return the folders by run id, inside the project and outside, also of runs that MLflow does not know."""
+    experiments = sorted({run.info.experiment_id for run in runs.all.values()}) or ["0"]
     places = [(folder.name, folder) for home in sorted(homes) for folder in sorted(home.glob("[!.]*"))]
-    for run_id, run in runs.items():
-        places += [(run_id, Path(path)) for path in _tagged(run, WRITTEN)]
-        places.append((run_id, _artifacts(run.info.artifact_uri)))
+    for run_id, run in runs.all.items():
+        noted = [*_tagged(run, WRITTEN), str(_artifacts(run.info.artifact_uri))]
+        if (root := run.data.tags.get(CHECKPOINTS, NONE)) != NONE:
+            noted.append(f"{root}/{run_id}")
+        places += [(run_id, runs.here(run, path)) for path in noted if runs.is_own(run_id)]
     for model in mlflow.search_logged_models(experiments, output_format="list"):
-        places.append((str(model.source_run_id), _artifacts(model.artifact_location)))
+        run_id = str(model.source_run_id)
+        if run_id in runs.all and runs.is_own(run_id):
+            places.append((run_id, runs.here(runs.all[run_id], str(_artifacts(model.artifact_location)))))
     folders = defaultdict[str, list[Path]](list)
     for run_id, folder in places:
-        if folder.is_dir():
-            folders[run_id if folder.resolve().is_relative_to(project.resolve()) else OUTSIDE].append(folder)
+        if folder.is_dir() and not any(folder.samefile(other) for other in folders[run_id]):
+            folders[run_id].append(folder)
     return folders
 
 
-def _needed(
-    runs: Mapping[str, Run], folders: Folders, environment: str, keep: int, read_next: set[str]
-) -> dict[str, str]:
+def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next: set[str]) -> dict[str, str]:
     """Return the runs that stay, and why."""
     why: dict[str, str] = {}
     best = _best()
-    for run_id, run in runs.items():
+    for run_id, run in runs.all.items():
+        if not runs.is_own(run_id):
+            why[run_id] = UNKNOWN if runs.places[run_id] is None else ELSEWHERE
+            continue
         if MLFLOW_PARENT_RUN_ID in run.data.tags:
             continue  # it stays or goes with its parent
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
@@ -128,22 +208,39 @@ def _needed(
             why[run_id] = "newest"
         elif run_id in best:
             why[run_id] = "champion or best"
-        elif own and status in ("FAILED", "KILLED", "SCHEDULED"):
+        elif status in ("FAILED", "KILLED", "SCHEDULED") and own:
             why[run_id] = "to be resumed"
+        elif status in ("FAILED", "KILLED", "SCHEDULED") and not _has_no_checkpoints(runs, run):
+            why[run_id] = "unfinished, whose checkpoints may be elsewhere"
         if lock:
             lock.close()
     more = dict(why)
     while more:
-        read = read_next.union(*(_tagged(runs[run_id], "data.") for run_id in why))
+        read = read_next.union(*(_tagged(runs.all[run_id], "data.") for run_id in why))
         read |= {part for path in read for part in Path(path).parts}
         more = {
             run_id: "read by another"
-            for run_id, run in runs.items()
+            for run_id, run in runs.all.items()
             if run_id not in why
-            and (run.data.tags.get(MLFLOW_PARENT_RUN_ID) in why or read & {run_id, *_tagged(run, WRITTEN)})
+            and (run.data.tags.get(MLFLOW_PARENT_RUN_ID) in why or read & {run_id, *_written(runs, run)})
         }
         why |= more
     return why
+
+
+def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
+    """Return whether it is known that an unfinished run has none: it makes none, or its folder in the project is gone.
+
+    Another disk may be away for a while, and runs of earlier versions did not note where theirs are.
+    """
+    root = run.data.tags.get(CHECKPOINTS)
+    return root is not None and (root == NONE or runs.is_inside(runs.here(run, root)))
+
+
+def _written(runs: Runs, run: Run) -> set[str]:
+    """Return the paths of models that a run wrote, as it noted them, and as they are since the project was moved."""
+    noted = _tagged(run, WRITTEN)
+    return {*noted, *(str(runs.here(run, path)) for path in noted)}
 
 
 def _best() -> set[str | None]:
@@ -155,11 +252,14 @@ def _best() -> set[str | None]:
     return {each.run_id for each in versions if each is best or (each.name, str(each.version)) in named}
 
 
-def _delete(runs: Mapping[str, Run], run_id: str, folders: list[Path], project: Path) -> None:
+def _delete(runs: Runs, run_id: str, folders: list[Path]) -> None:
     """Delete a run's folders, and in MLflow it and all that is its own, if MLflow's artifacts are in the project."""
-    client, run = mlflow.MlflowClient(), runs[run_id]
-    family = [each for each in runs.values() if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID))]
-    for each in family if _artifacts(run.info.artifact_uri).is_relative_to(project) else ():
+    client, run = mlflow.MlflowClient(), runs.all[run_id]
+    family = [
+        each for each in runs.all.values() if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID))
+    ]
+    is_local = runs.here(run, str(_artifacts(run.info.artifact_uri))).is_relative_to(runs.project)
+    for each in family if is_local else ():
         query = f"run_id = '{each.info.run_id}'"
         for version in client.search_model_versions(query):
             client.delete_model_version(version.name, str(version.version))

@@ -21,7 +21,7 @@ from mlflow.entities import Run
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import FUNCTION, RunDescription
+from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROJECT_PATH, RunDescription
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
 from ppo_rlhf.paths import shown
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # heavy: only a run pays for it
 
 logger = logging.getLogger(__name__)
 
-TAG, DATA, PLACE = "resume.", "data.", ("host", "project_path")
+TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
@@ -211,7 +211,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     """Compare this run with the MLflow run that it is to resume.
 
     Params that the earlier run did not have are new, and compared with nothing; what this machine chose is kept as it
-    was. Files with functions may change: one that failed can be fixed.
+    was. Files with functions may change: one that failed can be fixed. Paths in a project that was moved are the same.
 
     Returned are the differences that are refused, in words, and the changes that may be, by their name in a tag.
     """
@@ -223,11 +223,15 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     now = {**this.params, **_compared(this.tags)}
     now |= {name: before[name] for name in this.chosen_here & before.keys()}
     functions = {f"{DATA}{module}.fingerprint" for text in this.params.values() for module in FUNCTION.findall(text)}
+    here = this.tags.get(PROJECT_PATH, "")
+    former = run.data.tags.get(PROJECT_PATH, here)
     refused, changes = [], {}
     for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):
         was, is_now = before.get(name, "none"), now.get(name, "none")
         group, _, setting = name.partition(".")
-        if was == is_now or (len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was)):  # MLflow cuts longer ones
+        if was == is_now or (was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now):
+            continue
+        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):  # MLflow cuts longer ones
             continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         if may_change or name.startswith(_OF_THE_MACHINE):

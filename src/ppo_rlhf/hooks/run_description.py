@@ -29,6 +29,9 @@ from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
 DTYPE = "ppo.dtype"
+HOST, PROJECT_PATH = "host", "project_path"
+CHECKPOINTS, NONE = "checkpoints", "none"
+"""Tag with the folder that holds the checkpoints of all runs, and its value for a run that makes none."""
 DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
@@ -75,7 +78,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **({} if command is None else {"kedro_command": shlex.join(command)}),
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
-        "host": platform.node(),
+        HOST: platform.node(),
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         "launch.processes": str(process_count()),
@@ -103,6 +106,11 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     model = "scratch" if path is None else last_name(path)
     parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
     return " · ".join(filter(None, parts))
+
+
+def place_of(tags: Mapping[str, str]) -> str | None:
+    """Return `host:project` of the run that has these tags; None if they do not say."""
+    return f"{tags[HOST]}:{tags[PROJECT_PATH]}" if {HOST, PROJECT_PATH} <= tags.keys() else None
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:

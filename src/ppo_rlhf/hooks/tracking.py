@@ -25,7 +25,9 @@ from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
 from ppo_rlhf.hooks.run_description import (
+    CHECKPOINTS,
     DTYPE,
+    NONE,
     RunDescription,
     describe_run,
     log_inputs,
@@ -155,6 +157,7 @@ class TrackingHook(MlflowHook):
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
+        this.tags[CHECKPOINTS] = NONE if entry is None else str(entry.root.resolve())
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
@@ -180,7 +183,8 @@ class TrackingHook(MlflowHook):
                 self._log.repeat(resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
-                tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}
+                kept = run.data.tags.keys() - {CHECKPOINTS}  # which may have been moved
+                tags = {name: value for name, value in this.tags.items() if name not in kept}
                 mlflow.set_tags({**tags, **resumption.tags(project_path)})
             mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
             log_inputs(this)
