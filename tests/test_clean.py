@@ -144,11 +144,11 @@ def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: 
     for run_id, rate, alias in ((best, 0.9, None), (champion, 0.7, "champion"), (other, 0.6, None)):
         recorded.register(run_id, rate, alias)
     failed, early = recorded.run("FAILED"), recorded.run("FAILED", trained=False)
-    running = recorded.run("RUNNING", trained=False)
+    running, killed = recorded.run("RUNNING", trained=False), recorded.run("RUNNING")
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert recorded.left() == {best, champion, failed, running}
+    assert recorded.left() == {best, champion, failed, running, killed}
     assert not (recorded.folder / "data/08_reporting/runs" / early).exists()
-    assert lines[-1] == "Left: 1 running, 1 to be resumed, 2 champion or best."
+    assert lines[-1] == "Left: 2 to be resumed, 1 running, 2 champion or best."
 
 
 @pytest.mark.slow

@@ -46,6 +46,19 @@ def lock_run(directory: Path) -> IO[bytes] | None:
     return file
 
 
+def is_let_go(directory: Path) -> bool:
+    """Return whether a run's directory has a lock that no process holds; False where files cannot be locked.
+
+    Not for a run of this process: its lock would be freed.
+    """
+    try:
+        with (directory / LOCK_FILE).open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one process at a time run the block; others wait. The lock is on the folder itself, no file is made.

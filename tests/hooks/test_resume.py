@@ -182,6 +182,37 @@ def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was
     assert moved.run(pipelines="supervised_finetuning").data.tags["checkpoints"] == "none"
 
 
+# --- runs that ended without a word
+
+
+def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_below_it(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    toy.killed_at("ppo_rlhf.runner._iterate")
+    (killed,) = (run.info.run_id for run in toy.runs())
+    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
+    alive, elsewhere = toy.left(**place), toy.left(**{**place, "host": "vm-7"})
+    below = toy.left(**{"mlflow.parentRunId": killed})
+    (toy.root / elsewhere / "run.lock").write_text("")
+    os.utime(toy.root / killed, (1.0e9, 1.0e9))
+    with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):
+        toy.run(pipelines="supervised_finetuning")
+    assert [toy.get(run).info.status for run in (killed, below, alive, elsewhere)] == ["KILLED"] * 2 + ["RUNNING"] * 2
+    assert toy.get(killed).info.end_time == toy.get(below).info.end_time == 10**12
+    line = f"MLflow run {killed} ended without a word, by SIGKILL or os._exit: it is marked as KILLED now."
+    assert [message for message in caplog.messages if "without a word" in message] == [line]
+    toy.run(f"resume={killed}")
+    assert toy.get(killed).info.status == "FINISHED"
+
+
+def test_a_sweep_that_goes_on_marks_the_training_that_was_killed_with_it(toy: Toy):
+    sweep = toy.interrupted(pipelines="sweep")
+    below = toy.left(**{"mlflow.parentRunId": sweep})
+    toy.run(f"resume={sweep}", pipelines="sweep")
+    assert toy.get(sweep).info.status == "FINISHED"
+    assert toy.get(below).info.status == "KILLED"
+
+
 # --- latest
 
 

@@ -26,6 +26,7 @@ from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
 
 OUTSIDE = "outside the project"
 ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"
+UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 DAY = 86_400  # seconds; many disks note at most once a day that a file was read
 Folders = Mapping[str, list[Path]]
@@ -202,15 +203,15 @@ def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next
         lock = own and lock_run(own)
         if run.data.tags.get("environment") != environment:
             why[run_id] = "of other environments"
-        elif status == "RUNNING" or (own and not lock):
+        elif (own and not lock) or (not own and status == "RUNNING"):
             why[run_id] = "running"
         elif status == "FINISHED" and [*why.values()].count("newest") < keep:
             why[run_id] = "newest"
         elif run_id in best:
             why[run_id] = "champion or best"
-        elif status in ("FAILED", "KILLED", "SCHEDULED") and own:
+        elif status in UNFINISHED and own:
             why[run_id] = "to be resumed"
-        elif status in ("FAILED", "KILLED", "SCHEDULED") and not _has_no_checkpoints(runs, run):
+        elif status in UNFINISHED and not _has_no_checkpoints(runs, run):
             why[run_id] = "unfinished, whose checkpoints may be elsewhere"
         if lock:
             lock.close()

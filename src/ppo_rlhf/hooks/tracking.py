@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
+from ppo_rlhf.hooks.abandoned import end_abandoned
 from ppo_rlhf.hooks.run_description import (
     CHECKPOINTS,
     DTYPE,
@@ -163,6 +164,9 @@ class TrackingHook(MlflowHook):
             if resumption is not None:
                 resumption.say(project_path, this, is_sweep=self._is_sweep)
                 tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
+            resumed = None if resumption is None else resumption.run.info.run_id
+            with log_store_errors("which runs have ended without a word"):
+                end_abandoned(this, tracking.experiment._experiment.experiment_id, resumed)
             settle_dtype(catalog, None if resumption is None else resumption.run.data.params.get(DTYPE))
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             run = mlflow.start_run(
