@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -283,6 +284,22 @@ def test_the_data_of_an_iteration_are_overwritten_in_the_next_and_released_after
     assert living["generate"] == [1] + [3] * 8
     assert living["export"] == [1]
     assert journal.living() == 0
+
+
+def test_a_process_that_a_node_forks_does_not_go_on_with_the_run():
+    def forks() -> int:
+        child = os.fork()
+        if child == 0:
+            raise SystemExit(3)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    catalog, parent = DataCatalog({"code": MemoryDataset()}), os.getpid()
+    try:
+        LoopRunner().run(Pipeline([Node(forks, None, "code")]), catalog)
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)  # it would go on with the tests
+    assert catalog.load("code") == 3
 
 
 def test_a_session_without_a_runner_gets_the_loop_runner(monkeypatch):

@@ -26,6 +26,7 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
+from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.progress import reporting, say, silenced
 from ppo_rlhf.signals import (
     RunInterruptedError,
@@ -141,7 +142,7 @@ class LoopRunner(SequentialRunner):
             RunInterruptedError: A signal came, or nobody reads the output; a TrainingError for other BaseExceptions.
         """
         try:
-            with raising_on_signals():
+            with raising_on_signals(), ending_children():
                 if only_missing_outputs:  # in their usual places
                     pipeline = self._filter_pipeline_for_missing_outputs(pipeline, catalog)
                 own = _catalog_of_run(pipeline, catalog)

@@ -437,6 +437,35 @@ def test_a_function_that_would_end_the_process_is_refused_and_its_forked_workers
     assert os._exit is leave
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (SystemExit, 0, ""),
+        (SystemExit(3), 3, ""),
+        (SystemExit("done"), 1, "done\n"),
+        (ValueError("no"), 1, "ValueError: no\n"),
+        (None, 1, "A forked process came back from the function that forked it. It ends here.\n"),
+    ],
+)
+def test_a_forked_worker_that_exits_as_python_does_ends_alone(end, code, said, capfd):
+    def forks(prompts, completions):
+        child = os.fork()
+        if child == 0:
+            if end is not None:
+                raise end
+            return [0.0, 0.0]
+        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * 2
+
+    parent = os.getpid()
+    try:
+        scores = call(forks)
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)  # it would go on with the tests
+    assert scores == [code, code]
+    assert capfd.readouterr().err.endswith(said)
+
+
 def test_a_function_that_does_not_answer_is_named_with_its_batch(monkeypatch, caplog):
     monkeypatch.setattr(functions, "warn_if_slow", partial(signals.warn_if_slow, seconds=0.01))
 

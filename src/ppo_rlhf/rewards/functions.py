@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, in_one_line
+from ppo_rlhf.own_process import guarded
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.signals import TerminationSignal, warn_if_slow
 
@@ -83,19 +83,12 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
 def _left_as_found() -> Iterator[None]:
     """Put back what a user's code leaves changed, once it has run."""
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
-    precision, leave, process = torch.get_float32_matmul_precision(), os._exit, os.getpid()
-
-    def refuse(code: int) -> None:
-        if os.getpid() != process:
-            leave(code)  # a forked worker of theirs may end
-        raise SystemExit(f"os._exit({code})")
-
-    os._exit = refuse  # type: ignore[assignment]  # it would end the run without a message
+    precision = torch.get_float32_matmul_precision()
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):  # both put back what they found
+        # the second and the third put back what they found
+        with guarded(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
             yield
     finally:
-        os._exit = leave
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
