@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,27 @@ def test_what_a_callback_raises_ends_the_run_in_one_line_once_the_iteration_is_s
     assert_same_bits(weights(resumed.policy), weights(whole.policy))
 
 
+class Leaves(TrainerCallback):
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.leave = leave
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.leave()
+
+
+@pytest.mark.parametrize(
+    ("leave", "why"), [(lambda: os._exit(9), "os._exit(9)"), (lambda: sys.exit("enough"), "enough")]
+)
+def test_a_callback_that_would_end_the_process_ends_the_run_likewise(
+    tmp_path: Path, leave: Callable[[], None], why: str
+):
+    trainer = trainer_of(Leaves(leave), save_interval=100)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train(output_dir=tmp_path)
+    assert str(caught.value) == f"The callback Leaves.on_step_end raised SystemExit: {why}"
+    assert checkpoint_iterations(tmp_path) == [1]
+
+
 def test_in_the_pipeline_likewise(tmp_path: Path):
     sft = save(tmp_path / "sft", tiny_model())
     with pytest.raises(TrainingError, match=r"^The callback Recorder.on_step_end raised ValueError: no such place$"):
@@ -346,7 +370,7 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     """The first process ends after iteration 3, whose last checkpoint is that of iteration 2."""
     settings = {"report_to": "tensorboard", "total_episodes": 20, "save_interval": 2}
 
-    class Kill(BaseException):
+    class Kill(KeyboardInterrupt):
         pass
 
     class KillAt3(TrainerCallback):

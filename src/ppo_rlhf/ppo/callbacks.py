@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line
+from ppo_rlhf.own_process import guarded
 from ppo_rlhf.processes import from_all, is_main_process
 from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.signals import TerminationSignal
 from ppo_rlhf.whole_files import written_whole
 
 if TYPE_CHECKING:
@@ -45,8 +47,11 @@ def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[T
 
 def _made(factory: Callable[[], Any], where: str) -> Any:
     try:
-        return factory()
-    except Exception as error:  # a user's class can raise anything
+        with guarded():
+            return factory()
+    except (TerminationSignal, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's class can raise anything
         raise ConfigError(f"{where}: making it raised {in_one_line(error)}") from error
 
 
@@ -92,7 +97,8 @@ class Callbacks:
     """Calls a run's callbacks and does what they ask for; every process has them, and the main one's decide.
 
     After each event the iteration is saved if a callback asked for it, ended training, or failed. Then its error is
-    raised: TrainingError for an exception in a callback, ConfigError if one asked for what is not done.
+    raised: TrainingError for an exception in a callback, `sys.exit` and `os._exit` included; ConfigError if one asked
+    for what is not done.
     """
 
     def __init__(
@@ -217,9 +223,12 @@ class Callbacks:
         error: Exception | None = None
         for callback in [each for each in self._all if each not in without]:
             try:
-                answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
+                with guarded():
+                    answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
                 self._control = answer or self._control
-            except Exception as raised:  # a user's callback can raise anything
+            except (TerminationSignal, KeyboardInterrupt):  # the callback is not the cause
+                raise
+            except BaseException as raised:  # a user's callback can raise anything, and end itself
                 name = f"{type(callback).__name__}.{event}"
                 error = TrainingError(f"The callback {name} raised {type(raised).__name__}: {in_one_line(raised)}")
                 error.__cause__ = raised
