@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +206,31 @@ def test_a_file_that_cannot_be_published_ends_the_run_with_its_name(tmp_path: Pa
     with pytest.raises(DatasetError, match=r"^x cannot be copied to its usual place$") as caught:
         run("whole", ENTRIES["text"](str(tmp_path)))
     assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("full_at", [1, 2])
+def test_a_report_that_cannot_be_published_fails_no_run_and_is_named_with_its_own_place(
+    full_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    copy, copies = shutil.copyfile, []
+
+    def copy_until_full(source: Path, target: Path) -> None:
+        copies.append(target)
+        if len(copies) >= full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_until_full)
+    monkeypatch.setattr(mlflow, "log_artifact", lambda path, _: None)
+    in_run("run", monkeypatch)
+    read, _ = run("mine", logged(ENTRIES["text"](f"{tmp_path}/08_reporting")))
+    assert read == "mine"
+    assert len(copies) == 2
+    own = tmp_path / "08_reporting" / "runs" / "run" / "x.txt"
+    assert own.read_text() == "mine"
+    full = "x cannot be copied to its usual place: [Errno 28] No space left on device"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"{full}; this run's is {own}."]
 
 
 def test_a_catalog_that_is_used_twice_has_the_usual_places_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -47,6 +47,7 @@ class RunCatalog:
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
+        self._unpublished: set[str] = set()
         self.run_folder = None if outputs is None else outputs.folder  # of its checkpoints; None if it saves none
         self.is_checkpoint_saved = True  # whether the last iteration's was due
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
@@ -74,7 +75,9 @@ class RunCatalog:
             data = data.gathered()
         if processes.is_main_process():
             self._catalog.save(name, data)
-            if name in self._files:
+            if name in self._files and REPORTS in Path(dataset._filepath).parts:
+                self._is_published(name)
+            elif name in self._files:
                 self._publish(name)
             if self._outputs is not None:
                 self._outputs.note(name, dataset)
@@ -89,15 +92,15 @@ class RunCatalog:
     def finish(self) -> None:
         """Publish the files of a run that ended well once more, so that the usual places hold those of one run.
 
-        Its own copies are deleted, except reports that MLflow does not have, and outputs from which a longer run of it
-        would resume.
+        Its own copies are deleted, except reports that MLflow does not have, outputs from which a longer run of it
+        would resume, and what cannot be copied: a run that is done does not fail by a full disk.
         """
         processes.wait_for_all()
         for name in self._files:
             dataset = self._catalog.get(name)
             own, usual = Path(dataset._filepath), dataset._usual_filepath
-            if processes.is_main_process():
-                self._publish(name)
+            if processes.is_main_process() and not self._is_published(name):
+                continue
             is_in_mlflow = getattr(dataset, "_logging_activated", False)  # set by kedro-mlflow
             if (REPORTS not in own.parts or is_in_mlflow) and (
                 self._outputs is None or name not in self._outputs.names
@@ -107,6 +110,18 @@ class RunCatalog:
                     delete(own)
                     with contextlib.suppress(OSError):  # it holds another file of this run, or was never made
                         own.parent.rmdir()
+
+    def _is_published(self, name: str) -> bool:
+        """Publish a file, or say once that it is only in this run's own place."""
+        dataset = self._catalog.get(name)
+        try:
+            self._publish(name)
+        except DatasetError as error:
+            if name not in self._unpublished:
+                logger.warning("%s: %s; this run's is %s.", error, error.__cause__, dataset._filepath)
+            self._unpublished.add(name)
+            return False
+        return True
 
     def _publish(self, name: str) -> None:
         dataset = self._catalog.get(name)
