@@ -1,10 +1,15 @@
 """Code of users, which may neither end this process nor go on with its work in a process that it has forked."""
 
+import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+PATIENCE_S = 5.0
+"""Python ends within this time if nothing keeps it."""
 
 
 @contextmanager
@@ -42,6 +47,23 @@ def guarded() -> Iterator[None]:
             yield
         finally:
             os._exit = leave
+
+
+def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
+    """Call it as the work is done: if Python ends but does not come to its end, say which threads it waits for."""
+
+    def say() -> None:
+        if threading.main_thread().is_alive():  # a notebook, or a program that has other work
+            return
+        threads = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon]
+        names = ", ".join([*threads, *(child.name for child in multiprocessing.active_children())])
+        if names:
+            line = f"The command has ended, but this process waits for what its code started: {names}. Ctrl-C ends it."
+            print(line, file=sys.stderr)
+
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
 
 
 def _end(stop: BaseException, leave: Callable[[int], None]) -> None:

@@ -25,6 +25,7 @@ from ppo_rlhf.cli.init import init
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.cli.push import push
 from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.own_process import name_what_keeps_it
 from ppo_rlhf.processes import check_launch
 
 RUNNER = "ppo_rlhf.runner.LoopRunner"
@@ -51,7 +52,10 @@ def _run(**options: Any) -> Any:
     if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
         rich.reconfigure(width=LOG_WIDTH)  # in a file or a pipe rich would wrap every log line at 80 columns
     assert kedro_run.callback is not None
-    return kedro_run.callback(**options)
+    try:
+        return kedro_run.callback(**options)
+    finally:
+        name_what_keeps_it()
 
 
 def _run_options() -> list[click.Parameter]:
