@@ -33,7 +33,7 @@ TIMEOUT = timedelta(hours=2)
 PATIENCE = timedelta(minutes=10)
 """How long a process waits in rollouts and updates, where all of them compute."""
 SLOW_S = 60.0
-"""A process that comes later than this is named."""
+"""A process that comes later than this is named, and so is a call of somebody else's code that takes longer."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, or launch with conf/accelerate/fsdp2.yaml"
@@ -193,6 +193,19 @@ def together() -> Iterator[None]:
             logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
     timer = threading.Timer(SLOW_S, name_late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
+    """Log what is waited for if the block takes long."""
+    line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
+    timer = threading.Timer(seconds, logger.warning, ["%s", line])
     timer.daemon = True
     timer.start()
     try:

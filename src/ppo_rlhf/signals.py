@@ -6,7 +6,6 @@ tells its hooks only of Exceptions, so LoopRunner raises an error in its place, 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import stat
@@ -23,12 +22,8 @@ import psutil
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SLOW_S = 60.0
-"""A call of somebody else's code that takes longer is named."""
 SAME_REQUEST_S = 0.3
 """A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
-
-logger = logging.getLogger(__name__)
 
 
 class TerminationSignal(BaseException):
@@ -132,19 +127,6 @@ def deferring_signals() -> Iterator[None]:
         if _state.deferring == 0 and _state.held is not None:
             signum, _state.held = _state.held, None
             raise TerminationSignal(signum)
-
-
-@contextmanager
-def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
-    """Log what is waited for if the block takes long."""
-    line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
-    timer = threading.Timer(seconds, logger.warning, ["%s", line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render_chat, try_chats, with_system
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
+from ppo_rlhf.models import tokenizers
 from ppo_rlhf.models.quiet import say_once
 from tests.tiny_models import word_tokenizer
 
@@ -125,6 +126,26 @@ def test_a_message_that_the_template_leaves_out_is_refused_with_its_role(role):
     chat = [USER, {"role": role, "content": "Is"}]  # a word of the other message, too
     found = refused(render_chat, chat, tokenizer(), "row 5")
     assert found.startswith(f"row 5: message 1 has the role `{role}`, and the chat template leaves it out. ")
+
+
+def test_a_template_that_runs_out_of_memory_is_refused_with_that_reason(monkeypatch):
+    held = tokenizer()
+
+    def out_of_memory(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(type(held), "apply_chat_template", out_of_memory)
+    line = "row 0: the chat template refuses these messages: MemoryError"
+    assert refused(render_chat, [USER], held, "row 0") == line
+
+
+def test_a_template_that_does_not_end_is_named_at_its_first_chat(monkeypatch, caplog):
+    monkeypatch.setattr(tokenizers, "SLOW_TEMPLATE_S", 0.01)
+    held = tokenizer("{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}" + TEMPLATE)
+    held.name_or_path = "mine"
+    for call in (lambda: tokenizers.end_of_turn_id(held), *[lambda: render_chat([USER], held, "row 0")] * 2):
+        call()
+    assert caplog.messages == ["The chat template of mine has not answered for 0 s. It may have no end."] * 2
 
 
 def test_a_tool_call_and_tools_that_the_template_leaves_out_are_refused():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_rlhf import processes, signals
+from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -383,6 +383,7 @@ def test_a_result_that_is_not_one_finite_number_a_response_is_refused(result, me
     [
         (ValueError("one\n two"), "ValueError: one two"),
         (SystemExit(3), "SystemExit: 3"),
+        (MemoryError(), "MemoryError"),
         (asyncio.CancelledError("late"), "CancelledError: late"),
         (GeneratorExit("odd"), "GeneratorExit: odd"),
     ],
@@ -467,7 +468,7 @@ def test_a_forked_worker_that_exits_as_python_does_ends_alone(end, code, said, c
 
 
 def test_a_function_that_does_not_answer_is_named_with_its_batch(monkeypatch, caplog):
-    monkeypatch.setattr(functions, "warn_if_slow", partial(signals.warn_if_slow, seconds=0.01))
+    monkeypatch.setattr(functions, "warn_if_slow", partial(processes.warn_if_slow, seconds=0.01))
 
     def slow(prompts, completions):
         time.sleep(0.2)

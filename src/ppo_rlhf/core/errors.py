@@ -54,8 +54,14 @@ class LaunchError(PPORLHFError, RuntimeError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's text in one line."""
-    return " ".join(str(error).split())
+    """Return an error's text in one line; of one without a text, such as MemoryError, its name."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def kind_and_text(error: BaseException) -> str:
+    """Return an error's kind and its text in one line, `ValueError: no such place`; of one without a text the kind."""
+    kind, text = type(error).__name__, in_one_line(error)
+    return kind if text == kind else f"{kind}: {text}"
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -39,6 +39,11 @@ def find_hidden(
     return Hidden(unseen, any(_function(tool)["name"] not in text for tool in tools or []))
 
 
+def is_known(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer's chat template has rendered a chat before."""
+    return tokenizer in _found
+
+
 def kind_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> Hashable:
     """Return what a template's choice of the parts to show depends on: roles, keys, blank contents, calls, tools."""
     shapes = ((m["role"], *sorted(m), _is_blank(m), len(_calls(m))) for m in messages)

@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
-from ppo_rlhf.data.chat_templates import find_hidden, kind_of
+from ppo_rlhf.data.chat_templates import find_hidden, is_known, kind_of
+from ppo_rlhf.models.tokenizers import name_slow_template
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
@@ -148,16 +149,15 @@ def render_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
     is_begun = messages[-1]["role"] == ASSISTANT
+    options: dict[str, Any] = {
+        "tools": tools,
+        "tokenize": False,
+        "add_generation_prompt": to_answer and not is_begun,
+        "continue_final_message": to_answer and is_begun,
+    }
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=to_answer and not is_begun,
-                continue_final_message=to_answer and is_begun,
-            )
-        )
+        with nullcontext() if is_known(tokenizer) else name_slow_template(tokenizer):
+            text = str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template is a program: it can raise anything
         raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
     check_shown(messages, tokenizer, where, text, tools=tools)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
-from ppo_rlhf.core.errors import DataError, in_one_line
+from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.paths import expand_home, restore_hub_name
@@ -110,7 +110,7 @@ def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:
     try:
         made = function(table)
     except Exception as error:  # a user's function can raise anything
-        raise DataError(f"{source}: {prepare} raised {type(error).__name__}: {in_one_line(error)}") from error
+        raise DataError(f"{source}: {prepare} raised {kind_and_text(error)}") from error
     if not isinstance(made, Dataset) or not len(made):
         what = "no rows" if isinstance(made, Dataset) else f"a value of type {type(made).__name__}"
         raise DataError(f"{source}: {prepare} returned {what}. Return a datasets.Dataset with rows.")

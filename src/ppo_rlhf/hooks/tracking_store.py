@@ -22,7 +22,7 @@ from sqlalchemy import create_engine, inspect
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from ppo_rlhf import signals
+from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.whole_files import written_whole
@@ -146,7 +146,7 @@ def without_password(text: str) -> str:
 def name_slow_store(uri: str) -> AbstractContextManager[None]:
     """Log which store is waited for if the block takes long."""
     advice = "MLflow keeps asking; Ctrl-C twice stops at once."
-    return signals.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
+    return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jinja2 import Environment, meta
@@ -23,7 +24,9 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.capabilities import own_pad_id
+from ppo_rlhf.processes import warn_if_slow
 
+SLOW_TEMPLATE_S = 5.0
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # tokens
@@ -145,7 +148,8 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     marker = "answer"
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        with name_slow_template(tokenizer):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
         return None
     _, found, tail = text.rpartition(marker)
@@ -153,6 +157,12 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
     return next((index for index in ids if index in special), None)
+
+
+def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
+    """Log whose chat template is waited for if the block takes long: it is a program, and may not end."""
+    owner = tokenizer.name_or_path or "the tokenizer"
+    return warn_if_slow(f"The chat template of {owner}", "It may have no end.", seconds=SLOW_TEMPLATE_S)
 
 
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows

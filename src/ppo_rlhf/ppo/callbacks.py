@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line
+from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_and_text
 from ppo_rlhf.own_process import guarded
 from ppo_rlhf.processes import from_all, is_main_process
 from ppo_rlhf.rewards.functions import load_function
@@ -230,7 +230,7 @@ class Callbacks:
                 raise
             except BaseException as raised:  # a user's callback can raise anything, and end itself
                 name = f"{type(callback).__name__}.{event}"
-                error = TrainingError(f"The callback {name} raised {type(raised).__name__}: {in_one_line(raised)}")
+                error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}")
                 error.__cause__ = raised
                 break
         flags, errors = zip(*from_all((asdict(self._control), error and str(error))), strict=True)

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import torch
 
-from ppo_rlhf.core.errors import DataError, RewardError, in_one_line
+from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
 from ppo_rlhf.own_process import guarded
+from ppo_rlhf.processes import warn_if_slow
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
-from ppo_rlhf.signals import TerminationSignal, warn_if_slow
+from ppo_rlhf.signals import TerminationSignal
 
 RewardFunction = Callable[..., list[float]]
 
@@ -53,7 +54,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
         place = _place(error, lambda file: Path(file).is_relative_to(project))
-        raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
+        raise RewardError(f"{reference}: importing {module_name} fails: {kind_and_text(error)}{place}") from error
     function = getattr(module, name, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, name) else "does not exist there"
@@ -174,7 +175,7 @@ def call_function(
         if row is not None:
             at = f" at row {row}, prompt {prompts[row][:60]!r}, response {completions[row][:60]!r}"
             report = [f"Row {row}\nPrompt: {prompts[row]}\nResponse: {completions[row]}\n\n", *report]
-        raise RewardError(f"{title} raised {_told(error)}{place}{at}{_written(report)}") from error
+        raise RewardError(f"{title} raised {kind_and_text(error)}{place}{at}{_written(report)}") from error
     if not isinstance(values, list):
         raise RewardError(f"{title} returned a {type(values).__name__}. Return a list, one entry a response.")
     if len(values) != len(completions):
@@ -229,10 +230,6 @@ def _score(value: Any, name: str, row: int, completion: str) -> float:
             "Return finite float32 numbers."
         )
     return score
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
