@@ -18,6 +18,7 @@ from transformers import (
     FalconH1Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
@@ -66,6 +67,13 @@ def test_a_score_is_the_head_on_the_last_hidden_state_whatever_the_padding(kind)
     expected = torch.stack(alone) @ model.score.weight.T + 0.25
     for side in ("left", "right"):
         assert_close(model(*padded(side, pad=3)).logits, expected, rtol=0.0, atol=1e-10)
+
+
+def test_a_name_that_transformers_takes_no_more_is_an_error_and_not_positions_left_out(monkeypatch):
+    """Without positions GPT-2 counts padding, too, and the scores of shorter sequences would be others."""
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, input_ids, attention_mask, places: None)
+    with pytest.raises(ModelError, match=r"no argument position_ids any more; .*constraints\.txt"):
+        reward_model("gpt2")
 
 
 def test_in_sixteen_bits_it_scores_hidden_states_of_32():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, OpenAIGPTConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, MambaConfig, OpenAIGPTConfig
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.ppo import sampling
@@ -150,6 +151,33 @@ def test_generate_has_a_static_cache_and_transformers_attention_and_leaves_the_m
     assert model.config._attn_implementation == attention == "ppo_rlhf_packed"
     assert torch.equal(found.response_ids, expected.response_ids)
     assert "_compiled_call" not in vars(model)
+
+
+def forward_of_5_23(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None): ...
+
+
+def forward_of_5_24(self, input_ids, attention_mask=None, position_ids=None, cache=None): ...
+
+
+def forward_without_either(self, input_ids, attention_mask=None, position_ids=None, memory=None): ...
+
+
+@pytest.mark.parametrize(("forward", "name"), [(forward_of_5_23, "past_key_values"), (forward_of_5_24, "cache")])
+def test_generate_gets_the_cache_by_the_name_that_forward_has_in_this_version(make_model, monkeypatch, forward, name):
+    model, without = make_model("llama"), make_model("gpt2")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    monkeypatch.setattr(type(without), "forward", forward_without_either)
+    caches = [sampling._cache(model, columns) for columns in (9, 5)]
+    assert [list(cache) for cache in caches] == [[name], [name]]
+    assert [cache[name].get_max_length() for cache in caches] == [9, 9], "a width that is compiled already is kept"
+    assert sampling._cache(without, 9) == {"cache_implementation": "static"}
+
+
+def test_an_argument_that_transformers_has_renamed_is_an_error_and_not_a_model_without_it(make_model, monkeypatch):
+    model = make_model("gpt2")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward_without_either)
+    with pytest.raises(ModelError, match=r"no argument cache or past_key_values any more; .*constraints\.txt"):
+        generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
 
 
 def test_prompts_are_filled_up_to_few_widths_on_a_gpu_which_changes_no_token(make_model, monkeypatch):

@@ -5,6 +5,7 @@ Each probe runs once for a model: `probed_once` keeps what it found.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -109,6 +111,24 @@ def gradient_of_later_tokens(model: PreTrainedModel) -> Tensor:
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of ids that a model embeds."""
     return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
+def argument_of(model: PreTrainedModel, *names: str) -> str | None:
+    """Return the name by which a model's `forward` takes an argument, one of `names`; None if it has no such argument.
+
+    Versions of transformers name it differently, and its Llama shows how this one does.
+
+    Raises:
+        ModelError: This version has none of the names, so a model without the argument could not be told from others.
+    """
+    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    name = next((name for name in names if name in known), None)
+    if name is None:
+        raise ModelError(
+            f"transformers {transformers.__version__}: its models' forward has no argument {' or '.join(names)} any "
+            "more; install the version that ppo_rlhf was tested with (constraints.txt)"
+        )
+    return name if name in inspect.signature(type(model).forward).parameters else None
 
 
 def own_pad_id(config: PretrainedConfig) -> int | None:

@@ -9,7 +9,6 @@ folded into the weights. It is saved as transformers' classifier where that comp
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
-from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probing
+from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, argument_of, probe_ids, probing
 from ppo_rlhf.models.value_heads import width_of_states
 
 MODEL_TYPE = "causal_lm_reward"
@@ -75,7 +74,7 @@ class CausalLMRewardModel(PreTrainedModel):
         # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
         self.score = nn.Linear(width_of_states(config), 1)
-        self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self._takes_positions = argument_of(self.backbone, "position_ids") is not None
         self.post_init()
 
     @classmethod

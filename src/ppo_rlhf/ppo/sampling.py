@@ -7,7 +7,6 @@ through a logits processor: the oracle of the first.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.capabilities import argument_of
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
@@ -207,10 +207,11 @@ _widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # column
 
 def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
     """Return what gives `generate` a static cache, never a smaller one than before: each width is compiled anew."""
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    name = argument_of(model, "cache", "past_key_values")  # until transformers 5.23 the second
+    if name is None:
         return {"cache_implementation": "static"}
     _widest[model] = max(columns, _widest.get(model, 0))
-    return {"past_key_values": _Cache(model.config, _widest[model])}
+    return {name: _Cache(model.config, _widest[model])}
 
 
 def _prompt_width(longest: int, device: torch.device) -> int:
