@@ -100,10 +100,16 @@ def count_second_iteration(monkeypatch: pytest.MonkeyPatch, job: Job) -> dict[st
 
 
 def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
+    """The launches are those of the pinned torch; TRL's update has 10,214 there, and 4,549 before it (docs/speed.md).
+
+    Another release writes some gradients with other operations, such as that of a minimum. A twentieth more is allowed
+    it: two operations more in every layer of each pass are still too many.
+    """
     found = count_second_iteration(monkeypatch, job)
+    release = 1.0 if torch.__version__.startswith("2.13.") else 1.05
     for part, bounds in {
-        "update": {"launches": 7700, "waits": 20, "copies": 40},
-        "before": {"launches": 3400, "waits": 20, "copies": 40},
+        "update": {"launches": 7700 * release, "waits": 20, "copies": 40},
+        "before": {"launches": 3400 * release, "waits": 20, "copies": 40},
     }.items():
         totals = found[part].totals()
         print(part, found[part])
