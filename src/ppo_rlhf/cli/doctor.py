@@ -134,7 +134,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
     """Compare what is installed with what pyproject.toml asks for now: an installed package remembers an older one."""
     project = tomllib.loads((project_path / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     is_ours = project.get("name") == PACKAGE
-    fix = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` fixes it"
+    fix = f"`pip install {'-e . -c constraints.txt' if is_ours else f'--upgrade {PACKAGE}'}` fixes it"
     shown, is_well = [f"Python {platform.python_version()}"], True
     for needed in map(Requirement, project["dependencies"] if is_ours else importlib.metadata.requires(PACKAGE) or ()):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
