@@ -5,7 +5,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
+from ppo_rlhf.models.gradient_checkpointing import NAME, enable_gradient_checkpointing, recomputing
 from tests.ppo_runs import MEASURED, learn_from
 
 VARIANTS = [
@@ -91,3 +91,10 @@ def test_an_architecture_without_it_is_refused(make_run, monkeypatch, make_model
     monkeypatch.setattr(type(make_model("llama")), "supports_gradient_checkpointing", False)
     with pytest.raises(ModelError, match=r"ppo\.gradient_checkpointing=true: LlamaForCausalLM"):
         make_run("llama", gradient_checkpointing=True)
+
+
+def test_a_transformers_that_marks_layers_otherwise_is_an_error_and_no_silence(make_model, monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr(model, f"{NAME}_enable", lambda options: setattr(model.model.layers[0], "checkpoints", True))
+    with pytest.raises(ModelError, match=r"marks no layer of LlamaForCausalLM .*constraints\.txt"):
+        enable_gradient_checkpointing(model)

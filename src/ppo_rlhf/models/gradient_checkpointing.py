@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,10 +29,20 @@ def check_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Let a model checkpoint within `recomputing`; raise `ModelError` if its architecture cannot."""
+    """Let a model checkpoint within `recomputing`.
+
+    Raises:
+        ModelError: Its architecture cannot, or this version of transformers marks its layers otherwise.
+    """
     check_gradient_checkpointing(model)
     # nothing random is computed, so the state of the random numbers need not be kept
     getattr(model, f"{NAME}_enable")({"use_reentrant": False, "preserve_rng_state": False})
+    if not _marked(model):
+        raise ModelError(
+            f"ppo.gradient_checkpointing=true: transformers {transformers.__version__} marks no layer of "
+            f"{type(model).__name__} as checkpointing; set it to false, or install the version that ppo_rlhf was "
+            "tested with (constraints.txt)"
+        )
 
 
 def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -43,7 +54,7 @@ def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
     """Let models checkpoint within the block; outside it they decode with a cache, which checkpointing forbids."""
-    marked = [m for model in models for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    marked = [module for model in models for module in _marked(model)]
     for module in marked:
         module.training = True
     try:
@@ -51,3 +62,7 @@ def recomputing(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in marked:
             module.training = False
+
+
+def _marked(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
