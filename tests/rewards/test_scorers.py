@@ -24,7 +24,14 @@ from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import close_response
-from ppo_rlhf.rewards.scorers import ModelScorer, _warn_once, build_reward_scorer, check_room, score_sequences
+from ppo_rlhf.rewards.scorers import (
+    ModelScorer,
+    _warn_once,
+    build_reward_scorer,
+    check_room,
+    score_by_function,
+    score_sequences,
+)
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
@@ -323,6 +330,33 @@ def test_a_function_gets_the_columns_that_it_takes():
     assert call(greedy, label=[3, 4], other=["a", "b"]) == [2.0, 4.0]
     assert call(choosy, label=[3, 4], other=["a", "b"]) == [3.0, 4.0]
     assert call(plain, label=[3, 4]) == [0.0, 1.0]
+
+
+def test_what_a_function_changes_in_its_arguments_no_other_component_sees():
+    """The first changes all that it gets in place, the second keeps it. Two rows share the list that they hold."""
+    given: list[dict] = []
+
+    def changing(prompts, completions, turns, completion_ids, wanted, notes, facts):
+        for row in (*turns, *completion_ids, *notes, *[fact["n"] for fact in facts]):
+            row.append(0)
+        lengths = [float(len(row)) for row in notes]
+        for values in (prompts, completions, wanted, facts):
+            values[:] = [""] * len(values)
+        return lengths
+
+    def keeping(prompts, completions, turns, completion_ids, **columns):
+        given.append({"prompts": prompts, "completions": completions, "turns": turns, "ids": completion_ids, **columns})
+        return [0.0, 0.0]
+
+    note = ["yes"]
+    columns = {"wanted": ["a", "b"], "notes": [note, note], "facts": [{"n": [1, 2]}, {"n": []}]}
+    of_rows = ResponseBatch(["p", "q"], ["x", "y"], columns, [[4], [5]], [[6], [7]], [False] * 2, [["x"], ["y"]])
+    components = [(f.__name__, 1.0, partial(score_by_function, f, f.__name__)) for f in (changing, keeping)]
+    assert RewardScorer(components).score(of_rows).total.tolist() == [2.0, 2.0]
+    assert given == [
+        {"prompts": ["p", "q"], "completions": ["x", "y"], "turns": [["x"], ["y"]], "ids": [[6], [7]]}
+        | {"wanted": ["a", "b"], "notes": [["yes"], ["yes"]], "facts": [{"n": [1, 2]}, {"n": []}]}
+    ]
 
 
 def test_prompts_and_completions_go_in_by_name():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -154,7 +155,7 @@ def call_function(
 ) -> list[Any]:
     """Call a user's function as `call_reward_function` says, and return its result: a list with one entry a response.
 
-    `title` opens the text of errors.
+    `title` opens the text of errors. What the function changes in place are copies of its own.
 
     Raises:
         RewardError: It takes other arguments, raised, or returned something else.
@@ -162,7 +163,7 @@ def call_function(
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
         with _left_as_found(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
-            result = _awaited(function(**arguments))
+            result = _awaited(function(**{name: _copies(rows) for name, rows in arguments.items()}))
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
     except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
@@ -183,6 +184,11 @@ def call_function(
             f"{title} returned {len(values)} values for {len(completions)} responses. Return one for each."
         )
     return values
+
+
+def _copies(rows: list[Any]) -> list[Any]:
+    """Return copies of rows in every depth, each by itself: repeated prompts share what their rows hold."""
+    return [copy.deepcopy(row) for row in rows]
 
 
 def _awaited(result: Any) -> Any:
