@@ -147,6 +147,8 @@ def test_an_input_that_was_not_given_is_none():
             r"line 2 is not an object with named columns: [1, 2]",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is damaged, it is not UTF-8 text"),
+        ("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}\n', "row 1, column `a`: the text is not UTF-8"),
+        ("a.csv", b"a,b\nx,y\nx,\xff\n", "line 3 is damaged, it is not UTF-8 text"),
         ("a.jsonl", b'{"a": 1}\n{"a": ' + b"[" * 100_000, "line 2 cannot be read: maximum recursion depth"),
         ("a.jsonl", b"", "this data file is empty"),
         ("a.jsonl", b"\n\n", "this data file has no rows"),
@@ -163,6 +165,28 @@ def test_an_input_that_was_not_given_is_none():
 def test_a_damaged_file_is_refused_in_one_line_that_names_the_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert message in message_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_one_byte_that_is_not_utf8_far_inside_a_chat_is_named_with_file_row_and_column(tmp_path, ending):
+    """`datasets` takes the byte, and only a look at that row would fail. The files have 10 and 2,500 rows."""
+    for name, count, bad in (("a", 10, None), ("b", 2_500, 2_041)):
+        texts = [b"good \xc3\xa9"] * count
+        if bad is not None:
+            texts[bad] = b"bad \xe9"
+        path = tmp_path / f"{name}.{ending}"
+        if ending == "jsonl":
+            path.write_bytes(b"\n".join(b'{"id": 1, "prompt": [{"content": "%s"}]}' % text for text in texts))
+        else:
+            content = pyarrow.StructArray.from_arrays(
+                [pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())], ["content"]
+            )
+            chats = pyarrow.ListArray.from_arrays(range(count + 1), content)
+            pyarrow.parquet.write_table(pyarrow.table({"id": [1] * count, "prompt": chats}), path)
+    with pytest.raises(DatasetError) as caught:
+        RecordsDataset(str(tmp_path)).load()
+    place = f"{tmp_path / 'b'}.{ending}: row 2041, column `prompt`: the text is not UTF-8."
+    assert str(caught.value.__cause__) == f"{place} Write the file as UTF-8, or leave the row out."
 
 
 @pytest.mark.parametrize(

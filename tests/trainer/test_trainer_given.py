@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import peft
+import pyarrow
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -94,6 +95,7 @@ def test_a_tensor_of_token_ids_is_prompts(sft: str):
 
 
 ROWS = datasets.Dataset.from_list([{"prompt": "a"}])
+BYTES = datasets.Dataset(pyarrow.table({"prompt": pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())}))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ ROWS = datasets.Dataset.from_list([{"prompt": "a"}])
         (datasets.DatasetDict(train=ROWS, test=ROWS), r"DatasetDict; .*one split of a DatasetDict"),
         (datasets.IterableDatasetDict(train=ROWS.to_iterable_dataset()), r"IterableDatasetDict; .*one split"),
         (ROWS.to_iterable_dataset(), r"IterableDataset; .*Dataset\.from_list of a stream"),
+        (BYTES, ": row 1, column `prompt`: the text is not UTF-8"),
         (datasets.Dataset.from_dict({"text": ["a"]}), "no column `prompt` or `input_ids`; the columns are text"),
         ({"prompt": "a film"}, "one text as column `prompt`; give a list of texts"),
         ({1: ["a"]}, "no column `prompt` or `input_ids`; the columns are 1"),
@@ -110,7 +113,7 @@ ROWS = datasets.Dataset.from_list([{"prompt": "a"}])
     ],
 )
 def test_a_dataset_that_is_no_table_of_prompts_is_refused_in_one_line(sft: str, prompts: Any, named: str):
-    with pytest.raises(DataError, match=f"^PPOTrainer: prompts .*{named}") as caught:
+    with pytest.raises(DataError, match=f"^PPOTrainer: prompts.*{named}") as caught:
         prompts_of(sft, prompts)
     assert len(str(caught.value).splitlines()) == 1
     assert "prompts.column" not in str(caught.value)

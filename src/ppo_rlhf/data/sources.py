@@ -54,8 +54,8 @@ def load_table(
         load_args: Further arguments of `datasets.load_dataset`.
 
     Raises:
-        DataError: Nothing is there, an unknown ending, a damaged line (its number is named), no rows, or a data set
-            that cannot be reached.
+        DataError: Nothing is there, an unknown ending, a damaged line (its number is named), a text that is not UTF-8,
+            no rows, or a data set that cannot be reached.
     """
     given = load_args or {}
     files = files_of(source)
@@ -67,7 +67,50 @@ def load_table(
         table = _load_files(source, files, text_column, cache, given)
     if not len(table):
         raise DataError(f"{source}: this data file has no rows. It needs at least one.")
+    try:
+        check_texts(table, source)
+    except DataError:
+        for file in files if isinstance(files, list) else ():  # rather name one file, and its row
+            check_texts(_load_files(str(file), [file], text_column, cache, given), str(file))
+        raise
     return table
+
+
+def check_texts(table: Dataset, source: str) -> None:
+    """Raise `DataError` with row and column if a text is not UTF-8, which a table holds until somebody reads the row.
+
+    Arrow's own check reads a gigabyte in half a second, so each table is checked as a whole.
+    """
+    for name in () if _is_valid(table) else table.column_names:
+        column, rows = table.select_columns([name]), range(len(table))
+        for size in (1_000, 1):
+            unread = next((row for row in rows[::size] if not _is_read(column, slice(row, row + size))), None)
+            if unread is None:
+                break
+            rows = range(unread, min(unread + size, len(table)))
+        else:
+            raise DataError(
+                f"{source}: row {rows[0]}, column `{name}`: the text is not UTF-8. Write the file as UTF-8, or leave "
+                "the row out."
+            )
+
+
+def _is_valid(table: Dataset) -> bool:
+    import pyarrow as pa
+
+    try:
+        table.data.table.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _is_read(column: Dataset, rows: slice) -> bool:
+    try:
+        column[rows]
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_hub_name(source: str) -> bool:
@@ -269,6 +312,8 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
             na_values=[""],
         )
     except (OSError, EOFError, ValueError) as error:  # also what pandas' parser raises, which names the line
+        if isinstance(error, UnicodeDecodeError):
+            _text(file)  # which names the line
         reason = in_one_line(error)
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"

@@ -21,7 +21,7 @@ from ppo_rlhf.core.responses import response_lengths
 from ppo_rlhf.data.chats import CONVERSATIONS, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
-from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.data.sources import check_texts, table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
@@ -92,6 +92,7 @@ def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
         return {"prompt" if is_text else TOKENS: prompts}
     if isinstance(prompts, Dataset):
+        check_texts(prompts, f"PPOTrainer: {argument}")
         return {name: prompts[name] for name in prompts.column_names}
     if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
         if texts := [column for column, rows in prompts.items() if isinstance(rows, str)]:
