@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import sys
 from io import StringIO
 from pathlib import Path
@@ -164,6 +165,45 @@ def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, mo
     with pytest.raises(torch.OutOfMemoryError):
         trainer_of(sft).train(output_dir=tmp_path / "run")
     assert saved(tmp_path / "run") == ["iteration_000001"]
+
+
+def interrupting(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process SIGINT, as Ctrl-C does, within these optimiser steps, counted from 1."""
+    function, calls = update.take_step, itertools.count(1)
+
+    def wrapped(*arguments: Any) -> None:
+        if next(calls) in steps:
+            signal.raise_signal(signal.SIGINT)
+        function(*arguments)
+
+    monkeypatch.setattr(update, "take_step", wrapped)
+
+
+def test_ctrl_c_in_an_update_saves_that_iteration_once_it_is_whole(
+    sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """It comes in the second of the second iteration's four steps; the default save_interval would save nothing."""
+    trainer, whole = trainer_of(sft), trainer_of(sft)
+    with monkeypatch.context() as patched:
+        interrupting([STEPS + 2], patched)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == ["iteration_000002"]
+    assert "Ctrl-C: finishing iteration 2, then stopping; a second one stops at once." in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer.train(output_dir=tmp_path / "run")
+    whole.train()
+    assert_same_bits(weights(trainer.policy), weights(whole.policy))
+
+
+def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "SAME_REQUEST_S", 0.0)
+    interrupting([STEPS + 2, STEPS + 3], monkeypatch)
+    trainer = trainer_of(sft)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(output_dir=tmp_path / "run")
+    assert trainer.state.updating
+    assert saved(tmp_path / "run") == []
 
 
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -25,7 +28,7 @@ from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all, is_main_process, on_main
-from ppo_rlhf.signals import RunInterruptedError, time_is_over
+from ppo_rlhf.signals import SAME_REQUEST_S, RunInterruptedError, time_is_over
 from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
@@ -131,6 +134,8 @@ class Bookkeeper:
         if is_saved:
             self.save()
         self.callbacks.iteration_ended(metrics, is_saved=is_saved)
+        if state.stopping:
+            raise KeyboardInterrupt
         self._evaluate_if_due()
         if state.config.max_time is None or state.finished:
             return
@@ -154,9 +159,10 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[tqdm]:
     Only the main process saves: the others may never get here.
     """
     hidden = True if log.hasHandlers() or not is_main_process() else None
+    bar = partial(tqdm, desc="PPO", initial=state.iteration, total=state.total_iterations, disable=hidden)
     try:
-        with tqdm(desc="PPO", initial=state.iteration, total=state.total_iterations, disable=hidden) as bar:
-            yield bar
+        with _finishing_updates(state), bar() as shown:
+            yield shown
     except BaseException:
         if directory is None or not state.iteration or not is_main_process():
             raise
@@ -168,6 +174,39 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[tqdm]:
         except CheckpointError as error:  # the exception that ends the training counts more
             log.warning("%s", error)
         raise
+
+
+@contextmanager
+def _finishing_updates(state: TrainingState) -> Iterator[None]:
+    """Let the first Ctrl-C in an update ask for the end after this iteration: half an update cannot be saved.
+
+    A handler that is not Python's own stays, and so does one outside the main thread, where Python allows no change.
+    """
+    process, asked_at = os.getpid(), -math.inf
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        if not state.updating or os.getpid() != process or (state.stop_requested and now - asked_at > SAME_REQUEST_S):
+            raise KeyboardInterrupt
+        if not state.stop_requested:
+            state.stop_requested, asked_at = True, now
+            if is_main_process():  # no logging: it may be what the signal interrupted
+                line = (
+                    f"\nCtrl-C: finishing iteration {state.iteration + 1}, then stopping; a second one stops at once.\n"
+                )
+                os.write(2, line.encode())
+
+    own = signal.default_int_handler
+    is_changed = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is own
+    if is_changed:
+        signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        state.stop_requested = False
+        if is_changed:
+            signal.signal(signal.SIGINT, own)
 
 
 def say(line: str) -> None:
@@ -208,6 +247,6 @@ def warn(state: TrainingState, *, evaluates: bool) -> None:
     for line in [*config.advice(parameters=state.policy.num_parameters()), *([slow] if slow else [])]:
         log.warning("%s", line)
     idle = {} if evaluates else {"eval_interval": " without evaluation_prompts"}
-    for name, why in {**idle, "shutdown_grace_s": ", which handles no signals"}.items():
+    for name, why in {**idle, "shutdown_grace_s": ", where a second Ctrl-C ends the wait"}.items():
         if name in config.not_default():
             log.warning("ppo.%s: no effect in PPOTrainer%s", name, why)
