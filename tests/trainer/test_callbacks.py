@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -386,6 +387,7 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     for newer in tmp_path.glob("iteration_00000[34]"):  # what the trainer saves on an exception, a kill would not
         shutil.rmtree(newer)
     assert checkpoint_iterations(tmp_path) == [2]
+    (tmp_path / "reported.json").unlink()  # it may come after the numbers have been sent
     second = trainer_of(**settings)
     second.train(resume_from_checkpoint=True, output_dir=tmp_path)
     found = scalars(tmp_path / "tensorboard")
@@ -415,6 +417,67 @@ def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Pa
     import wandb
 
     assert wandb.run is None  # it was let go
+
+
+class Reporter(TrainerCallback):
+    """Stands in for an integration: what it got, as (step, number of a metric, whether it is an evaluation's)."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, float, bool]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        is_evaluation = "eval_reward" in logs
+        self.got.append((state.global_step, logs["eval_reward" if is_evaluation else "objective/kl"], is_evaluation))
+
+
+class WandbCallback(Reporter):
+    """Is called as transformers' integration is, by which it is known."""
+
+
+def killed_after_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Reporter) -> None:
+    """Train four of five iterations; the folder is then as a kill leaves it: `reported.json` is of the beginning."""
+
+    class KillAt4(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("ppo_rlhf.trainer.trainer.reporting_callbacks", lambda config: [reporter])
+    trainer = trainer_of(KillAt4(), total_episodes=20, save_interval=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Callbacks, "close", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(output_dir=folder)
+
+
+def resumed_at_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Reporter, own: Recorder) -> PPOTrainer:
+    monkeypatch.setattr("ppo_rlhf.trainer.trainer.reporting_callbacks", lambda config: [reporter])
+    trainer = trainer_of(own, total_episodes=20, save_interval=2)
+    trainer.train(resume_from_checkpoint=True, output_dir=folder)
+    return trainer
+
+
+def test_after_a_kill_an_integration_gets_all_metrics_since_the_last_end_in_order(tmp_path: Path, monkeypatch):
+    """What a kill leaves unsent is not known. The run's own callbacks get no iteration twice."""
+    killed_after_four(tmp_path, monkeypatch, Reporter())
+    assert not (tmp_path / "reported.json").exists()
+    reporter, own = Reporter(), Recorder()
+    trainer = resumed_at_four(tmp_path, monkeypatch, reporter, own)
+    every = [(step, trainer.history[step - 1]["objective/kl"], False) for step in (1, 2, 3, 4, 5)]
+    assert [each for each in reporter.got if not each[2]] == every
+    assert [step for event, step in own.events if event == "step"] == [5]
+    assert json.loads((tmp_path / "reported.json").read_text())["metrics"] == 5
+
+
+def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The server knows of steps up to 2; whether it has the evaluation of step 2 it does not tell."""
+    wandb = pytest.importorskip("wandb")
+    killed_after_four(tmp_path, monkeypatch, Reporter())
+    run = SimpleNamespace(resumed=True, summary={"train/global_step": 2})
+    monkeypatch.setattr(wandb, "run", run)
+    reporter = WandbCallback()
+    resumed_at_four(tmp_path, monkeypatch, reporter, Recorder())
+    assert [step for step, _, is_evaluation in reporter.got if not is_evaluation] == [3, 4, 5]
 
 
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):

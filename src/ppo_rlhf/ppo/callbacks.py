@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_and_text
 from ppo_rlhf.own_process import guarded
-from ppo_rlhf.processes import from_all, is_main_process
+from ppo_rlhf.processes import from_all, from_main, is_main_process
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.signals import TerminationSignal
 from ppo_rlhf.whole_files import written_whole
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
-"""File beside the checkpoints: the last step that was reported, of metrics and of evaluations, and W&B's run."""
+"""File beside the checkpoints: W&B's run, and the last steps, of metrics and of evaluations, that were reported when a
+process ended in order."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
+METRICS, EVALUATIONS = "metrics", "evaluations"
 
 
 def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[TrainerCallback]:
@@ -113,16 +115,19 @@ class Callbacks:
     ) -> None:
         """Prepare the callbacks of a run that is new or resumed; `folder` has its checkpoints, None: none are saved.
 
-        `save` saves the iteration at hand. The `reporting` ones get no step that they have reported before.
+        `save` saves the iteration at hand. The `reporting` ones get each step that they lack, once.
         """
         from transformers import TrainerControl, TrainerState
 
         self._state, self._folder, self._save, self._can_evaluate = state, folder, save, can_evaluate
-        self._all, self._reporting = [*own, *reporting], list(reporting)
+        self._own, self._reporting = list(own), list(reporting)
+        self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
         self._is_saved, self._is_begun = True, False  # what a run resumes from is saved
         self._own_run: Any = None
+        self._reported: dict[str, Any] = {}
+        self._had: list[dict[str, int]] = []  # the last steps that each reporting one need not get again
         if not self._all:
             return
         self._args = _training_arguments(state.config, folder)
@@ -135,8 +140,10 @@ class Callbacks:
         )
         self._shown.compute_steps(self._args, state.total_iterations)
         path = None if folder is None else folder / REPORTED
-        self._reported: dict[str, Any] = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
+        self._reported = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
         self._begin_reports()
+        self._had = from_main([self._last_had(callback) for callback in self._reporting])
+        self._catch_up()
 
     @property
     def is_empty(self) -> bool:
@@ -154,7 +161,7 @@ class Callbacks:
         self._is_saved = is_saved
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
-        self._log("metrics", {name: value for name, value in metrics.items() if name != "iteration"})
+        self._log(METRICS, metrics)
         if is_saved:
             self._call("on_save")
         self._state.evaluation_asked = self._control.should_evaluate
@@ -170,7 +177,7 @@ class Callbacks:
             return
         metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
         self._control.should_save = False
-        self._log("evaluations", metrics)
+        self._log(EVALUATIONS, metrics)
         self._call("on_evaluate", metrics=metrics)
         self._settle()
 
@@ -199,24 +206,58 @@ class Callbacks:
             raise self._error
 
     def close(self) -> None:
-        """Let go of W&B's run, if this began it; also after an error."""
+        """Let go of W&B's run, if this began it, and write down what was reported; also after an error."""
         if self._own_run is not None:
             self._own_run.finish()
             self._own_run = None
+        if self._reporting:
+            self._write_reported()
 
-    def _log(self, what: str, logs: Mapping[str, float]) -> None:
-        is_repeated = self._reporting and self._reported.get(what, 0) >= self._state.iteration
-        self._call("on_log", without=self._reporting if is_repeated else (), logs=dict(logs))
-        if self._reporting and not is_repeated and self._error is None:
-            self._report(what, self._state.iteration)
+    def _log(self, what: str, logs: Mapping[str, float], step: int | None = None) -> None:
+        """Log the iteration at hand to all callbacks but reporting ones that had it; an earlier step only to those."""
+        of = self._state.iteration if step is None else step
+        without = [callback for callback, had in zip(self._reporting, self._had, strict=True) if had[what] >= of]
+        logs = {name: value for name, value in logs.items() if name != "iteration"}
+        self._call("on_log", without=without if step is None else [*self._own, *without], step=step, logs=logs)
+        if self._error is None:
+            self._reported[what] = max(self._reported.get(what, 0), of)
 
-    def _call(self, event: str, *, without: Sequence[TrainerCallback] = (), **given: Any) -> None:
-        """Call an event of the callbacks, and let the processes agree on what came of it."""
+    def _last_had(self, callback: TrainerCallback) -> dict[str, int]:
+        """Return the last steps, of metrics and of evaluations, that a reporting callback need not get again.
+
+        TensorBoard hides what it had from the resumed iteration on. W&B is asked if it knows the run that it resumes.
+        Others have what was written down; after a kill that is less than they were sent, and they get the rest twice.
+        """
+        resumed_at, kind = self._state.iteration, type(callback).__name__
+        if kind == "TensorBoardCallback":
+            return {METRICS: resumed_at - 1, EVALUATIONS: resumed_at - 1}
+        if kind == "WandbCallback" and is_main_process():
+            import wandb
+
+            last = wandb.run.summary.get("train/global_step") if wandb.run is not None and wandb.run.resumed else None
+            if last is not None:
+                return {METRICS: int(last), EVALUATIONS: int(last) - 1}  # an evaluation comes after its metrics
+        return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
+
+    def _catch_up(self) -> None:
+        """Send the metrics before the resumed iteration, and its own, to the reporting callbacks that lack them."""
+        first = min((had[METRICS] for had in self._had), default=self._state.iteration) + 1
+        for row in self._state.history:
+            if first <= row["iteration"]:
+                self._log(METRICS, row, int(row["iteration"]))
+
+    def _call(
+        self, event: str, *, without: Sequence[TrainerCallback] = (), step: int | None = None, **given: Any
+    ) -> None:
+        """Call an event of the callbacks, and let the processes agree on what came of it.
+
+        `step` is an earlier one than the iteration at hand.
+        """
         if not self._all or self._error is not None:
             return
         state = self._state
-        self._shown.global_step = state.iteration
-        if "logs" in given:
+        self._shown.global_step = state.iteration if step is None else step
+        if "logs" in given and step is None:
             self._shown.log_history.append({**given["logs"], "step": state.iteration})
         given |= {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
         given |= dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
@@ -261,6 +302,8 @@ class Callbacks:
                 if self._folder is None:
                     raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir, where its files lie")
                 callback.logging_dir = str(self._folder / TENSORBOARD)  # type: ignore[attr-defined]
+            if kind == "TensorBoardCallback" and self._state.iteration and is_main_process():
+                self._hide_repeated(callback)
             if kind == "WandbCallback" and is_main_process():
                 self._begin_wandb()
 
@@ -274,10 +317,16 @@ class Callbacks:
             self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **again)
         except Exception as error:  # no key, no network
             raise ConfigError(f"ppo.report_to=wandb: {in_one_line(error)}") from error
-        self._report(WANDB, self._own_run.id)
+        self._reported[WANDB] = self._own_run.id
+        self._write_reported()
 
-    def _report(self, what: str, value: Any) -> None:
-        self._reported[what] = value
+    def _hide_repeated(self, callback: Any) -> None:
+        """Let TensorBoard hide what its files have from the resumed iteration on, all of which comes again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=self._state.iteration)
+
+    def _write_reported(self) -> None:
         if self._folder is not None and is_main_process():
             with written_whole(self._folder / REPORTED) as draft:
                 draft.write_text(json.dumps(self._reported), encoding="utf-8")
