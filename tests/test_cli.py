@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from kedro.framework.cli.project import run as kedro_run
 from kedro.io import DatasetError
+from kedro.validation import ParameterValidationError
 from safetensors import SafetensorError
 
 from ppo_rlhf.cli import cli, errors, run
@@ -155,6 +156,16 @@ def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
     error.__cause__ = TypeError("a mistake of ours")
     assert one_line_each(error) is None
     assert one_line_each(ValueError("a mistake of ours")) is None
+
+
+def test_a_bad_value_of_a_setting_that_many_groups_have_is_one_line():
+    rule = "input should be a valid integer, unable to parse string as an integer"
+    lines = [f"ppo.seed='abc': {rule}", "ppo.kl_coef=-1: input should be at least 0", f"prompts.seed='abc': {rule}"]
+    kedros = [
+        f"- Parameter '{line.partition('.')[0]}': Failed to instantiate X for parameter 'y': {line}" for line in lines
+    ]
+    error = ParameterValidationError("\n".join(["Parameter validation failed:", *kedros]))
+    assert one_line_each(error) == [f"seed='abc': {rule} (of ppo, prompts)", lines[1]]
 
 
 def test_a_bare_node_name_is_enough(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):

@@ -106,7 +106,7 @@ def one_line_each(error: Exception) -> list[str] | None:
     """Return the lines to show for an error, None if it is unexpected and its traceback is wanted."""
     if isinstance(error, ParameterValidationError):
         _, *lines = str(error).splitlines()
-        return [_KEDRO_PREFIX.sub("", line) for line in lines if line]
+        return _once_for_all_groups([_KEDRO_PREFIX.sub("", line) for line in lines if line])
     ours = project_error(error)
     if ours is not None:
         return str(ours).splitlines()
@@ -119,6 +119,17 @@ def one_line_each(error: Exception) -> list[str] | None:
             return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
         return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
     return [in_one_line(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
+
+
+def _once_for_all_groups(lines: list[str]) -> list[str]:
+    """Return lines `group.name=value: rule`, those that differ only in their group as one: `seed` is in each."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        group, dot, problem = line.partition(".") if re.match(r"\w+\.\w+=", line) else ("", "", line)
+        groups.setdefault(f"{dot}{problem}", []).append(group)
+    return [
+        f"{of[0]}{problem}" if len(of) == 1 else f"{problem[1:]} (of {', '.join(of)})" for problem, of in groups.items()
+    ]
 
 
 def _is_refusal_of_kedro(error: Exception) -> bool:
