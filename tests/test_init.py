@@ -134,6 +134,24 @@ def test_an_empty_folder_is_taken_and_a_function_named_as_reward(tmp_path: Path)
     assert ppo["reward"]["components"] == [{"type": "function", "function": "my.rewards:polite"}]
 
 
+@pytest.mark.parametrize(
+    ("reward", "is_said"), [("of_mine.scores:f", True), ("json:loads", False), ("new.rewards:f", False)]
+)
+def test_a_reward_in_a_module_that_the_project_lacks_is_said_to_be_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, is_said: bool
+) -> None:
+    """It lies in the working directory, from which `python -m` and pytest would import it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_mine").mkdir()
+    (tmp_path / "of_mine/scores.py").write_text("def f(completions):\n    return [0.0 for _ in completions]\n")
+    result = init("new", "--reward", reward)
+    assert result.exit_code == 0
+    line = "of_mine/scores.py: not copied; put the module of the reward into new or new/src"
+    assert (line in result.output.splitlines()) == is_said
+    assert ("not copied" in result.output) == is_said
+
+
 def test_the_projects_parameters_are_the_groups_of_conf_base(tmp_path: Path) -> None:
     init(tmp_path / "grouped")
     ours, theirs = REPOSITORY / "conf/base", tmp_path / "grouped/conf/base"

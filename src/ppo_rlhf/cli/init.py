@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+import importlib.machinery
 import importlib.util
 import json
 import keyword
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -88,6 +90,10 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
         else:
             where = "" if os.path.isabs(value) else f" (not here: a name on the hub, or a path in {folder})"
             click.echo(f"{setting}: {value}{where}")
+    module = str(function).partition(":")[0]
+    if is_function and module != f"{name}.rewards" and not is_installed(module):
+        file = f"{module.replace('.', '/')}.py"
+        click.echo(f"{file}: not copied; put the module of the reward into {folder} or {folder / 'src'}")
     click.echo(f"Pages named docs/… in messages and comments are in {DOCS}")
     click.echo(f"Next: cd {shlex.quote(str(folder))}, kedro doctor, kedro run")
 
@@ -105,6 +111,12 @@ def project_name(folder: Path) -> str:
     if found is not None and found.origin is not None:  # None: a folder without Python files, perhaps this one
         raise ConfigError(f"{folder}: there is a Python package {name} already; name the folder otherwise.")
     return name
+
+
+def is_installed(module: str) -> bool:
+    """Return whether Python finds a module wherever it is started: not because it is in the working directory."""
+    places = [path for path in sys.path if path and Path(path).resolve() != Path.cwd()]
+    return importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places) is not None
 
 
 def named_here(option: str, given: str | None) -> str | None:
