@@ -107,6 +107,13 @@ def test_without_a_prompt_lines_are_read_until_an_empty_one(own: Path, monkeypat
     assert "c d" not in lines
 
 
+def test_without_any_prompt_it_ends_in_one_line(own: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(own)
+    result = CliRunner().invoke(KedroCLI(own), ["generate"], input="\n")
+    assert result.exit_code == 1
+    assert "Error: No prompt was given: name PROMPT or --prompts FILE, or write prompts to the" in result.stderr
+
+
 @pytest.mark.slow
 def test_a_typed_prompt_is_a_chat_if_the_tokenizer_has_a_template(kedro: Kedro, own: Path):
     for name in ("sft_policy", "ppo_policy"):

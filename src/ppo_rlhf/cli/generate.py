@@ -67,6 +67,7 @@ def generate(**options: Any) -> Iterator[str]:
         yield from policies.lines(table, column, options["file"])
         return
     as_chat = bool(getattr(policies.tokenizer, "chat_template", None)) and not options["plain"]
+    turn = -1
     for turn, line in enumerate(_typed() if options["prompt"] is None else [options["prompt"]]):
         typed = table_of({"prompt": [[{"role": "user", "content": line}] if as_chat else line]})
         try:
@@ -75,6 +76,8 @@ def generate(**options: Any) -> Iterator[str]:
             if options["prompt"] is not None:
                 raise
             yield visible(f"Error: {error}")  # one prompt too long must not end the conversation
+    if turn < 0 and not sys.stdin.isatty():
+        raise DataError("No prompt was given: name PROMPT or --prompts FILE, or write prompts to the standard input.")
 
 
 def _typed() -> Iterator[str]:
