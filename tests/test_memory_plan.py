@@ -67,7 +67,10 @@ def test_the_projects_model_prompts_and_settings_are_planned(kedro: Kedro, own: 
     assert lines[1] == "Prompts of 5 and responses of 8 tokens; 8 at a time in the rollout, 8 in the update"
     names = [line[:58].strip() for line in lines]
     assert names[4:7] == ["policy: weights", "reference policy: weights", "critic: weights"]
-    assert names[10:14] == ["rollout", "scoring", "update", "evaluation"]
+    assert names[8] == "the process: Python and its libraries"
+    assert names[11:15] == ["rollout", "scoring", "update", "evaluation"]
+    [most] = [line[58:].split("<-")[0].strip() for line in lines if line.endswith("<- the most")]
+    assert f"Memory    {most} needed of" in lines[-3]
     assert "of 1024.00 GiB free on cpu (phase: " in lines[-3]
     assert lines[-1] == "No problem found."
 

@@ -112,12 +112,13 @@ def table(planned: Planned) -> Iterator[str]:
     if shape.processes > 1:
         yield f"Of {shape.processes} processes each needs:"
     yield ""
-    yield _row("Held all the time", sum(plan.held.values()))
-    yield from (_row(f"  {name}", size) for name, size in plan.held.items())
+    held = {**plan.held, **({"the process: Python and its libraries": planned.process} if planned.process else {})}
+    yield _row("Held all the time", sum(held.values()))
+    yield from (_row(f"  {name}", size) for name, size in held.items())
     yield ""
     yield "At the peak of each phase, with what is held"
     for name, size in plan.phases.items():
-        yield _row(f"  {name}", size) + ("  <- the most" if name == plan.peak else "")
+        yield _row(f"  {name}", size + planned.process) + ("  <- the most" if name == plan.peak else "")
     if plan.on_host:
         yield _row("Offloaded models in the host's memory", plan.on_host)
     yield ""
