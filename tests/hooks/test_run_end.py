@@ -46,7 +46,9 @@ def test_of_a_sweep_without_checkpoints_the_trainings_that_ended_are_what_is_kep
     assert resume_hint(stopped, nothing, tmp_path, is_sweep=True) == (
         "Trainings that ended are kept.\nTo resume: resume=latest among the parameters"
     )
-    assert resume_hint(stopped, nothing, tmp_path).startswith("There is no checkpoint yet.\nTo resume: ")
+    assert resume_hint(stopped, nothing, tmp_path).startswith(
+        "There is no checkpoint yet, and the stage that was cut off begins again.\nTo resume: "
+    )
     assert resume_hint(stopped, checkpoints, tmp_path, is_sweep=True).startswith("Last checkpoint: ")  # align,sweep
 
 

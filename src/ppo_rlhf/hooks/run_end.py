@@ -35,7 +35,8 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
     """
     last, own = last_checkpoint(error, checkpoints), project_error(error)
     if not isinstance(own, DivergenceError):
-        where = "Trainings that ended are kept" if is_sweep else "There is no checkpoint yet"
+        where = "There is no checkpoint yet, and the stage that was cut off begins again"
+        where = "Trainings that ended are kept" if is_sweep else where
         where = where if last is None else f"Last checkpoint: {shown(last, project_path)}"
         is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
