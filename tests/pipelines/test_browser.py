@@ -66,6 +66,10 @@ def test_a_page_is_drawn_without_errors_requests_and_horizontal_scroll(browser, 
         assert page.evaluate("document.documentElement.scrollWidth") == page.evaluate("innerWidth") == width
         hidden = "Array.from(document.querySelectorAll('.scroll'), box => box.scrollWidth - box.clientWidth)"
         assert set(page.evaluate(hidden)) <= {0}  # the column Change is in sight
+        if name == "report" and width == 1400:
+            row = page.locator(".measures tr", has_text="Cut off").locator("td")
+            assert row.last.inner_text() == "0 ± 6.6 points"
+            assert row.last.bounding_box()["height"] < 1.9 * 16 * 1.55  # of two lines it would be 3 of 1.55 em
         page.locator(".token").first.click()
         assert page.locator(".tip").is_visible()
 
