@@ -14,3 +14,6 @@ RUN_ID = "PPO_RLHF_RUN_ID"
 """The environment variable by which all processes of a run know its MLflow run id."""
 TRAINING_KL = "training_kl"
 """Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
+
+SET = "set"
+"""Tag of an MLflow run: what was set on the command line, or for a training of a sweep in its grid."""

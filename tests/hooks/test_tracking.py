@@ -124,6 +124,12 @@ def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
     assert tags["data.raw_prompts.fingerprint"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
     assert tags["data.raw_prompts.path"] == str(prompts)
     assert tags["ppo.not_default"] == "kl_coef=0.25, total_episodes=24, seed=11, sample_interval=2"
+    assert tags["set"] == "kl_coef=0.25 seed=11"
+    assert (tags["runner"], json.loads(tags["runtime_params"])) == (
+        "ppo_rlhf.runner.LoopRunner",
+        {"ppo": {"kl_coef": 0.25}, "seed": 11},
+    )
+    assert [name for name, value in tags.items() if re.search(r"'|<|\bTrue\b|\bNone\b", value)] == []
     policy = next((tracked.project / "data" / "06_models" / "ppo_policy").iterdir())
     assert tags[f"written.ppo_policy.{policy.name}"] == str(policy)
     assert {"version.ppo_rlhf", "version.torch", "version.transformers", "version.python"} <= set(tags)
@@ -512,9 +518,10 @@ def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, c
     ]
 
 
-def test_the_table_of_runs_has_win_rate_reward_and_kl_as_columns(tracked: TrackedRun):
+def test_the_table_of_runs_has_win_rate_reward_kl_and_what_was_set_as_columns(tracked: TrackedRun):
     tags = tracked.client.get_experiment(tracked.run.info.experiment_id).tags
     columns = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
+    columns += ["tags.`set`", "tags.`ppo.not_default`"]
     assert json.loads(tags["mlflow.sharedViewState.ppo_rlhf"]) == {"selectedColumns": columns}
 
 

@@ -40,6 +40,7 @@ def test_runs_below_a_sweep_stay_in_its_store_whatever_a_reward_function_does_to
     client = mlflow.MlflowClient(store)
     runs = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     ends = {run.info.run_name: run.info.status for run in runs}
+    assert all(run.data.tags["set"] == run.info.run_name for run in runs)
     assert ends == {"first": "FINISHED", "second": "FINISHED", "third": "KILLED"}
     for run in runs[1:]:
         points = client.get_metric_history(run.info.run_id, "objective/kl")

@@ -23,7 +23,7 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
-from ppo_rlhf.names import POLICY
+from ppo_rlhf.names import POLICY, SET
 from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.processes import process_count
 
@@ -74,7 +74,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
     tags = {
-        **{name: str(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value},  # kedro-mlflow's
+        **{name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value},  # kedro-mlflow's
+        **({SET: given} if (given := _given(run_params)) else {}),
         **({} if command is None else {"kedro_command": shlex.join(command)}),
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
@@ -97,9 +98,7 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` are named only if
     nothing else was set.
     """
-    given = (run_params.get("runtime_params") or {}).items()
-    texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
-    changed = " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
+    changed = _given(run_params)
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
     start = next((name for name in (POLICY, "base_model") if name in pipeline.inputs()), "sft_policy")
     path = path_of(catalog.get(start))
@@ -111,6 +110,18 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
 def place_of(tags: Mapping[str, str]) -> str | None:
     """Return `host:project` of the run that has these tags; None if they do not say."""
     return f"{tags[HOST]}:{tags[PROJECT_PATH]}" if {HOST, PROJECT_PATH} <= tags.keys() else None
+
+
+def _given(run_params: Mapping[str, Any]) -> str:
+    """Return what was set on the command line, but for paths: `kl_coef=0.1 seed=2`."""
+    given = (run_params.get("runtime_params") or {}).items()
+    texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
+    return " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
+
+
+def _tag(value: Any) -> str:
+    """Return a value as text that is no Python: JSON, and the class of the runner, which Kedro gives as its `repr`."""
+    return re.sub(r"^<([\w.]+)\W.*>$", r"\1", value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ from ppo_rlhf.hooks.tracking_store import (
 )
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.locks import lock_run, one_at_a_time
-from ppo_rlhf.names import TRAININGS
+from ppo_rlhf.names import SET, TRAININGS
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
@@ -63,7 +63,8 @@ if TYPE_CHECKING:  # heavy: only a run pays for them
 logger = logging.getLogger(__name__)
 
 VIEW = "ppo_rlhf"
-COLUMNS = json.dumps({"selectedColumns": [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]})
+_AT_A_GLANCE = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
+COLUMNS = json.dumps({"selectedColumns": [*_AT_A_GLANCE, f"tags.`{SET}`", "tags.`ppo.not_default`"]})
 GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the user: MLflow sets the variable itself once a store is open
 
 

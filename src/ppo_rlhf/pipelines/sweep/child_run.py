@@ -11,6 +11,7 @@ import mlflow
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
 
+from ppo_rlhf.names import SET
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -51,7 +52,7 @@ def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapp
 
     try:
         with deferring_signals():
-            tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id})
+            tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id, SET: name})
             run_id = client.create_run(parent.info.experiment_id, tags=tags, run_name=name).info.run_id
             client.log_batch(run_id, params=[Param(*each) for each in params.items()])
         yield log
