@@ -89,6 +89,16 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     assert mlflow.active_run() is None
 
 
+def test_a_run_of_several_processes_is_judged_by_the_batch_of_all(kedro: Kedro, toy_project: Path):
+    own = {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1", "num_mini_batches": "1"}
+    ours = {
+        f"ppo.{name}": value for name, value in {**own, "responses_per_prompt": "8", "total_episodes": "320"}.items()
+    }
+    run_id = record(toy_project, history(), **ours)
+    client_of(toy_project).set_tag(run_id, "launch.processes", "8")
+    assert advised(kedro, toy_project)[0] == f"MLflow run {run_id} (align, FINISHED): iteration 40 of 40"
+
+
 @pytest.mark.slow
 def test_the_trainings_of_a_large_sweep_hide_no_run_before_it(kedro: Kedro, toy_project: Path):
     run_id, client = record(toy_project, history()), client_of(toy_project)

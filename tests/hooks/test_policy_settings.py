@@ -12,7 +12,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
@@ -26,7 +26,7 @@ class Project:
     """A project with settings, and a policy that was trained with others."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.is_ours = folder, True
         for place in ("conf/base", "conf/local"):
             (folder / place).mkdir(parents=True)
         ppo = {**CONF, "seed": "${runtime_params:seed, 42}"}
@@ -54,7 +54,7 @@ class Project:
         models = {name: PretrainedModelDataset(**entry) for name in ("ppo_policy", "sft_policy")}
         ppo = MemoryDataset(PPOConfig(**loader["parameters"]["ppo"]))
         catalog = DataCatalog({**models, "params:ppo": ppo, "out": MemoryDataset()})
-        return catalog, use_policy_settings(pipeline, catalog, OwnSettings(loader))
+        return catalog, use_policy_settings(pipeline, catalog, OwnSettings(loader), lambda _: self.is_ours)
 
 
 @pytest.fixture
@@ -65,16 +65,29 @@ def own(tmp_path: Path) -> Project:
 def test_the_settings_of_the_policy_count_and_one_line_names_conf_where_it_differs(own: Project):
     catalog, lines = own.run()
     found = catalog.load("params:ppo")
-    assert (found.response_length, found.temperature, found.kl_coef) == (32, 0.9, 0.2)
+    assert (found.response_length, found.temperature, found.kl_coef) == (32, 0.9, 0.05)
     [line] = lines
-    for said in ("response_length=32 (conf: 64)", "temperature=0.9 (conf: 0.7)", "kl_coef=0.2 (conf: 0.05)"):
+    for said in ("response_length=32 (conf: 64)", "temperature=0.9 (conf: 0.7)"):
         assert f"ppo.{said}" in line
+    assert "kl_coef" not in line
 
 
 def test_a_typed_setting_wins_also_by_another_name(own: Project):
     catalog, _ = own.run(ppo={"response_length": 16}, seed=3)
     found = catalog.load("params:ppo")
     assert (found.response_length, found.temperature, found.seed) == (16, 0.9, 3)
+
+
+def test_a_policy_from_elsewhere_may_not_name_code_to_import_unless_it_is_typed(own: Project):
+    record = {"ppo": {"environment": "evil:fly", "turn_length": 4}, "chat_template_kwargs": {}}
+    (own.policy / "ppo_rlhf.json").write_text(json.dumps(record))
+    assert own.run()[0].load("params:ppo").environment == "evil:fly"
+    own.is_ours = False
+    with pytest.raises(ConfigError, match=r"was trained with ppo\.environment=evil:fly\. Type it"):
+        own.run()
+    typed = {"environment": "evil:fly", "turn_length": 4}
+    assert own.run(ppo=typed)[0].load("params:ppo").environment == "evil:fly"
+    assert own.run(ppo={"environment": None})[0].load("params:ppo").environment is None
 
 
 def test_prompts_are_rendered_as_in_training_unless_the_templates_values_are_typed(own: Project):

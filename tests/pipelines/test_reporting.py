@@ -358,6 +358,18 @@ def test_page_gives_the_advice_that_follows_from_settings_and_curves():
     assert "Raise ppo.kl_coef" not in Page(run_reporting(**patient)["report"]).text
 
 
+def test_settings_and_advice_are_those_of_the_policys_training_whatever_conf_says(tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    own = {"kl_coef": 0.15, "kl_alarm": 40.0, "kl_warning": 35.0, "gamma": 0.99}
+    (tmp_path / "ppo_rlhf.json").write_text(json.dumps({"ppo": own, "chat_template_kwargs": {}}))
+    inputs = {"training_history": history().assign(**{"objective/kl": 30.0}), "params:ppo": PPOConfig(lam=0.5)}
+    page = Page(run_reporting(**inputs, ppo_policy=PretrainedHandle(str(tmp_path)))["report"]).text
+    assert "ppo.gamma" in page
+    assert "ppo.lam" not in page
+    assert "Raise ppo.kl_coef" not in page
+
+
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):
     config = LlamaConfig()
     config.held_out_accuracy = 0.61

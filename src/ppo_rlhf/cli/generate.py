@@ -6,16 +6,17 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import missing_paths, refuse_unread
+from ppo_rlhf.hooks.policy_settings import settings_to_answer
 from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -91,23 +92,23 @@ class _Policies:
     """Both policies, and how their answers are drawn."""
 
     def __init__(self, context: Any, own: OwnSettings, options: dict[str, Any]) -> None:
-        from ppo_rlhf.checkpoints.training_record import DRAWN_BY, TEMPLATE, settings_of
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig, check_vocabularies
         from ppo_rlhf.ppo.models import check_device, sampling_settings
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+        from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.config import RewardConfig
         from ppo_rlhf.rewards.scorers import build_reward_scorer
 
         parameters = context.config_loader["parameters"]
-        sft, ppo = _handle(context, "sft_policy"), _handle(context, "ppo_policy")
-        template = None if own.is_typed(TEMPLATE) else ppo.chat_template_kwargs
-        trained = settings_of(ppo, PPOConfig(**parameters.get("ppo", {})), own.typed("ppo"), template)
+        ppo, conf = _handle(context, "ppo_policy"), PPOConfig(**parameters.get("ppo", {}))
+        data_root = context.config_loader["globals"].get("data_root", "data")
+        project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
+        trained = settings_to_answer(context.catalog, ppo, conf, own, project.is_ours)
         self.config = config = trained.config
-        self.of_training = trained.lines({*DRAWN_BY, "dtype", TEMPLATE})
-        if template is not None and trained.chat_template_kwargs is not None:
-            sft = replace(sft, chat_template_kwargs=trained.chat_template_kwargs)
+        self.of_training = trained.lines()
+        sft = _handle(context, "sft_policy")
         device, dtype = device_of(config), frozen_dtype(config)
         check_device(config, device)
         self.tokenizer = sft.tokenizer()

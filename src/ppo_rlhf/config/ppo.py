@@ -357,3 +357,8 @@ class PPOConfig:
         Learning rates are judged only if the number of the policy's `parameters` is given.
         """
         return advice.advice(self, names, parameters)
+
+
+def on_processes(count: int) -> type[PPOConfig]:
+    """Return the class of a run's settings on so many processes, whatever launched this one: its batch counts them."""
+    return PPOConfig if count == process_count() else type("PPOConfig", (PPOConfig,), {"world_size": count})

@@ -86,7 +86,7 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     problems = missing_paths(loader, run.catalog, run.pipeline.inputs())
     if not problems:
         try:
-            of_policy = use_policy_settings(run.pipeline, run.catalog, settings)
+            of_policy = use_policy_settings(run.pipeline, run.catalog, settings, run.is_ours)
         except PPORLHFError as error:
             problems = str(error).splitlines()
         problems += find_problems(run)

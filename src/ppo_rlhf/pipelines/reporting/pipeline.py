@@ -13,7 +13,11 @@ def create_pipeline() -> Pipeline:
     settings = ["params:ppo", "params:reward", "params:evaluation", "params:reporting"]
     return stage(
         "reporting",
-        named(nodes.plot_training, ["training_history", "params:ppo", "params:reporting"], "training_curves_plot"),
+        named(
+            nodes.plot_training,
+            ["training_history", "ppo_policy", "params:ppo", "params:reporting"],
+            "training_curves_plot",
+        ),
         named(nodes.plot_scores, evaluations, "score_distribution_plot"),
         named(nodes.write_report, ["training_history", *result, *samples, *evaluations, *models, *settings], "report"),
         named(
