@@ -64,6 +64,8 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str], set[str]]] = {
         {"gate", "experts"},
         set(),
     ),
+    # its router holds a plain linear layer, as those of Gemma 4, AFMoE, JetMoE and LongCat do
+    "HunYuanMoEV1": ({"num_experts": 4, "moe_topk": 2, "head_dim": 8}, ATTENTION | {"wg"}, {"experts"}, SHARED),
 }
 WORKED_BEFORE = ("GptOss", "GraniteMoe", "Qwen2Moe")
 
@@ -98,7 +100,7 @@ def test_all_linear_takes_the_plain_linear_layers_and_one_line_says_what_it_leav
     assert last(trained_parameters(adapted(model))) == names
     line = said_of_mixtures(model, ALL)
     assert f"all-linear adapts {', '.join(sorted(names))} of {name}ForCausalLM" in line
-    assert f"router and experts ({', '.join(sorted(experts))}) are no plain linear layers and do not train" in line
+    assert f"routers and experts is no plain linear layer ({', '.join(sorted(experts))}) does not train" in line
     assert (", ".join(sorted(others)) + ", which are names of experts for peft" in line) is bool(others)
     assert "\n" not in line
 

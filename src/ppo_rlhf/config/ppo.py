@@ -208,8 +208,8 @@ class PPOConfig:
     """The adapter's output is scaled by lora_alpha / lora_r."""
     lora_target_modules: str = "all-linear"
     """Names of the linear layers that get an adapter, comma-separated; all-linear: all plain linear layers but the
-    language-model head; all-linear+head: that too. Router and experts of a mixture get none. A small model whose head
-    is tied to its embeddings learns little without it (docs/results.md)."""
+    language-model head; all-linear+head: that too. Of a mixture's routers and experts only plain linear layers get
+    one. A small model whose head is tied to its embeddings learns little without it (docs/results.md)."""
     load_in_4bit: bool = False
     """QLoRA (arXiv:2305.14314), with use_peft: the policy's frozen weights, which reference and critic share, are NF4
     by bitsandbytes; they take an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""

@@ -43,8 +43,8 @@ class LoraSettings:
     """Shape of an adapter.
 
     `target_modules` names linear layers, comma-separated (the last parts of their paths); `all-linear` takes every
-    plain linear layer except the language-model head, `all-linear+head` takes that too. In a mixture of experts the
-    router and the experts are no such layers.
+    plain linear layer except the language-model head, `all-linear+head` takes that too. In most mixtures of experts
+    router and experts are no such layers; a router that holds one, as Gemma 4's, gets an adapter.
     """
 
     rank: int  # r, columns of B and rows of A
@@ -144,8 +144,9 @@ def said_of_mixtures(model: PreTrainedModel, settings: LoraSettings) -> str | No
     others = ", ".join(name for name in plain if name not in adapted)
     taken = f", nor do {others}, which are names of experts for peft" if others else ""
     return (
-        f"ppo.lora_target_modules={settings.target_modules} adapts {', '.join(adapted)} of {type(model).__name__}. Its "
-        f"router and experts ({', '.join(_last_parts(left_out))}) are no plain linear layers and do not train{taken}."
+        f"ppo.lora_target_modules={settings.target_modules} adapts {', '.join(adapted)} of {type(model).__name__}. "
+        f"What of its routers and experts is no plain linear layer ({', '.join(_last_parts(left_out))}) does not train"
+        f"{taken}."
     )
 
 
