@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
@@ -30,6 +29,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.context import context_length, usable_context
 from ppo_rlhf.models.directories import check_model_directory, is_local
+from ppo_rlhf.models.hub_files import hub_answers
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.preparation import disable_dropout, fuse_activations, prepare
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -268,21 +268,36 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
         PretrainedHandle("modles/mine").config()
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_read(on_the_hub, monkeypatch, caplog):
+    save(on_the_hub("org/model", "main", "0"), tiny_model())
     asked = []
 
-    def no_answer(repository: str, name: str, *, local_files_only: bool, **_: object) -> str:
-        if not local_files_only:
-            asked.append(name)
-        raise LocalEntryNotFoundError("no network")
+    class NoNetwork:
+        def head(self, url: str, **_: object) -> None:
+            asked.append(url)
+            raise ConnectionError("no network")
 
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", no_answer)
-    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
-    with pytest.raises(
-        ModelError, match=r"^modles/mine: there is no such directory, and as a hub id its configuration"
-    ):
-        PretrainedHandle("modles/mine").tokenizer()
-    assert asked == ["config.json"]
+        get = request = stream = head
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for place in ("huggingface_hub.utils._http.get_session", "ppo_rlhf.models.hub_files.get_session"):
+        monkeypatch.setattr(place, NoNetwork)
+    hub_answers.cache_clear()
+    try:
+        handle = PretrainedHandle("org/model")
+        assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
+        assert handle.record() is None
+        assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model()(IDS).logits)
+        with pytest.raises(
+            ModelError, match=r"^modles/mine: there is no such directory, and as a hub id its configuration"
+        ):
+            PretrainedHandle("modles/mine").tokenizer()
+    finally:
+        hub_answers.cache_clear()
+    assert asked == ["https://huggingface.co"]
+    assert [line for line in caplog.messages if "does not answer" in line] == [
+        "https://huggingface.co does not answer (no network): models are read from the cache."
+    ]
 
 
 def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):

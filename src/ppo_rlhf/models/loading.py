@@ -42,7 +42,7 @@ from ppo_rlhf.models.directories import (
     follow_umask,
     is_local,
 )
-from ppo_rlhf.models.hub_files import check_on_hub, find_file, why_unreadable
+from ppo_rlhf.models.hub_files import check_on_hub, find_file, hub_answers, why_unreadable
 from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
@@ -59,15 +59,13 @@ from ppo_rlhf.models.tokenizers import (
 from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 AVERAGE = "ema"
 CARD = "README.md"
 RECORD = "ppo_rlhf.json"
 """How a policy was trained, as far as `generation_config.json` does not say it (`checkpoints.training_record`)."""
-SHARD = "5GB"
-"""Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
+SHARD = "5GB"  # the largest weights file: the hub recommends it, and an interrupted upload repeats one file
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
@@ -132,8 +130,7 @@ class PretrainedHandle:
         """The adapter; None for a whole model.
 
         Raises:
-            ModelError: It cannot be merged; or the hub does not have the model, or cannot be reached and the cache does
-                not have it.
+            ModelError: It cannot be merged; or neither the hub nor the cache has the model.
         """
         if not is_local(self.source):
             try:
@@ -315,6 +312,8 @@ class PretrainedHandle:
                 with errors_only("transformers"):
                     return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True))
             return self._merged(self.base._model(what, load, dtype))
+        if not is_local(self.source) and not hub_answers():  # transformers would ask whether it is an adapter
+            load = partial(load, adapter_kwargs={"local_files_only": True})
         with errors_only("transformers"):  # it would print a table of the weights that the model does not use
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
@@ -345,7 +344,7 @@ class PretrainedHandle:
                     self._place,
                     revision=self._revision,
                     trust_remote_code=self.trust_remote_code,
-                    local_files_only=is_local(self.source),
+                    local_files_only=is_local(self.source) or not hub_answers(),
                     **options,
                 )
         except Exception as error:  # transformers and safetensors raise OSError, ValueError, KeyError and others
