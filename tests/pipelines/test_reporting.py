@@ -281,6 +281,17 @@ def test_a_policy_of_another_origin_is_reported_without_curves_advice_and_tokens
     assert TrainingHistoryDataset(filepath=str(file), policy_path="elsewhere").load().empty
 
 
+def test_the_history_of_a_run_before_its_layer_changed_is_read_where_it_lies(tmp_path):
+    new, old = (tmp_path / layer / "history.csv" for layer in ("07_model_output", "08_reporting"))
+    old.parent.mkdir()
+    old.write_text("iteration\n1\n2\n3\n")
+    dataset = TrainingHistoryDataset(filepath=str(new), save_args={"index": False})
+    assert len(dataset.load()) == 3
+    assert TrainingHistoryDataset(filepath=str(new), policy_path="elsewhere").load().empty
+    dataset.save(history(2))
+    assert len(dataset.load()) == 2
+
+
 def test_texts_of_models_and_users_cannot_become_markup():
     outputs = run_reporting(
         **{

@@ -1,6 +1,7 @@
 """Tables that the pipelines write, and how any table is shown in Kedro-Viz."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -44,7 +45,15 @@ class TrainingHistoryDataset(CSVDataset):
         self._is_of_another = policy_path is not None
 
     def load(self) -> pd.DataFrame:
-        return pd.DataFrame() if self._is_of_another or not super()._exists() else super().load()
+        if self._is_of_another:
+            return pd.DataFrame()
+        if not super()._exists() and (earlier := self._earlier()).is_file():
+            return pd.read_csv(earlier)
+        return super().load() if super()._exists() else pd.DataFrame()
+
+    def _earlier(self) -> Path:
+        """Return where runs before this layer kept it: they are reported too."""
+        return Path(str(self._filepath).replace("/07_model_output/", "/08_reporting/"))
 
     def _exists(self) -> bool:
         return True  # without a history a report is made as well
