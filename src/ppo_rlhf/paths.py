@@ -17,7 +17,7 @@ def expand_home(filepath: str) -> str:
     Kedro puts the project in front of every relative `filepath`, and of these, too. A path that exists is that path.
     """
     path = Path(filepath)
-    if "~" not in path.parts or path.exists():
+    if "~" not in path.parts or os.path.exists(path):
         return filepath
     return str(Path(*path.parts[path.parts.index("~") :]).expanduser())
 
@@ -29,13 +29,13 @@ def restore_hub_name(filepath: str) -> str:
     part exist in the project.
     """
     path = Path(filepath)
-    if not path.is_absolute() or path.exists():
+    if not path.is_absolute() or os.path.exists(path):
         return filepath
     for depth, parent in enumerate(path.parents, start=1):
-        if (parent / "pyproject.toml").is_file():
+        if os.path.isfile(parent / "pyproject.toml"):
             name = "/".join(path.parts[-depth:])
             return name if name.partition("@")[0].count("/") < 2 else filepath
-        if parent.exists():
+        if os.path.exists(parent):
             break
     return filepath
 

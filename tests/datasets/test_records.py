@@ -207,6 +207,7 @@ def test_a_text_with_a_comma_and_no_quotes_is_refused_instead_of_losing_its_begi
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
     assert "this data file does not exist" in message_of(tmp_path / "nothing.jsonl")
+    assert "this data file cannot be looked for: File name too long" in message_of(tmp_path / f"{'n' * 300}.jsonl")
     assert "no file in this folder can be read" in message_of(tmp_path)
 
 

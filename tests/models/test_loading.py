@@ -268,6 +268,12 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
         PretrainedHandle("modles/mine").config()
 
 
+@pytest.mark.parametrize("source", ["m" * 300, f"./{'m' * 300}", f"{'m' * 300}/model"])
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(source):
+    with pytest.raises(ModelError, match=rf"^{source}: there is no such "):
+        PretrainedHandle(source).tokenizer()
+
+
 def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_read(on_the_hub, monkeypatch, caplog):
     save(on_the_hub("org/model", "main", "0"), tiny_model())
     asked = []

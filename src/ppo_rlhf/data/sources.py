@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,9 @@ def is_hub_name(source: str) -> bool:
     `folder/name` is none where there is such a folder: the hub is not asked for a path with a typing error.
     """
     found = _HUB_NAME.fullmatch(source)
-    return found is not None and _kind(Path(source)) not in FORMATS and not Path(found["path"]).parent.is_dir()
+    return (
+        found is not None and _kind(Path(source)) not in FORMATS and not os.path.isdir(os.path.dirname(found["path"]))
+    )
 
 
 def files_of(source: str) -> list[Path] | Path | None:
@@ -127,7 +130,11 @@ def files_of(source: str) -> list[Path] | Path | None:
     if source.startswith(HUB):
         return [_downloaded(source)]
     path = Path(source).expanduser()
-    if "::" in source and path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise DataError(f"{source}: this data file cannot be looked for: {error.strerror}. Give {_ENDINGS}.") from error
+    if "::" in source and exists:
         raise DataError(f"{source}: `datasets` and fsspec take :: in a path for a file within another. Rename it.")
     if path.is_file():
         files = [path]

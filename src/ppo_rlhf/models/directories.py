@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,10 @@ ADAPTER_QUANTISATION = "quantization_config.json"
 
 def is_local(source: str) -> bool:
     """Return whether `source` is, or looks like, a path rather than a hub id (`organisation/name@revision` or less)."""
-    if Path(source).expanduser().exists() or not HUB_ID.fullmatch(source):
+    if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source):
         return True
     first, _, rest = source.partition("/")
-    return bool(rest) and Path(first).is_dir()
+    return bool(rest) and os.path.isdir(first)
 
 
 def check_model_directory(source: str | Path) -> None:
@@ -33,7 +34,7 @@ def check_model_directory(source: str | Path) -> None:
     if not is_local(str(source)):
         return
     folder = Path(source).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path's raises for a name that is too long
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
