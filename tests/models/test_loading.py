@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,6 +267,29 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
     assert [is_local(s) for s in ("data/model", "./gpt2", "/a/b", "a/b/c", "~/m", "data")] == [True] * 6
     with pytest.raises(ModelError, match="no such directory, and as a hub id"):
         PretrainedHandle("modles/mine").config()
+
+
+def test_a_classifier_on_the_hub_is_judged_by_the_header_of_its_weights_alone(on_the_hub, monkeypatch):
+    for name in ("org/one", "org/five"):
+        folder = on_the_hub(name, "main", "0")
+        tiny_model("gpt2", reward=True, num_labels=5).config.save_pretrained(folder)
+        (folder / "config.json").write_text(
+            json.dumps(
+                {**json.loads((folder / "config.json").read_text()), "architectures": ["GPT2ForSequenceClassification"]}
+            )
+        )
+    shapes = {"org/one": [1, 16], "org/five": [5, 16]}
+
+    def header(name: str, revision: str) -> SimpleNamespace:
+        assert revision == "main"
+        file = SimpleNamespace(tensors={"score.weight": SimpleNamespace(shape=shapes[name])})
+        return SimpleNamespace(files_metadata={"model.safetensors": file})
+
+    monkeypatch.setattr("ppo_rlhf.models.kinds.get_safetensors_metadata", header)
+    monkeypatch.setattr("ppo_rlhf.models.kinds.hub_answers", lambda: True)
+    PretrainedHandle("org/one").check_reward_model()
+    with pytest.raises(ModelError, match="num_labels=1, this model has 5"):
+        PretrainedHandle("org/five").check_reward_model()
 
 
 @pytest.mark.parametrize("source", ["m" * 300, f"./{'m' * 300}", f"{'m' * 300}/model"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX
+from ppo_rlhf.models.hub_files import hub_answers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN
 
 SCORE_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
@@ -63,6 +67,19 @@ def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
     with safe_open(file, framework="pt") as weights:
         names = [name for name in SCORE_HEADS if name in set(weights.keys())]
         return weights.get_slice(names[0]).get_shape()[0] if names else None
+
+
+@cache
+def rows_on_hub(name: str, revision: str) -> int | None:
+    """Return the same of a model on the hub, whose weights are not downloaded: their headers are enough."""
+    if not hub_answers():
+        return None
+    try:
+        files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):  # loading the weights says why
+        return None
+    heads = [file.tensors[head] for head in SCORE_HEADS for file in files if head in file.tensors]
+    return heads[0].shape[0] if heads else None
 
 
 def parts_left_out(config: PretrainedConfig, model: PreTrainedModel) -> str:

@@ -43,7 +43,7 @@ from ppo_rlhf.models.directories import (
     is_local,
 )
 from ppo_rlhf.models.hub_files import check_on_hub, find_file, hub_answers, why_unreadable
-from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head
+from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
@@ -61,8 +61,7 @@ from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_hea
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AVERAGE = "ema"
-CARD = "README.md"
+AVERAGE, CARD = "ema", "README.md"
 RECORD = "ppo_rlhf.json"
 """How a policy was trained, as far as `generation_config.json` does not say it (`checkpoints.training_record`)."""
 SHARD = "5GB"  # the largest weights file: the hub recommends it, and an interrupted upload repeats one file
@@ -105,9 +104,10 @@ class PretrainedHandle:
         """
         if self._adapter is None or self.base is None:
             config = self._read("configuration", AutoConfig.from_pretrained)
-            if is_classifier(config):  # one on the hub that has one label anyway is looked up in the cache
-                find = partial(self._file, local_files_only=config.num_labels == 1)
-                config.num_labels = rows_of_head(find) or config.num_labels
+            if is_classifier(config):
+                rows = rows_of_head(partial(self._file, local_files_only=True))
+                asks = rows is None and config.num_labels != 1 and not is_local(self.source)
+                config.num_labels = (rows_on_hub(self._place, self._revision) if asks else rows) or config.num_labels
             return config
         check_model_directory(self.source)
         config = self.base.config()
