@@ -258,6 +258,20 @@ def test_a_reply_has_no_role_that_the_policys_template_leaves_out():
     assert batch.chats[0][2]["role"] == ENVIRONMENT
 
 
+def test_with_the_policys_template_a_reply_of_the_environment_that_is_no_turn_is_read_as_it_was_sampled():
+    """Also by a template that leaves out roles that it does not know, as Qwen's do, and by one with strict turns."""
+    mask = [[True, True, False, False, True, True]]
+    for template, end in (
+        (QWEN.replace("in messages", "in messages if m['role'] in ('user', 'assistant')"), ["<|im_end|>", NEWLINE]),
+        (LLAMA, ["<|eot|>"]),
+    ):
+        policy = chat_tokenizer(template)
+        batch = answers(policy, [[USER]], ["d <|im_end|> f g h <|im_end|>"], [True], mask)
+        assert batch.chats[0][2]["role"] == ENVIRONMENT
+        sampled = [*batch.prompt_ids[0], *policy.convert_tokens_to_ids(["d", "<|im_end|>", "f", "g", "h"])]
+        assert Rendering(policy, policy).sequences(batch) == [[*sampled, *policy.convert_tokens_to_ids(end)]]
+
+
 def test_an_episode_is_read_turn_by_turn(tmp_path):
     policy = chat_tokenizer(QWEN)
     own, other = saved(tmp_path / "own", policy), saved(tmp_path / "other", chat_tokenizer(WITH_SYSTEM, other=True))

@@ -143,20 +143,30 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
     None without a template, or with one that refuses a plain question and answer, or leaves the answer out.
     """
+    found = around_answer(tokenizer, [{"role": "user", "content": "question"}])
+    if found is None:
+        return None
+    ids, special = tokenizer.encode(found[1], add_special_tokens=False), special_ids(tokenizer)
+    return next((index for index in ids if index in special), None)
+
+
+def around_answer(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], then: Sequence[dict[str, Any]] = ()
+) -> tuple[str, str] | None:
+    """Return what the chat template writes before and after the content of an answer to a chat, with messages `then`.
+
+    None without a template, or with one that refuses these messages, or does not write the content as it is.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    marker = "answer"
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
+    messages = [*chat, {"role": "assistant", "content": _ANSWER}, *then]
     try:
         with name_slow_template(tokenizer):
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
         return None
-    _, found, tail = text.rpartition(marker)
-    if not found:
-        return None
-    ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
-    return next((index for index in ids if index in special), None)
+    before, found, after = text.rpartition(_ANSWER)
+    return (before, after) if found else None
 
 
 def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
@@ -165,6 +175,7 @@ def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextMan
     return warn_if_slow(f"The chat template of {owner}", "It may have no end.", seconds=SLOW_TEMPLATE_S)
 
 
+_ANSWER = "⁂ANSWER⁂"  # no template writes it by itself
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
 _CLOCK = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import groupby, repeat, takewhile
 from typing import Any
 
@@ -25,6 +25,7 @@ from ppo_rlhf.data.chat_templates import find_hidden, kind_of
 from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, read_tools, render_chat
 from ppo_rlhf.models.tokenizers import (
     append_end,
+    around_answer,
     continuations,
     encode_texts,
     same_vocabulary,
@@ -76,7 +77,8 @@ class Rendering:
 
         Raises:
             DataError: The reward model's tokenizer has no chat template and a prompt is a chat, its template refuses
-                the conversation, or a reply of the environment is no turn of the policy's template.
+                the conversation, or it is another one than the policy's and a reply of the environment is no turn of
+                the policy's.
         """
         chats = batch.chats or [None] * len(batch)
         texts = [row for row, chat in enumerate(chats) if chat is None and not self.reads_policy_ids]
@@ -214,29 +216,39 @@ class ReplyForm:
     begun: str = ""  # written by the generation prompt, but part of the reply: `<think>`
     channel: str = ""  # with special tokens, left to the policy: `<|channel|>final<|message|>`
 
+    end: str | None = None  # written after the content; None: it cannot be found
+
     @classmethod
     def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
         """Return the form of replies to a chat, which its template and its system message decide.
 
-        What an earlier message of the assistant has before its content is the mark, and the channel if there is one:
-        templates write a reasoning, or an empty one, only into the last message.
+        Nothing that was sampled takes part, so no reply can make a template refuse the chat.
         """
-        question, reply = {"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _MARK}
-        asked_chat = [*takewhile(lambda message: message["role"] == "system", chat), question]
-        with suppress(DataError):  # a template may refuse this chat; then the mark is not known
-            asked = render_chat(asked_chat, tokenizer, "", to_answer=True)
-            last, earlier = (
-                render_chat([*asked_chat, reply, *rest], tokenizer, "").rpartition(_MARK)[0]
-                for rest in ([], [question])
-            )
-            if asked == last or not earlier:  # the template writes all of it by itself
-                return cls()
-            shared = shared_length(asked, earlier)
-            if shared < len(asked):
-                return cls(begun=asked[shared:])
-            ids = tokenizer(earlier[shared:], add_special_tokens=False)["input_ids"]
-            return cls(channel=earlier[shared:]) if special_ids(tokenizer).intersection(ids) else cls()
-        return cls()
+        system = [*takewhile(lambda message: message["role"] == "system", chat)]
+        return _form(tokenizer, str(tokenizer.chat_template), json.dumps(system))
+
+
+@lru_cache(maxsize=256)  # each row may have a system message of its own
+def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> ReplyForm:
+    """Return the form of replies after system messages, given as JSON; `template` tells changed ones apart.
+
+    What an earlier message of the assistant has before its content is the mark, and the channel if there is one:
+    templates write a reasoning, or an empty one, only into the last message.
+    """
+    question = {"role": "user", "content": "?"}
+    chat = [*json.loads(system), question]
+    if (last := around_answer(tokenizer, chat)) is None:
+        return ReplyForm()
+    end, earlier = last[1], around_answer(tokenizer, chat, [question])
+    asked = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    if asked == last[0] or earlier is None:  # the template writes all of it by itself
+        return ReplyForm(end=end)
+    shared = shared_length(asked, earlier[0])
+    if shared < len(asked):
+        return ReplyForm(begun=asked[shared:], end=end)
+    channel = earlier[0][shared:]
+    is_marked = special_ids(tokenizer).intersection(tokenizer(channel, add_special_tokens=False)["input_ids"])
+    return ReplyForm(channel=channel if is_marked else "", end=end)
 
 
 def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreTrainedTokenizerBase) -> Chat:
@@ -311,7 +323,10 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
 
 def _after_reply(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     """Return the tokens that the chat template puts after the reply that ends a conversation."""
-    text = render_chat([*chat[:-1], {"role": ASSISTANT, "content": _MARK}], tokenizer, where)
-    if _MARK not in text:
-        raise DataError(f"{where}: the chat template does not write the reply as it is, so its end cannot be found")
-    return list(tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"])
+    end = ReplyForm.of(chat, tokenizer).end
+    if end is None:
+        raise DataError(
+            f"{where}: the chat template refuses a question with an answer, or does not write the answer as it is, so "
+            "the end of a reply cannot be found"
+        )
+    return list(tokenizer(end, add_special_tokens=False)["input_ids"])
