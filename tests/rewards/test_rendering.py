@@ -250,6 +250,32 @@ def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
         Rendering(other, policy).sequences(batch)
 
 
+def test_a_sampled_tool_call_that_the_reward_models_template_cannot_show_is_read_as_text(caplog):
+    """Whether training goes on must not depend on what was sampled; a call that the template shows is shown."""
+    rendering._warn_once.cache_clear()
+    policy = chat_tokenizer(QWEN)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    read = {"d": {"content": "", "tool_calls": [call]}, "h": {"content": "h"}}
+    policy.response_template = {"fields": {}}
+    policy.parse_response = lambda ids, prefix: dict(read[policy.decode(ids[0])])
+    turn = f"{NEWLINE} <|im_start|> user f g <|im_end|> {NEWLINE} <|im_start|> assistant"
+    mask = [[True] * 3 + [False] * 9 + [True] * 2, [True] * 2]
+    replies = [f"d e <|im_end|> {turn} h <|im_end|>", "h <|im_end|>"]
+    batch = answers(policy, [[USER]] * 2, replies, [True, True], mask)
+    assert batch.chats[0][1]["tool_calls"] == [call]
+    other = chat_tokenizer(LLAMA, other=True)
+    whole = [USER, ANSWER, {"role": "user", "content": "f g"}, {"role": "assistant", "content": "h"}]
+    expected = [other.apply_chat_template(chat)["input_ids"] for chat in (whole, [USER, whole[3]])]
+    assert Rendering(other, policy).sequences(batch) == expected
+    (line,) = caplog.messages
+    assert "reads such replies as text" in line
+    (alone,) = Rendering(other, policy).sequences(answers(policy, [[USER]], ["d e <|im_end|>"], [True]))
+    assert alone == other.apply_chat_template([USER, ANSWER])["input_ids"]
+    shows = chat_tokenizer(LLAMA.replace("m['content'] }}", "m['content'] or m.tool_calls[0].function.name }}"))
+    (ids,) = Rendering(shows, policy).sequences(answers(policy, [[USER]], ["d e <|im_end|>"], [True]))
+    assert ids == shows.apply_chat_template([USER, {**ANSWER, "content": "f"}])["input_ids"]
+
+
 def test_a_reply_has_no_role_that_the_policys_template_leaves_out():
     policy = chat_tokenizer(QWEN.replace("in messages", "in messages if m['role'] != 'tool'"))
     turn = f"{NEWLINE} <|im_start|> tool f g <|im_end|> {NEWLINE} <|im_start|> assistant"

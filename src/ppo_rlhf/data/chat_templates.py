@@ -34,7 +34,7 @@ def find_hidden(
     if (hidden := known[key]) is not None:
         return hidden
     # the template takes the chat, but no marks
-    parts = [[call["name"] for call in _calls(m)] or [(m.get("content") or "").strip()] for m in messages]
+    parts = [[str(call.get("name", "")) for call in _calls(m)] or [(m.get("content") or "").strip()] for m in messages]
     unseen = tuple(number for number, said in enumerate(parts) if not all(part in text for part in said))
     return Hidden(unseen, any(_function(tool)["name"] not in text for tool in tools or []))
 

@@ -143,8 +143,25 @@ def render_chat(
     With `to_answer` the text ends where the assistant continues: in its last message, or in a new one.
 
     Raises:
-        DataError: The tokenizer has no template, or its template refuses the messages, or leaves out one of them, a
-            tool call or the tools.
+        DataError: As `apply_template`, or the template leaves out a message, a tool call or the tools.
+    """
+    text = apply_template(messages, tokenizer, where, to_answer=to_answer, tools=tools)
+    check_shown(messages, tokenizer, where, text, tools=tools)
+    return text
+
+
+def apply_template(
+    messages: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    to_answer: bool = False,
+    tools: Tools = None,
+) -> str:
+    """Return the text of a chat as `render_chat`, whatever the template leaves out.
+
+    Raises:
+        DataError: The tokenizer has no template, or its template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
@@ -157,11 +174,9 @@ def render_chat(
     }
     try:
         with nullcontext() if is_known(tokenizer) else name_slow_template(tokenizer):
-            text = str(tokenizer.apply_chat_template(messages, **options))
+            return str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template is a program: it can raise anything
         raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
-    check_shown(messages, tokenizer, where, text, tools=tools)
-    return text
 
 
 def check_shown(

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chat_templates import find_hidden, kind_of
-from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, read_tools, render_chat
+from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, apply_template, read_tools, render_chat
 from ppo_rlhf.models.tokenizers import (
     append_end,
     around_answer,
@@ -120,7 +120,17 @@ class Rendering:
         if chat is not None and not self.has_policy_template:
             tools = read_tools(batch.columns[TOOLS][row], where) if TOOLS in batch.columns else None
             shown = self._shown_tools(chat, tools)
-            return conversation_ids(chat, self.tokenizer, where, stopped=stopped, tools=shown)
+            try:
+                return conversation_ids(chat, self.tokenizer, where, stopped=stopped, tools=shown)
+            except DataError:
+                turns = batch.turns[row] if batch.turns else [batch.completions[row]]
+                if (plain := _replies_as_text(chat, turns)) == chat:
+                    raise
+            _warn_once(
+                "The reward model's chat template does not take each reply as the policy's response_template reads it "
+                "(tool calls, reasoning): it reads such replies as text."
+            )
+            return conversation_ids(plain, self.tokenizer, where, stopped=stopped, tools=shown)
         end: list[int] = []
         if chat is not None:
             end = _after_reply(chat, self.tokenizer, where)
@@ -137,6 +147,16 @@ class Rendering:
         found = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
         eos = self.tokenizer.eos_token_id
         return [append_end(ids, eos) if batch.terminated[row] else ids for row, ids in zip(rows, found, strict=True)]
+
+
+def _replies_as_text(chat: Chat, turns: list[str]) -> Chat:
+    """Return a conversation whose last messages are `turns` (`ResponseBatch`), the policy's with nothing but text."""
+    before, replies = chat[: len(chat) - len(turns)], chat[len(chat) - len(turns) :]
+    pairs = zip(replies, turns, strict=True)
+    return before + [
+        {"role": ASSISTANT, "content": text.strip()} if message.keys() - {"role", "content"} else message
+        for message, text in pairs
+    ]
 
 
 def conversation_ids(
@@ -262,7 +282,8 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
         with suppress(Exception):  # sampled text can be damaged in any way; then it stays as it is
             parsed: dict[str, Any] = tokenizer.parse_response(reply, prefix=before)
             whole = chat[:-1] if chat[-1]["role"] == ASSISTANT else chat
-            return [*whole, {"content": "", **parsed, "role": ASSISTANT}]
+            if isinstance(parsed.setdefault("content", ""), str):
+                return [*whole, {**parsed, "role": ASSISTANT}]
     if chat[-1]["role"] == ASSISTANT:
         return answered(chat, *continuations(tokenizer, [before], [reply]))
     form = ReplyForm.of(chat, tokenizer)
@@ -311,8 +332,10 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
     for role in _REPLY_ROLES:
         marked = [*chat[:-1], {**chat[-1], "content": _MARK}, {"role": role, "content": _MARK}]
         try:
-            rendered = render_chat(marked, tokenizer, "", to_answer=True)
+            rendered = apply_template(marked, tokenizer, "", to_answer=True)
         except DataError:  # the template does not know this role
+            continue
+        if rendered.count(_MARK) < 2:  # it leaves this role out
             continue
         rest, _, after = rendered.rpartition(_MARK)
         before, after, text = rest.rpartition(_MARK)[2].lstrip(), after.rstrip(), text.strip()
