@@ -89,6 +89,23 @@ def test_text_that_is_json_of_messages_is_a_chat_and_other_text_stays_text():
         assert read_text_or_chat(text, "row 0") == text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "Ann", "role": "CEO"}]',
+        '[{"from": "Paris", "to": "Rome"}, {"from": "Rome", "to": "Bari", "value": 3}]',
+        "[{'role': 'CEO', 'name': 'Ann'}]",
+        '[{"value": 3, "unit": "m"}, {]',
+    ],
+)
+def test_a_list_of_other_objects_with_a_key_of_messages_is_text(text):
+    assert read_text_or_chat(text, "row 0") == text
+
+
+def test_a_chat_held_as_json_with_a_message_without_content_is_refused():
+    assert "message 1 is" in refused(read_text_or_chat, json.dumps([USER, {"role": "assistant"}]), "row 0")
+
+
 def test_a_chat_as_python_prints_it_is_refused_with_the_way_to_write_it():
     found = refused(read_text_or_chat, str([USER]), "row 2, column `prompt`")
     assert found.startswith("row 2, column `prompt`: ")

@@ -26,7 +26,11 @@ SHOWN_IN_CHATS = (TOOLS, SYSTEM)
 _ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool", "tool_response": "tool"}
 """Roles of ShareGPT, Google and ms-swift, and OpenAI's, which chat templates know."""
 _CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift: JSON of the assistant's calls
-_LIKE_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # also as Python prints it
+_LIKE_CHAT = re.compile(  # also as Python prints it
+    r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["']content["']\s*:)|"""
+    r"""\s*\[\s*\{(?=.*["']from["']\s*:)(?=.*["']value["']\s*:)""",
+    re.DOTALL,
+)
 
 Chat = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -70,6 +74,9 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
 def read_text_or_chat(value: Any, where: str) -> str | Chat:
     """Return text as it is, and a chat as `read_chat` does, also one that is held as JSON.
 
+    A list is a chat if each object has `role` or `from` and one of them is a whole message. Other lists are text, such
+    as `[{"name": "Ann", "role": "CEO"}]`. A chat in which a message lacks its content is refused, not taken for text.
+
     Raises:
         DataError: The value is neither text nor a chat, or text that begins as a chat does and is no JSON.
     """
@@ -85,8 +92,8 @@ def read_text_or_chat(value: Any, where: str) -> str | Chat:
         raise DataError(
             f"{where}: {value[:60]!r} looks like a chat, but is not valid JSON ({error}). Write it with json.dumps"
         ) from error
-    is_chat = bool(given) and all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in given)
-    return read_chat(given, where) if is_chat else str(value)
+    have_roles = all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in given)
+    return read_chat(given, where) if have_roles and any(map(_is_message, given)) else str(value)
 
 
 def read_tools(value: Any, where: str) -> Tools:
@@ -219,6 +226,13 @@ def join_chats(prompt: Chat, answer: Chat) -> Chat:
 def answered(prompt: Chat, text: str) -> Chat:
     """Return a prompt with a text as the assistant's answer."""
     return join_chats(prompt, [{"role": ASSISTANT, "content": text}])
+
+
+def _is_message(given: dict[str, Any]) -> bool:
+    """Return whether an object has the keys of a message, as OpenAI or ShareGPT writes it, with fitting values."""
+    if isinstance(given.get("role"), str):
+        return isinstance(given.get("content"), str | list) or any(map(given.get, CALLS))
+    return isinstance(given.get("from"), str) and isinstance(given.get("value"), str)
 
 
 def _read_message(given: Any, where: str) -> dict[str, Any]:
