@@ -13,7 +13,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.tokenizers import set_template_defaults
@@ -355,6 +355,30 @@ def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prom
         assert len(held_out) == maximum
     every = split_held_out(table, evaluation, PromptsConfig(train_on_evaluation_prompts=True))
     assert every == (list(range(len(prompts))), [0, 1])
+
+
+@pytest.mark.parametrize("column", ["system", "tools"])
+def test_the_same_question_with_another_system_message_or_other_tools_is_another_prompt(column):
+    cells = [f"Be {word}." if column == "system" else json.dumps([{"name": word}]) for word in "abcdef"]
+    rows = [*cells, cells[0]]
+    table = table_of({"prompt": [CHATS[0]] * 7, column: rows})
+    trained, held_out = split_held_out(table, None, PromptsConfig(held_out_share=0.5))
+    assert {rows[row] for row in trained}.isdisjoint(rows[row] for row in held_out)
+    assert len(trained) + len(held_out) == 7
+    assert find_evaluated(table, table_of({"prompt": CHATS[:1], column: cells[:1]}), "prompt") == [
+        row in (0, 6) for row in range(7)
+    ]
+    assert not any(find_evaluated(table, table_of({"prompt": CHATS[:1]}), "prompt"))
+
+
+def test_a_system_message_in_a_column_is_that_of_a_chat():
+    inside = table_of({"prompt": [[{"role": "system", "content": "Be a."}, *CHATS[0]]]})
+    assert find_evaluated(table_of({"prompt": CHATS[:1], "system": ["Be a."]}), inside, "prompt") == [True]
+
+
+def test_conversations_that_differ_only_in_the_last_reply_are_one_prompt():
+    replies = [[*CHATS[0], {"role": "assistant", "content": text}] for text in "xy"]
+    assert find_evaluated(table_of({"messages": replies}), table_of({"prompt": CHATS[:1]}), "prompt") == [True, True]
 
 
 def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():

@@ -197,6 +197,21 @@ def test_a_template_that_prints_the_date_makes_no_other_prompts_the_next_day(inp
     assert summary_of(outputs, inputs, sft_policy=policy, evaluation_prompts=other)["conditions"] != conditions[0]
 
 
+def test_a_prompt_that_was_trained_on_with_other_tools_is_not_counted(inputs, tmp_path, monkeypatch):
+    """Another day prints another date, so messages and tools are compared, not the rendered text."""
+    template = f"{DATED_TEMPLATE}{{% for tool in tools or [] %}}{{{{ tool.function.name }}}} {{% endfor %}}"
+    policy = PretrainedHandle(save(tmp_path / "dated", tiny_model(), word_tokenizer(chat_template=template)))
+    ppo, settings, chat = inputs["params:ppo"], PromptsConfig(held_out_share=0.3), [{"role": "user", "content": "a"}]
+    tools = [[{"name": name}] for name in "bcd"]
+    set_today(monkeypatch, 3)
+    prepared = prepare_prompts(table_of({"prompt": [chat] * 3, "tools": tools}), None, policy, ppo, settings)
+    trained = prepared["training_prompts"]
+    assert len(trained) == 2
+    set_today(monkeypatch, 4)
+    given = table_of({"prompt": [chat] * 4, "tools": [json.dumps(each) for each in [*tools, [{"name": "e"}]]]})
+    assert choose_prompts(None, given, trained, policy, ppo, settings)[1] == 2
+
+
 def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
     for p, reward, expected in ((0.02, 0.1, True), (0.03, 0.1, False), (0.02, -0.1, False)):
         rows = {

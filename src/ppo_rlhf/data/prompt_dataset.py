@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from ppo_rlhf.data.chats import TOOLS
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -71,12 +73,15 @@ class PromptDataset:
         return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
 
     def texts_frame(self) -> pd.DataFrame:
-        """Return a table with the column `prompt`, and `prompt_chat` if some prompts are chats."""
+        """Return a table with the column `prompt`, and `prompt_chat` and `tools` (JSON) if some prompts are chats."""
         columns = {"prompt": self.texts, "prompt_chat": self.chats} if self.has_chats else {"prompt": self.texts}
         table = getattr(self.texts, "source", None)
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {name: held if table is None else arrow_column(table, name).to_pandas() for name, held in columns.items()}
         )
+        if self.has_chats and TOOLS in self.columns:
+            frame[TOOLS] = [as_json(value) for value in self.columns[TOOLS][:]]
+        return frame
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.

@@ -21,6 +21,7 @@ from ppo_rlhf.data.chats import (
     SYSTEM,
     TOOLS,
     Chat,
+    Tools,
     read_text_or_chat,
     read_tools,
     render_chat,
@@ -112,7 +113,7 @@ class PromptReader:
                     "Rename it, or remove it."
                 )
 
-        beside = [name for name in SHOWN_IN_CHATS if name in table.column_names and name != used]
+        beside = _shown_beside(table, used)
         text, number = Value("string"), Value("int32")
         kinds = {"prompt": text, "prompt_ids": List(number), "prompt_chat": text, "prompt_length": number}
 
@@ -252,12 +253,29 @@ def _prompt_column(table: Dataset, column: str, name: str) -> str:
 
 
 def _keys(table: Dataset, column: str, name: str) -> list[int]:
-    """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory."""
+    """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory.
+
+    A chat's key has what is rendered with it, the system message and the tools.
+    """
     used = _prompt_column(table, column, name)
-    batches = table.select_columns([used]).iter(batch_size=1_000)
-    values = enumerate(value for batch in batches for value in batch[used])
-    prompts = (read_text_or_chat(value, f"{name}: row {row}, column `{used}`") for row, value in values)
-    return [hash(prompt if isinstance(prompt, str) else as_json(prompt, sort_keys=True)) for prompt in prompts]
+    columns = [used, *_shown_beside(table, used)]
+    keys: list[int] = []
+    for batch in table.select_columns(columns).iter(batch_size=1_000):
+        for cells in zip(*(batch[each] for each in columns), strict=True):
+            row = f"{name}: row {len(keys)}"
+            prompt, tools = _read_whole(cells[0], dict(zip(columns, cells, strict=True)), row, used)
+            keys.append(hash(prompt if isinstance(prompt, str) else prompt_key(prompt, tools)))
+    return keys
+
+
+def prompt_key(chat: Chat, tools: Tools) -> str:
+    """Return what is the same for copies of a chat with its tools, whatever the order of the keys."""
+    return as_json([chat, tools], sort_keys=True)
+
+
+def _shown_beside(table: Dataset, used: str) -> list[str]:
+    """Return the columns with which a table's chats in the column `used` are rendered."""
+    return [name for name in SHOWN_IN_CHATS if name in table.column_names and name != used]
 
 
 def _tokenise(
@@ -276,11 +294,9 @@ def _tokenise(
     *columns, rows = others
     prompts, texts = [], []
     for value, row, *cells in zip(values, rows, *columns, strict=True):
-        where, of_row = f"row {row}, column `{column}`", dict(zip(beside, cells, strict=True))
-        prompt = _read(value, where, column)
+        prompt, tools = _read_whole(value, dict(zip(beside, cells, strict=True)), f"row {row}", column)
         if not isinstance(prompt, str):
-            prompt = with_system(prompt, of_row.get(SYSTEM), where)
-            tools = read_tools(of_row.get(TOOLS), f"row {row}")
+            where = f"row {row}, column `{column}`"
             texts.append(render_chat(prompt, tokenizer, where, to_answer=True, tools=tools))
         else:
             texts.append(prompt)
@@ -290,6 +306,14 @@ def _tokenise(
     if [] in ids:
         raise DataError(f"row {rows[ids.index([])]}, column `{column}`: the prompt has no tokens")
     return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats, "prompt_length": [len(each) for each in ids]}
+
+
+def _read_whole(value: Any, cells: dict[str, Any], row: str, column: str) -> tuple[str | Chat, Tools]:
+    """Return a row's prompt with the system message of its cells, and its tools; text has neither."""
+    prompt = _read(value, f"{row}, column `{column}`", column)
+    if isinstance(prompt, str):
+        return prompt, None
+    return with_system(prompt, cells.get(SYSTEM), f"{row}, column `{column}`"), read_tools(cells.get(TOOLS), row)
 
 
 def _read(value: Any, where: str, column: str) -> str | Chat:

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
 from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
+from ppo_rlhf.data.chats import TOOLS, read_tools
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, prompt_key
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
@@ -54,11 +55,13 @@ def choose_prompts(
 
 
 def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each prompt whether it is among others: its text, or its messages, which have no date of today."""
+    """Return for each prompt whether it is among others: its text, or, without a date of today, messages and tools."""
 
     def messages(table: pd.DataFrame) -> "pd.Series[str]":
         chats = table.get("prompt_chat", pd.Series(dtype=object)).dropna()
-        return chats.map(lambda chat: as_json(json.loads(chat), sort_keys=True))
+        tools = table[TOOLS].map(json.loads) if TOOLS in table else dict.fromkeys(chats.index)
+        keys = [prompt_key(json.loads(chat), read_tools(tools[row], f"row {row}")) for row, chat in chats.items()]
+        return pd.Series(keys, chats.index, dtype=object)
 
     are_known = messages(prompts).isin(messages(others)).reindex(prompts.index, fill_value=False)
     return prompts["prompt"].isin(others["prompt"]) | are_known
