@@ -78,6 +78,34 @@ def test_a_tool_turn_that_is_no_call_is_refused(content):
     assert refused(read_chat, chat, "row 3").startswith("row 3: message 1 is no tool call: ")
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        json.dumps([CALL]),
+        json.dumps(CALL["function"]),
+        [{**CALL, "function": {"name": "rain", "arguments": '{"place": "Oslo"}'}}],
+        json.dumps([{"name": "rain", "parameters": {"place": "Oslo"}}]),
+    ],
+    ids=["all as JSON", "one without the frame", "arguments as OpenAI's server writes them", "as Llama names them"],
+)
+def test_tool_calls_held_as_json_are_those_that_templates_expect(calls):
+    chat = read_chat([USER, {"role": "assistant", "tool_calls": calls}, RESULT], "row 0")
+    assert chat == [USER, CALLING, RESULT]
+    assert 'call rain {"place": "Oslo"} </s>' in render_chat(chat, tokenizer(), "row 0")
+
+
+def test_a_call_has_no_arguments_if_their_text_is_blank_and_the_old_key_is_read_alike():
+    call = {"name": "rain", "arguments": " "}
+    (read,) = read_chat([{"role": "assistant", "function_call": call}], "row 0")
+    assert read["function_call"] == {"name": "rain", "arguments": {}}
+
+
+@pytest.mark.parametrize("calls", ["rain", [3], [{"type": "custom"}], [{"name": "rain", "arguments": "Oslo"}]])
+def test_tool_calls_that_cannot_be_read_are_refused(calls):
+    found = refused(read_chat, [USER, {"role": "assistant", "content": "x", "tool_calls": calls}], "row 2")
+    assert found.startswith("row 2: message 1 is no tool call: ")
+
+
 def test_the_role_model_is_the_assistant():
     assert read_chat([USER, {"role": "model", "content": "Yes."}], "row 0") == [USER, ANSWER]
 
@@ -168,9 +196,34 @@ def test_a_template_that_does_not_end_is_named_at_its_first_chat(monkeypatch, ca
 def test_a_tool_call_and_tools_that_the_template_leaves_out_are_refused():
     without_calls = TEMPLATE.replace("m.tool_calls or []", "[]")
     found = refused(render_chat, [USER, {**CALLING, "content": "rain"}, RESULT], tokenizer(without_calls), "row 0")
-    assert "message 1 has the role `assistant`, and the chat template leaves its tool call out" in found
+    assert (
+        "message 1 has the role `assistant`, and the chat template leaves its tool call out. Give the tokenizer a"
+        in found
+    )
+    assert "write the call into the content" in found
     without_tools = TEMPLATE.replace("{% if tools %}", "{% if false %}")
     assert "column `tools`" in refused(render_chat, [USER], tokenizer(without_tools), "row 0", tools=TOOLS)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["with marks", "by the text"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_reasoning_that_the_template_leaves_out_is_named_and_alone_it_is_refused(caplog, key, strict):
+    template = TEMPLATE + "{% for m in messages if 'qz' in (m.content or '') %}{{ raise_exception('!') }}{% endfor %}"
+    own = tokenizer(template if strict else TEMPLATE)
+    thinking = {**ANSWER, key: "Clouds."}
+    for _ in range(2):
+        render_chat([USER, thinking], own, "row 0")
+    (line,) = caplog.messages
+    assert f"leaves `{key}` out of some messages" in line
+    found = refused(render_chat, [USER, {**thinking, "content": ""}], own, "row 1")
+    assert found.startswith(
+        "row 1: message 1 has the role `assistant`, and the chat template leaves its reasoning out."
+    )
+    shows = tokenizer(own.chat_template.replace("(m.content or '')", f"((m.{key} or '') + ' ' + (m.content or ''))", 1))
+    say_once.cache_clear()
+    assert "Clouds. Yes." in render_chat([USER, thinking], shows, "row 0")
+    assert "Clouds." in render_chat([USER, {**thinking, "content": ""}], shows, "row 0")
+    assert len(caplog.messages) == 1
 
 
 def test_a_template_that_changes_what_it_shows_is_no_refusal():

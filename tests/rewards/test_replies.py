@@ -57,7 +57,7 @@ def message_of(reply: str, policy: PreTrainedTokenizerBase, chat: list[Any], mas
     text = policy.apply_chat_template(chat, tokenize=False, **how)
     prompt, ids = (policy(each, add_special_tokens=False)["input_ids"] for each in (text, reply))
     (found,) = conversations([chat], [prompt], [ids], mask, policy)
-    other = chat_tokenizer("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    other = chat_tokenizer("{% for m in messages %}[{{ m.role }}] {{ m.content or m.thinking }}{% endfor %}")
     return found, other.decode(conversation_ids(found, other, ""))
 
 

@@ -278,8 +278,9 @@ def test_a_margin_and_other_columns_are_named_as_not_used(caplog):
 
 
 def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
-    template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or 'd')")
-    prompt = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "a", "tool_calls": ["x"]}]
+    template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or m['tool_calls'][0]['function']['name'])")
+    call = {"type": "function", "function": {"name": "d", "arguments": {}}}
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "a", "tool_calls": [call]}]
     row = {"prompt": prompt, "chosen": [{"role": "a", "content": "b"}], "rejected": [{"role": "a", "content": "c"}]}
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
     (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=template)).to_dict("records")

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys in which an assistant's message holds its reasoning beside the content."""
 _MARK = "qzmark{}qz"  # plain letters: a template may quote, trim, escape or capitalise what it shows
 _MARK_OF_TOOLS = "qzmarktoolqz"
 
@@ -17,6 +19,7 @@ class Hidden(NamedTuple):
 
     messages: tuple[int, ...]
     tools: bool
+    reasoning: tuple[str, ...] = ()  # keys of messages of which something else is shown
 
 
 def find_hidden(
@@ -24,8 +27,9 @@ def find_hidden(
 ) -> Hidden:
     """Return what the tokenizer's chat template left out of a chat of which it made `text`.
 
-    A chat of each kind (`kind_of`) is rendered once with marks as contents and as names of tools. A message with tool
-    calls must show each call, not its content: some templates drop what is said beside a call.
+    A chat of each kind (`kind_of`) is rendered once with marks as contents, reasoning and names of tools. A message
+    with tool calls must show each call, not its content: some templates drop what is said beside a call. One that has
+    only a reasoning must show that.
     """
     known = _found.setdefault(tokenizer, {})
     key = (str(tokenizer.chat_template), kind_of(messages, tools))  # a text's hash is made once
@@ -34,9 +38,10 @@ def find_hidden(
     if (hidden := known[key]) is not None:
         return hidden
     # the template takes the chat, but no marks
-    parts = [[str(call.get("name", "")) for call in _calls(m)] or [(m.get("content") or "").strip()] for m in messages]
-    unseen = tuple(number for number, said in enumerate(parts) if not all(part in text for part in said))
-    return Hidden(unseen, any(_function(tool)["name"] not in text for tool in tools or []))
+    calls = [[str(call.get("name", "")) for call in _calls(message)] for message in messages]
+    thoughts = [[(key, message[key].strip()) for key in _reasoning(message)] for message in messages]
+    said = [[] if _is_blank(message) else [message["content"].strip()] for message in messages]
+    return _hidden(calls, said, thoughts, [_function(tool)["name"] for tool in tools or []], text)
 
 
 def is_known(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -45,8 +50,8 @@ def is_known(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def kind_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> Hashable:
-    """Return what a template's choice of the parts to show depends on: roles, keys, blank contents, calls, tools."""
-    shapes = ((m["role"], *sorted(m), _is_blank(m), len(_calls(m))) for m in messages)
+    """Return what a template's choice of the parts to show depends on: roles, keys, blank texts, calls, tools."""
+    shapes = ((m["role"], *sorted(m), _is_blank(m), len(_calls(m)), *_reasoning(m)) for m in messages)
     return tuple(shapes), bool(tools)
 
 
@@ -58,23 +63,40 @@ def _find_marks(
 ) -> Hidden | None:
     """Return what leaves no mark; None if the template refuses the marks."""
     marked, marked_tools = _copy(messages), _copy(tools)
-    marks: list[list[str]] = []  # of each message
+    calls: list[list[str]] = []  # marks of each message
+    said: list[list[str]] = []
+    thoughts: list[list[tuple[str, str]]] = []
     for number, message in enumerate(marked):
-        calls = _calls(message)
-        marks.append([_MARK.format(f"{number}call{place}") for place in range(len(calls))])
-        for call, mark in zip(calls, marks[-1], strict=True):
+        own = _calls(message)
+        calls.append([_MARK.format(f"{number}call{place}") for place in range(len(own))])
+        said.append([] if _is_blank(message) else [_MARK.format(number)])
+        thoughts.append([(key, _MARK.format(f"{number}why{place}")) for place, key in enumerate(_reasoning(message))])
+        for call, mark in zip(own, calls[-1], strict=True):
             call["name"] = mark
-        if not _is_blank(message):
-            message["content"] = _MARK.format(number)
-            marks[-1] += [] if calls else [message["content"]]
+        message.update(thoughts[-1], **({"content": said[-1][0]} if said[-1] else {}))
     for tool in marked_tools or []:
         _function(tool)["name"] = _MARK_OF_TOOLS
     try:
         text = str(tokenizer.apply_chat_template(marked, tools=marked_tools, tokenize=False)).lower()
     except Exception:  # a template is a program: it can raise anything
         return None
-    hidden = [number for number, wanted in enumerate(marks) if not all(mark in text for mark in wanted)]
-    return Hidden(tuple(hidden), bool(tools) and _MARK_OF_TOOLS not in text)
+    return _hidden(calls, said, thoughts, [_MARK_OF_TOOLS for _ in tools or []], text)
+
+
+def _hidden(
+    calls: list[list[str]], said: list[list[str]], thoughts: list[list[tuple[str, str]]], tools: list[str], text: str
+) -> Hidden:
+    """Return what is not in a text: a message's calls; if it has none its content; if it has neither its reasoning."""
+    reasons = [[thought for _, thought in own] for own in thoughts]
+    wanted = [first or second or third for first, second, third in zip(calls, said, reasons, strict=True)]
+    messages = [number for number, parts in enumerate(wanted) if not all(part in text for part in parts)]
+    beside = [
+        key
+        for why, parts in zip(thoughts, wanted, strict=True)
+        for key, thought in why
+        if thought not in parts and thought not in text
+    ]
+    return Hidden(tuple(messages), not all(tool in text for tool in tools), tuple(dict.fromkeys(beside)))
 
 
 def _copy(value: Any) -> Any:
@@ -82,6 +104,11 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(held) for key, held in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _reasoning(message: dict[str, Any]) -> list[str]:
+    """Return the keys in which a message holds a reasoning."""
+    return [key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()]
 
 
 def _is_blank(message: dict[str, Any]) -> bool:

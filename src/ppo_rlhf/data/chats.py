@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.chat_templates import find_hidden, is_known, kind_of
+from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import name_slow_template
 
 CHAT = 'a list of {"role": …, "content": …}'
@@ -189,20 +190,42 @@ def apply_template(
 def check_shown(
     messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, text: str, *, tools: Tools = None
 ) -> None:
-    """Raise `DataError` if the chat template, which made `text` of a chat, left a message, a call or the tools out."""
+    """Raise `DataError` if the chat template, which made `text` of a chat, left a message, a call or the tools out.
+
+    A reasoning that it left out beside a content is named in one line.
+    """
     hidden = find_hidden(messages, tools, tokenizer, text)
     for number in hidden.messages:
-        what = "its tool call" if any(map(messages[number].get, CALLS)) else "it"
+        role, (what, fix) = messages[number]["role"], _left_out(messages[number])
         raise DataError(
-            f"{where}: message {number} has the role `{messages[number]['role']}`, and the chat template leaves {what} "
-            "out. Give it a role that the template has (often `system` for `developer`), or the tokenizer a template "
-            "that shows it"
+            f"{where}: message {number} has the role `{role}`, and the chat template leaves {what} out. {fix}"
+        )
+    for key in hidden.reasoning:
+        say_once(
+            f"The chat template of {tokenizer.name_or_path or 'a tokenizer'} leaves `{key}` out of some messages: the "
+            "model is shown their content without it."
         )
     if hidden.tools:
         raise DataError(
             f"{where}: the chat template leaves the column `tools` out. Give the tokenizer a template that shows it, "
             "or write the tools into a message and remove the column"
         )
+
+
+def _left_out(message: dict[str, Any]) -> tuple[str, str]:
+    """Return what of a message a template leaves out, and what to do."""
+    if any(map(message.get, CALLS)):
+        return "its tool call", (
+            "Give the tokenizer a template that shows tool calls, or write the call into the content"
+        )
+    if not is_text(message["content"]):
+        return "its reasoning", (
+            "Nothing else is in it: give the tokenizer a template that shows it, or write it into the content"
+        )
+    return "it", (
+        "Give it a role that the template has (often `system` for `developer`), or the tokenizer a template that shows "
+        "it"
+    )
 
 
 def try_chats(chats: Iterable[tuple[str, Chat, Tools]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -250,19 +273,37 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise DataError(f"{where} is {str(given)[:60]}; its content has a part of type {kind!r}, give text")
         content = "".join(part["text"] for part in content)
+    if message.get("tool_calls"):
+        message["tool_calls"] = _read_calls(message["tool_calls"], where)
+    if message.get("function_call"):
+        (call,) = _read_calls([message["function_call"]], where)
+        message["function_call"] = call.get("function", call)
     return {**message, "role": _ROLES.get(message["role"], message["role"]), "content": content}
 
 
-def _read_calls(content: str | None, where: str) -> list[dict[str, Any]]:
-    """Return as OpenAI's tool calls what a turn of `_CALLING_ROLES` holds: JSON of one call, or of a list of them."""
-    with suppress(ValueError, TypeError, KeyError):
-        given = json.loads(content or "")
-        calls = [dict(call) for call in (given if isinstance(given, list) else [given]) if call["name"]]
-        for call in calls:
-            if isinstance(call.get("arguments"), str):
-                call["arguments"] = json.loads(call["arguments"])
-        return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
-    raise DataError(f'{where} is no tool call: {str(content)[:60]!r}. Give JSON: {{"name": …, "arguments": {{…}}}}')
+def _read_calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return OpenAI's tool calls: of one call or a list, plain or as JSON, whose arguments may be JSON, too.
+
+    A call without OpenAI's frame, as ShareGPT and ms-swift write it, gets one if it is held as JSON.
+    """
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        held = json.loads(given) if isinstance(given, str) else given
+        return [_read_call(call, framed=held is not given) for call in (held if isinstance(held, list) else [held])]
+    raise DataError(f'{where} is no tool call: {str(given)[:60]!r}. Give {{"name": …, "arguments": {{…}}}}')
+
+
+def _read_call(given: Any, *, framed: bool) -> dict[str, Any]:
+    call = json.loads(given) if isinstance(given, str) else given
+    function = dict(call.get("function", call))
+    if not isinstance(function["name"], str) or not function["name"]:
+        raise ValueError("a call needs a name")
+    arguments = function.get("arguments", function.pop("parameters", {}))  # Llama writes parameters
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    function["arguments"] = arguments
+    if "function" in call:
+        return {**call, "function": function}
+    return {"type": "function", "function": function} if framed else function
 
 
 def _without_nulls(value: Any) -> Any:
