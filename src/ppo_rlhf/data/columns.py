@@ -26,7 +26,8 @@ def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, o
 
 def name_unshown(given: Iterable[str], used: str, *, of_chats: bool) -> None:
     """Say in one line which columns of a table of prompts would be shown to the policy elsewhere, and are not here."""
-    elsewhere = {*_SHOWN_ELSEWHERE, *(() if of_chats else SHOWN_IN_CHATS)} - {used}
-    if unshown := [f"`{column}`" for column in given if column in elsewhere]:
-        texts = "" if of_chats else " where prompts are text"
-        say_once(f"prompts: not used for the policy{texts}: {', '.join(unshown)}. Reward functions get these columns.")
+    unshown = [f"`{column}`" for column in given if column in _SHOWN_ELSEWHERE and column != used]
+    of_others = [f"`{column}`" for column in given if column in SHOWN_IN_CHATS and column != used and not of_chats]
+    parts = [", ".join(unshown), f"{', '.join(of_others)}, which only chats can show" if of_others else ""]
+    if said := "; nor ".join(filter(None, parts)):
+        say_once(f"prompts: the policy is not shown {said}. Reward functions get them.")
