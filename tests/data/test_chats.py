@@ -1,11 +1,13 @@
 """Chats: how they are read, and that a template shows all of them or the row is refused."""
 
 import json
+from collections.abc import Hashable
 
 import pandas as pd
 import pytest
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data import chat_templates
 from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render_chat, try_chats, with_system
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
@@ -144,7 +146,7 @@ def test_tools_are_a_list_or_json_and_functions_alone_are_wrapped(given):
     assert read_tools(given, "row 0") == TOOLS
 
 
-@pytest.mark.parametrize("given", [None, float("nan"), "", "[]", []])
+@pytest.mark.parametrize("given", [None, float("nan"), pd.NA, pd.NaT, "", "  ", "[]", []])
 def test_a_row_may_have_no_tools(given):
     assert read_tools(given, "row 0") is None
 
@@ -268,6 +270,17 @@ def test_only_one_chat_of_each_kind_is_rendered_with_marks(monkeypatch):
 def test_chats_are_tried_by_kind_and_the_first_that_is_left_out_is_named():
     chats = [("row 0", [USER], None), ("row 1", [USER, ANSWER], None), ("row 2", [{**USER, "role": "x"}], None)]
     assert refused(try_chats, chats, tokenizer()).startswith("row 2: message 0 has the role `x`")
+
+
+def test_of_very_many_kinds_of_chats_not_all_are_kept(monkeypatch):
+    monkeypatch.setattr(chat_templates, "_MOST_KINDS", 3)
+    own, chats = tokenizer(), [[USER] * count for count in range(1, 6)]
+    for chat in chats:
+        render_chat(chat, own, "row 0")
+    assert len(chat_templates._found[own]) <= 3
+    tried: set[Hashable] = set()
+    assert [chat_templates.is_new(kind, tried) for kind in "aabcdd"] == [True, False, True, True, True, False]
+    assert tried == {"d"}
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

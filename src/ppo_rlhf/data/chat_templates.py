@@ -34,6 +34,8 @@ def find_hidden(
     known = _found.setdefault(tokenizer, {})
     key = (str(tokenizer.chat_template), kind_of(messages, tools))  # a text's hash is made once
     if key not in known:
+        if len(known) >= _MOST_KINDS:
+            known.clear()
         known[key] = _find_marks(messages, tools, tokenizer)
     if (hidden := known[key]) is not None:
         return hidden
@@ -55,6 +57,17 @@ def kind_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> Hashable
     return tuple(shapes), bool(tools)
 
 
+def is_new(kind: Hashable, tried: set[Hashable]) -> bool:
+    """Add a kind of chat to those tried, and return whether it was not among them."""
+    if kind in tried:
+        return False
+    if len(tried) >= _MOST_KINDS:
+        tried.clear()
+    tried.add(kind)
+    return True
+
+
+_MOST_KINDS = 4096  # of very many all are forgotten, and tried again, to save memory
 _found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Hashable, Hidden | None]] = WeakKeyDictionary()
 
 

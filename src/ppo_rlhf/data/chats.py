@@ -2,15 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
-from ppo_rlhf.data.chat_templates import find_hidden, is_known, kind_of
+from ppo_rlhf.data.chat_templates import find_hidden, is_known, is_new, kind_of
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import name_slow_template
 
@@ -103,12 +104,12 @@ def read_tools(value: Any, where: str) -> Tools:
     Raises:
         DataError: The value is something else.
     """
-    given = value
-    if isinstance(given, str) and given.strip():
+    given = value.strip() if isinstance(value, str) else value
+    if isinstance(given, str):
         with suppress(ValueError):
             given = json.loads(given)
     given = _without_nulls(given)
-    if given is None or given != given or given in ("", []):  # an empty cell is NaN in pandas' tables
+    if given is None or given is pd.NA or given != given or given in ("", []):  # empty cells of pandas' tables are NaN
         return None
     tools = [
         {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool
@@ -230,11 +231,9 @@ def _left_out(message: dict[str, Any]) -> tuple[str, str]:
 
 def try_chats(chats: Iterable[tuple[str, Chat, Tools]], tokenizer: PreTrainedTokenizerBase) -> None:
     """Render one chat of each kind (where it is, its messages, its tools); raise `DataError` as `render_chat` does."""
-    tried = set()
+    tried: set[Hashable] = set()
     for where, messages, tools in chats:
-        kind = kind_of(messages, tools)
-        if kind not in tried:
-            tried.add(kind)
+        if is_new(kind_of(messages, tools), tried):
             render_chat(messages, tokenizer, where, tools=tools)
 
 
