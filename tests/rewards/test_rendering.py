@@ -235,6 +235,17 @@ def test_one_line_says_that_a_reward_model_reads_conversations_without_their_too
     assert "does not show tools" in line
 
 
+def test_a_template_that_takes_only_tools_that_it_knows_shows_them(caplog):
+    """It refuses the marks with which hidden parts are looked for, so its text is looked at."""
+    rendering._warn_once.cache_clear()
+    knows = "{% for tool in tools or [] if tool.function.name != 'f' %}{{ raise_exception('!') }}{% endfor %}"
+    policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(knows + SHOWS_TOOLS + LLAMA, other=True)
+    batch = with_tools(answers(policy, [[USER]], ["d e <|im_end|>"], [True]), [TOOLS])
+    expected = other.apply_chat_template([USER, ANSWER], tools=TOOLS)["input_ids"]
+    assert Rendering(other, policy).sequences(batch) == [expected]
+    assert not caplog.messages
+
+
 def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
     """Of a prompt before the run; of an environment when it is first scored."""
     skips = WITH_SYSTEM.replace("in messages", "in messages if m['role'] != 'tool'")

@@ -77,9 +77,18 @@ def test_a_reply_has_the_part_of_it_that_the_generation_prompt_writes():
         (THINKS_OR_NOT, "<think>\n"),
         ("{% set quick = true %}" + THINKS_OR_NOT, ""),
         (CHANNELS, ""),
+        (PLAIN.replace("{{ m.role }}\n", "{{ m.role }} "), ""),
         ("{{ raise_exception('no') if messages | length > 1 }}" + BEGINS_TO_THINK, ""),
     ],
-    ids=["nothing", "always", "only the last answer", "no reasoning: by the template itself", "channels", "refused"],
+    ids=[
+        "nothing",
+        "always",
+        "only the last answer",
+        "no reasoning: by the template itself",
+        "channels",
+        "other white space",
+        "refused",
+    ],
 )
 def test_what_the_generation_prompt_begins_is_found_from_the_template(template, begun):
     assert ReplyForm.of([USER], chat_tokenizer(template)).begun == begun
@@ -121,6 +130,30 @@ def test_each_turn_of_an_episode_has_what_its_generation_prompt_begins():
         "Sure?",
         "<think>\ny</think> 5",
     ]
+
+
+def test_a_turn_for_which_an_environment_writes_another_beginning_has_only_what_is_there():
+    import torch
+
+    policy = chat_tokenizer(BEGINS_TO_THINK)
+    parts = ("x</think> 4<|end|>", "\n<|start|>user\nSure?<|end|>\n<|start|>assistant\n", "Yes.<|end|>")
+    lengths = [len(policy(part, add_special_tokens=False)["input_ids"]) for part in parts]
+    mask = torch.tensor([[place % 2 == 0 for place, length in enumerate(lengths) for _ in range(length)]])
+    prompt = policy.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    before, ids = (policy(text, add_special_tokens=False)["input_ids"] for text in (prompt, "".join(parts)))
+    (chat,) = conversations([[USER]], [before], [ids], mask, policy)
+    assert [message["content"] for message in chat[1::2]] == ["<think>\nx</think> 4", "Yes."]
+
+
+def test_a_form_is_found_once_for_all_rows_with_the_same_system_message(monkeypatch):
+    policy, calls = chat_tokenizer(BEGINS_TO_THINK), []
+    apply = policy.apply_chat_template
+    monkeypatch.setattr(policy, "apply_chat_template", lambda *a, **o: calls.append(a) or apply(*a, **o))
+    for content in ("a", "b", "c"):
+        ReplyForm.of([{"role": "user", "content": content}], policy)
+    assert len(calls) == 3
+    policy.chat_template = PLAIN
+    assert ReplyForm.of([USER], policy).begun == ""
 
 
 def test_of_channels_a_message_has_the_last_answer_and_one_line_says_so(caplog):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chat_templates import find_hidden, kind_of
+from ppo_rlhf.data.chat_templates import find_hidden, is_new, kind_of
 from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, apply_template, read_tools, render_chat
 from ppo_rlhf.models.tokenizers import (
     append_end,
@@ -94,15 +94,13 @@ class Rendering:
         Of prompts with the same roles and keys only the first is tried. `name` says in errors where they come from;
         `tools` are the column of that name.
         """
-        tried = set()
+        tried: set[Hashable] = set()
         rows = zip(chats, repeat(None) if tools is None else tools, strict=False)
         for row, (chat, given) in enumerate(rows):
             if chat is None:
                 continue
             whole, own = answered(json.loads(chat), _MARK), read_tools(given, f"{name}: row {row}")
-            kind = kind_of(whole, own)
-            if kind not in tried:
-                tried.add(kind)
+            if is_new(kind_of(whole, own), tried):
                 where = f"{name}: row {row}, for the reward model ({self.tokenizer.name_or_path or 'its tokenizer'})"
                 shown = self._shown_tools(whole, own)
                 for to_answer in (False, True):
@@ -110,18 +108,25 @@ class Rendering:
 
     def _shown_tools(self, chat: Chat, tools: Tools) -> Tools:
         """Return the tools if the reward model's template has a place for them; else none, which a line says once."""
-        if not tools or not self.tokenizer.chat_template or not find_hidden(chat, tools, self.tokenizer, "").tools:
+        if not tools or not self.tokenizer.chat_template:
             return tools
-        _warn_once("The reward model's chat template does not show tools: it reads conversations without them.")
-        return None
+        with suppress(DataError):  # `render_chat` says what the template refuses
+            text = apply_template(chat, self.tokenizer, "", tools=tools)
+            if find_hidden(chat, tools, self.tokenizer, text).tools:
+                _warn_once("The reward model's chat template does not show tools: it reads conversations without them.")
+                return None
+        return tools
+
+    def _conversation(self, chat: Chat, tools: Tools, where: str, stopped: bool) -> list[int]:
+        shown = self._shown_tools(chat, tools)
+        return conversation_ids(chat, self.tokenizer, where, stopped=stopped, tools=shown)
 
     def _sequence(self, batch: ResponseBatch, row: int, chat: Chat | None, where: str) -> list[int]:
         stopped = batch.terminated[row]
         if chat is not None and not self.has_policy_template:
             tools = read_tools(batch.columns[TOOLS][row], where) if TOOLS in batch.columns else None
-            shown = self._shown_tools(chat, tools)
             try:
-                return conversation_ids(chat, self.tokenizer, where, stopped=stopped, tools=shown)
+                return self._conversation(chat, tools, where, stopped)
             except DataError:
                 turns = batch.turns[row] if batch.turns else [batch.completions[row]]
                 if (plain := _replies_as_text(chat, turns)) == chat:
@@ -130,7 +135,7 @@ class Rendering:
                 "The reward model's chat template does not take each reply as the policy's response_template reads it "
                 "(tool calls, reasoning): it reads such replies as text."
             )
-            return conversation_ids(plain, self.tokenizer, where, stopped=stopped, tools=shown)
+            return self._conversation(plain, tools, where, stopped)
         end: list[int] = []
         if chat is not None:
             end = _after_reply(chat, self.tokenizer, where)
@@ -264,8 +269,8 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> Rep
     if asked == last[0] or earlier is None:  # the template writes all of it by itself
         return ReplyForm(end=end)
     shared = shared_length(asked, earlier[0])
-    if shared < len(asked):
-        return ReplyForm(begun=asked[shared:], end=end)
+    if shared < len(asked):  # white space alone is no beginning of a reply
+        return ReplyForm(begun=asked[shared:] if asked[shared:].strip() else "", end=end)
     channel = earlier[0][shared:]
     is_marked = special_ids(tokenizer).intersection(tokenizer(channel, add_special_tokens=False)["input_ids"])
     return ReplyForm(channel=channel if is_marked else "", end=end)
@@ -289,11 +294,17 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
     form = ReplyForm.of(chat, tokenizer)
     if form.channel:
         reply = _of_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
-    if form.begun:
-        begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"]
+    begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"] if form.begun else []
+    if begun and _ends_with(before, begun, tokenizer):  # an environment may write another beginning of the turn
         (text,) = continuations(tokenizer, [before], [reply])
         return answered(chat, f"{tokenizer.decode(begun, skip_special_tokens=True)}{text}")
     return answered(chat, str(tokenizer.decode(reply, skip_special_tokens=True)))
+
+
+def _ends_with(ids: list[int], begun: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the text of tokens ends with that of others, which may be cut into other tokens there."""
+    text = str(tokenizer.decode(begun)).strip()
+    return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)  # 8: for white space
 
 
 def _of_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
