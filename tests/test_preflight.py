@@ -188,6 +188,31 @@ def test_a_function_is_tried_with_whole_conversations_without_their_last_reply(u
     assert "division by zero" in problem
 
 
+def test_functions_are_tried_with_prompts_as_the_template_renders_them(user: User):
+    """`CHAT_TEMPLATE` writes a message as the first letter of its role, its content and `<s>`, then `a ` to answer."""
+    shows_tools = "{% for t in tools or [] %}{{ t['function']['name'] + ' ' }}{% endfor %}" + CHAT_TEMPLATE
+    word_tokenizer(chat_template=shows_tools).save_pretrained(str(user.paths["sft_policy"]))
+    tool = {"type": "function", "function": {"name": "q"}}
+    chats = [[{"role": "user", "content": word}] for word in "bcd"]
+    user.write("prompts", *({"prompt": chat, "system": "k", "tools": [tool]} for chat in chats))
+    (user.folder / "rendered.py").write_text(
+        "def check(prompts, given):\n"
+        "    assert prompts == ['q s k <s> u b <s> a ', 'q s k <s> u c <s> a '], prompts\n"
+        "    return given\n\n"
+        "def score(prompts, completions, messages, system, tools):\n"
+        "    roles = [[m['role'] for m in chat] for chat in messages]\n"
+        "    assert roles == [['system', 'user', 'assistant']] * 2, roles\n"
+        "    assert system == ['k', 'k'] and [t[0]['function']['name'] for t in tools] == ['q', 'q']\n"
+        "    assert completions == ['k\\nb', 'k\\nc'], completions\n"
+        "    return check(prompts, [0.0, 1.0])\n\n"
+        "def reply(prompts, completions):\n"
+        "    return check(prompts, [None, None])\n"
+    )
+    user.groups["reward"] = function_reward("rendered:score")
+    user.set_ppo(environment="rendered:reply", turn_length=2)
+    assert user.problems() == []
+
+
 REFUSES_SYSTEM = CHAT_TEMPLATE.replace(
     "{{ m['role'][0]", "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['role'][0]"
 )

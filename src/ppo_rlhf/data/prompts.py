@@ -232,16 +232,6 @@ def find_evaluated(table: Dataset, evaluation: Dataset, column: str) -> list[boo
     return [key in evaluated for key in _keys(table, column, "prompts")]
 
 
-def read_prompts(table: Dataset, column: str, name: str) -> list[str | Chat]:
-    """Return the prompts of all rows of a small table, before a template is applied.
-
-    Raises:
-        DataError: There is no such column, or a prompt is neither text nor messages.
-    """
-    used = _prompt_column(table, column, name)
-    return [_read(value, f"{name}: row {row}, column `{used}`", used) for row, value in enumerate(table[used])]
-
-
 def _prompt_column(table: Dataset, column: str, name: str) -> str:
     """Return the column to read: a chat's if the one that is set is missing."""
     found = next((each for each in (column, *CONVERSATIONS) if each in table.column_names), None)

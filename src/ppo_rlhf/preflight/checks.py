@@ -15,8 +15,9 @@ from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
-from ppo_rlhf.data.chats import CONVERSATIONS, TOOLS, Chat, answered
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
+from ppo_rlhf.data.chats import TOOLS, Chat, answered
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
@@ -276,8 +277,7 @@ def check_prompts(run: RunRequest) -> None:
     if settings is None:
         return
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
-    reader = None if ppo is None else _policy_reader(run, ppo)
-    tokenised: dict[str, Any] = {}
+    reader, tokenised = None if ppo is None else _policy_reader(run, ppo), run.prompts
     if reader is not None:
         for name, table in tables.items():  # whole files: a row's number is the user's
             source = str(run.source(name))
@@ -328,36 +328,38 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     """Find a function that cannot be imported, raises, or does not return finite numbers as it should.
 
-    It is called with two prompts of each table, which stand for responses, too.
+    It is called with two prompts of each table, whose texts stand for responses, too.
     """
     function = load_function(reference, run.project_path)
     ppo = run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
-    for given, columns, source in _tried(run, tables):
-        prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
-        chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
-        columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
+    for few, source in _tried(run, tables):
+        chats = few.messages
+        texts = [text if chat is None else _text(chat) for text, chat in zip(few.texts, chats, strict=True)]
+        whole = [chat and answered(chat, text) for chat, text in zip(chats, texts, strict=True)]
+        columns = {**few.columns, TURNS: [[text] for text in texts], MESSAGES: whole}
         ids = None
         if reference in run.reward_functions:  # the bytes stand for tokens if this run makes the tokenizer
-            ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
-        scores = call_reward_function(function, title, prompts, prompts, columns, ids)
+            ids = [[*text.encode()] for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
+        scores = call_reward_function(function, f"{reference} on {source}", few.texts, texts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):
             check_token_rewards(ppo)
 
 
-def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str | Chat], dict[str, Any], str]]:
-    """Yield some prompts of each table, their other columns, and where they come from."""
+def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[PromptDataset, str]]:
+    """Yield some prompts of each table as the run gives them to functions, and where they come from.
+
+    A table that `check_prompts` could not read has none: it has named the reason.
+    """
     settings = run.group("prompts", PromptsConfig)
     if settings is None:
         return
     for name in tables:
         source = str(run.source(name))
         check_column_names(run.tables[name].column_names, source, settings.column)
-        table = run.tables[name]
-        if not {settings.column, *CONVERSATIONS}.isdisjoint(table.column_names):  # else it is another check's error
-            first = table.select(range(min(TRIED_PROMPTS, len(table))))
-            columns = {name: values for name, values in first[:].items() if name != "prompt"}
-            yield read_prompts(first, settings.column, source), columns, source
+        if name in run.prompts:
+            table = run.prompts[name]
+            yield PromptDataset.of_table(table).select(range(min(TRIED_PROMPTS, len(table)))), source
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:
@@ -376,12 +378,10 @@ def check_environment(run: RunRequest) -> Iterator[str]:
             "preferences_path, or run `--pipelines align` with a reward of your own"
         )
     function = load_function(ppo.environment, run.project_path)
-    tables = [name for name in PROMPTS if name in run.tables]
-    for given, columns, source in _tried(run, tables):
-        prompts = [_text(prompt) for prompt in given]
-        empty = [""] * len(prompts)
+    for few, source in _tried(run, [name for name in PROMPTS if name in run.tables]):
+        empty = [""] * len(few)
         turns = [[text] for text in empty]
-        call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
+        call_environment(function, f"{ppo.environment} on {source}", few.texts, empty, turns, few.columns)
 
 
 def check_callbacks(run: RunRequest) -> Iterator[str]:
@@ -395,5 +395,5 @@ def check_callbacks(run: RunRequest) -> Iterator[str]:
     reporting_callbacks(ppo)
 
 
-def _text(prompt: str | Chat) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
+def _text(chat: Chat) -> str:
+    return "\n".join(message["content"] or "" for message in chat)

@@ -42,6 +42,7 @@ class RunRequest:
     project_path: Path
     data_root: str = "data"
     tables: dict[str, Dataset] = field(default_factory=dict)
+    prompts: dict[str, Dataset] = field(default_factory=dict)  # of tables, as `PromptReader.tokenise` gives them
     demonstrations: pd.DataFrame | None = None  # checked, to train on
     swept: list[RewardConfig] = field(default_factory=list)  # the rewards of a sweep's trainings
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
