@@ -461,7 +461,10 @@ def test_a_link_out_of_the_projects_models_is_outside(user: User):
 def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline_that_does(user: User):
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "sft_policy")
     (problem,) = user.problems()
-    assert "Run supervised_finetuning first, or set sft_model_path." in problem
+    assert problem == (
+        "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines supervised_finetuning` first, or "
+        "set sft_model_path."
+    )
 
 
 # --- the whole chain -------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import missing_paths, refuse_unread
 from ppo_rlhf.hooks.policy_settings import settings_to_answer
-from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
     from datasets import Dataset
@@ -153,19 +152,14 @@ class _Policies:
 
 def _handle(context: Any, name: str) -> PretrainedHandle:
     """Return a model of the project; raise ModelError if it has none yet."""
-    from ppo_rlhf.models.directories import is_local
-    from ppo_rlhf.preflight.request import MADE_BY
+    from kedro.pipeline import Pipeline
 
-    dataset = context.catalog[name]
-    source = path_of(dataset)
-    if source is None or (is_local(source) and not dataset.exists()):
-        stage, setting, _ = MADE_BY[name]
-        place = "" if source is None else f" in {shown(source, context.project_path)}"
-        raise ModelError(
-            f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` makes only it, and "
-            f"{setting} names another one (conf/local/globals.yml, or --params)."
-        )
-    handle: PretrainedHandle = dataset.load()
+    from ppo_rlhf.preflight.request import RunRequest
+
+    data_root = context.config_loader["globals"].get("data_root", "data")
+    if why := RunRequest(Pipeline([]), context.catalog, context.project_path, data_root).why_missing(name):
+        raise ModelError(why)
+    handle: PretrainedHandle = context.catalog[name].load()
     return handle
 
 

@@ -31,7 +31,7 @@ from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
-from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
+from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest, not_set
 from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
@@ -123,7 +123,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "policy_path": run.is_null("ppo_policy"),
     }
     for setting in (name for name, missing in is_missing.items() if missing):
-        yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
+        yield not_set(setting)
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
@@ -185,9 +185,8 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
     if run.source(name) is None or not run.needs(name):
         return
-    if name in MADE_BY and run.is_ours(run.source(name)) and not run.catalog[name].exists():
-        stage, setting, _ = MADE_BY[name]
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
+    if name in MADE_BY and (why := run.why_missing(name)):
+        yield why
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()

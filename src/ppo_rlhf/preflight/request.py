@@ -25,7 +25,7 @@ MODELS_LAYER = "06_models"
 MADE_BY = {  # model: what makes it, the setting that names another one, a command that only reads it
     "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
     "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
-    "pretrained_critic": ("`kedro run --pipelines critic_pretraining`", "critic_path", "--pipelines align"),
+    "pretrained_critic": ("critic_pretraining", "critic_path", "--pipelines align"),
     "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)
@@ -112,9 +112,23 @@ class RunRequest:
         models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
         return models in (self.project_path / str(source)).resolve().parents
 
+    def why_missing(self, name: str) -> str:
+        """Return why a model of `MADE_BY` is not there, and what to do; empty if it is, or is not the project's."""
+        (stage, setting, _), source = MADE_BY[name], self.source(name)
+        if source is None:
+            return not_set(setting)
+        if not self.is_ours(source) or self.catalog[name].exists():
+            return ""
+        return f"{self.shown(name)}: nothing is there yet. Run `kedro run --pipelines {stage}` first, or set {setting}."
+
     def is_made_here(self, name: str) -> bool:
         """Return whether an entry is the folder in which the project keeps what it makes, and not a version there."""
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
+
+
+def not_set(setting: str) -> str:
+    """Return what to do about a path that is null."""
+    return f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
 
 
 def describe_parts(run: RunRequest) -> str:
