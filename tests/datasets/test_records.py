@@ -1,5 +1,6 @@
 import gzip
 import json
+from unittest.mock import Mock
 
 import datasets
 import pandas as pd
@@ -10,6 +11,7 @@ from datasets.exceptions import DatasetNotFoundError
 from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import RecordsDataset
 
 ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
@@ -387,6 +389,19 @@ def test_a_data_set_on_the_hub_may_be_described_in_the_catalog_but_not_twice(hub
     assert rows_of("org/name", load_args={"split": "test", "revision": "v2"}) == ROWS
     assert hub == [{"path": "org/name", "split": "test", "revision": "v2"}]
     assert "load_args gives split, too" in message_of("org/name:train", load_args={"split": "test"})
+
+
+def test_a_name_that_is_nothing_here_says_so_without_the_hubs_traceback(monkeypatch):
+    missing = "org/name: there is no such file or folder, and as a name on the hub"
+    errors = (ConnectionError("Couldn't reach 'org/name' on the Hub"), DatasetNotFoundError("It doesn't exist."))
+    for error in errors:
+        monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
+        with pytest.raises(DataError) as refused:
+            load_table("org/name")
+        assert str(refused.value).startswith(missing)
+        assert str(refused.value).endswith(str(error))
+        assert refused.value.__cause__ is None
+        assert refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize(

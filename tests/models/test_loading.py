@@ -320,8 +320,10 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_read(on_the_h
         assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model()(IDS).logits)
         with pytest.raises(
             ModelError, match=r"^modles/mine: there is no such directory, and as a hub id its configuration"
-        ):
+        ) as refused:
             PretrainedHandle("modles/mine").tokenizer()
+        assert refused.value.__cause__ is None
+        assert refused.value.__suppress_context__
     finally:
         hub_answers.cache_clear()
     assert asked == ["https://huggingface.co"]

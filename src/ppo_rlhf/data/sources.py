@@ -175,7 +175,7 @@ def _downloaded(source: str) -> Path:
         repository, revision, file = address.group("repo_id", "revision", "filename")
         return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
     except (OSError, ValueError) as error:  # of the hub, of the network, of the cache, or HF_HUB_OFFLINE
-        raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from error
+        raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from None
 
 
 def _load_from_hub(source: str, cache: str | None, given: dict[str, Any]) -> Dataset:
@@ -193,8 +193,15 @@ def _load_from_hub(source: str, cache: str | None, given: dict[str, Any]) -> Dat
         why = in_one_line(error)
         if "gated" in why:
             why += " Accept its terms on the hub, and set HF_TOKEN or run `hf auth login`."
-        raise DataError(f"{source}: {why}") from error
-    except (OSError, ValueError) as error:  # no network, an unknown configuration or split
+        else:
+            why = f"there is no such file or folder, and as a name on the hub: {why}"
+        raise DataError(f"{source}: {why}") from None
+    except ConnectionError as error:
+        raise DataError(
+            f"{source}: there is no such file or folder, and as a name on the hub it cannot be loaded: "
+            f"{in_one_line(error)}"
+        ) from None
+    except (OSError, ValueError) as error:  # an unknown configuration or split
         raise DataError(f"{source}: cannot be loaded: {in_one_line(error)}") from error
     return _one_split(found, source)
 

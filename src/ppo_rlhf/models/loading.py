@@ -136,7 +136,7 @@ class PretrainedHandle:
             try:
                 check_on_hub(self._place, self._revision)
             except OSError as error:
-                raise self._unreadable("configuration", error) from error
+                raise self._unreadable("configuration", error) from None
         path = None if self._file(CONFIG) else self._file(ADAPTER_CONFIG)
         return None if path is None else SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
