@@ -465,6 +465,9 @@ def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline
         "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines supervised_finetuning` first, or "
         "set sft_model_path."
     )
+    user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "typed")
+    (problem,) = user.problems()
+    assert problem.startswith("data/06_models/typed: nothing is there. Correct sft_model_path, or run ")
 
 
 # --- the whole chain -------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_a_path_that_begins_with_a_dot_is_no_name_on_the_hub(
 ):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: pytest.fail("the hub was asked"))
     result = kedro(toy_project, "run", "--pipelines", "ppo", "--params", "prompts_path=./typo/prompts")
-    assert "Error: ./typo/prompts: nothing is there. Correct the path of raw_prompts" in result.stderr
+    assert "Error: ./typo/prompts: nothing is there. Correct prompts_path, or leave out ./" in result.stderr
     assert result.exit_code == 1
 
 

@@ -113,13 +113,13 @@ def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Se
     Kedro drops `./` where it puts the project in front, and what is left may be taken for a name on the hub.
     """
     entries, lines = loader["catalog"], []
+    settings = {**loader["globals"], **(loader.runtime_params or {})}
     for name in sorted(names & entries.keys()):
         given = entries[name].get("filepath") if isinstance(entries[name], dict) else None
         is_dotted = isinstance(given, str) and given.startswith(".")
         if is_dotted and not Path(str(path_of(catalog.get(name)))).is_absolute():
-            lines.append(
-                f"{given}: nothing is there. Correct the path of {name}, or leave out ./ of a name on the hub."
-            )
+            of = next((setting for setting, value in settings.items() if value == given), f"the path of {name}")
+            lines.append(f"{given}: nothing is there. Correct {of}, or leave out ./ of a name on the hub.")
     return lines
 
 

@@ -119,7 +119,10 @@ class RunRequest:
             return not_set(setting)
         if not self.is_ours(source) or self.catalog[name].exists():
             return ""
-        return f"{self.shown(name)}: nothing is there yet. Run `kedro run --pipelines {stage}` first, or set {setting}."
+        place, made = self.shown(name), f"`kedro run --pipelines {stage}`"
+        if not self.is_made_here(name):
+            return f"{place}: nothing is there. Correct {setting}, or run {made}, which would write it there."
+        return f"{place}: nothing is there yet. Run {made} first, or set {setting}."
 
     def is_made_here(self, name: str) -> bool:
         """Return whether an entry is the folder in which the project keeps what it makes, and not a version there."""
