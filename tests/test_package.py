@@ -31,6 +31,12 @@ def test_what_libraries_read_as_they_are_loaded_is_set_unless_the_environment_se
     assert printed.stdout.split() == [expected, "False"]
 
 
+def test_bitsandbytes_does_not_warn_of_what_only_weights_in_four_bits_use() -> None:
+    code = "import logging, ppo_rlhf; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('no kernels')"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stderr == ""
+
+
 def test_the_version_stands_in_the_package_and_in_what_is_cited() -> None:
     cited = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
     assert cited["version"] == ppo_rlhf.__version__
