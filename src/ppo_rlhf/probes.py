@@ -237,7 +237,7 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
 def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
     share = float(experience.scores.total.mean())
     entropy = float(experience.rollouts.entropy[:, 0].mean())
-    measured = f"{share:.0%} of the responses have the token, entropy {entropy:.2f} nats"
+    measured = f"{share:.0%} of the responses have the token, entropy {entropy:z.2f} nats"
     complaint = f"the policy does not follow a reward (needed: {SHARE:.0%}, {ENTROPY} nats)"
     return measured, {complaint: share >= SHARE and entropy <= ENTROPY}
 
@@ -269,7 +269,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
 def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
     kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
     expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
-    return f"KL {kl:.3f} nats, value {value:.3g} of {expected:.3g} paid", {
+    return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
         "the critic does not learn what is paid": abs(value - expected) <= (1 - CONTRAST / 2) * unit(config),
     }
@@ -278,7 +278,7 @@ def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
 def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
     kl = float(experience.shaped_rewards.kl.sum(-1).mean())
     complaint = f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
-    return f"KL {kl:.3f} nats", {complaint: kl <= NEAR}
+    return f"KL {kl:z.3f} nats", {complaint: kl <= NEAR}
 
 
 def _every_token(_: Tensor, tokens: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from ppo_rlhf import processes
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
 SHOWN = {
-    "objective/scores": "reward {:.3f}",
-    "objective/kl": "KL {:.2f}",
-    "objective/entropy": "entropy {:.2f}",
+    "objective/scores": "reward {:z.3f}",
+    "objective/kl": "KL {:z.2f}",
+    "objective/entropy": "entropy {:z.2f}",
     "throughput/episodes_per_s": "{:.1f} episodes/s",
     **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model", "critic")},
     **{f"{stage}/learning_rate": "learning rate {:.2g}" for stage in ("sft", "reward_model")},
-    "critic/explained_variance": "explained variance {:.2f}",
+    "critic/explained_variance": "explained variance {:z.2f}",
     "sft/eval_loss": "held-out loss {:.3f}",
     "reward_model/eval_accuracy": "accuracy {:.1%}",
 }

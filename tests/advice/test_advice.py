@@ -107,6 +107,18 @@ def test_three_settings_at_a_time_are_shown_in_the_order_of_the_stages():
     assert [line[4:].split(":")[0] for line in everything] == [stage.value for stage in Stage]
 
 
+@pytest.mark.parametrize(
+    ("now", "begins"),
+    [
+        (1.0, "All responses are cut off (25% at the start)"),
+        (0.75, "75% of the responses are cut off (25% at the start)"),
+    ],
+)
+def test_how_many_responses_are_cut_off_is_said_in_words(now: float, begins: str):
+    (advice,) = advise(config(), history({"response/truncated_fraction": curve(0.25, now)}))
+    assert advice.seen == begins
+
+
 def test_a_setting_is_changed_once_and_a_rule_that_would_move_it_the_other_way_is_left_out():
     # a KL above its target asks for a lower learning rate, updates too small to move the policy for a higher one
     rows = history({"objective/kl": curve(0.4), "objective/kl_coef": (0.05, 0.8), "policy/approxkl_avg": curve(1e-6)})

@@ -135,6 +135,7 @@ def test_values_and_changes_have_the_decimals_and_sign_of_their_measure(name, be
         ("reward", 1.0, 1.001, 0.02, "1.00 ± 0.02", "0 ± 0.02"),
         ("very_polite_rate", 0.9, 0.925, 0.0132, "92.5 ± 1.3%", "+2.5 ± 1.3 points"),
         ("reward", 1.0, 2.0, float("nan"), "2.00", "+1.00"),
+        ("kl", 0.0, -0.003, 0.004, "0.0 ± 0.0", "0 ± 0.0"),  # rounded, it has no sign
         ("kl", 0.0, 0.0, 0.0, "0.0", "±0"),  # of the policy itself: nothing varied
     ],
 )

@@ -17,6 +17,7 @@ from datasets import load_dataset
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import update
+from ppo_rlhf.progress import SHOWN
 from ppo_rlhf.trainer import progress
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
@@ -204,6 +205,13 @@ def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, mo
         trainer.train(output_dir=tmp_path / "run")
     assert trainer.state.updating
     assert saved(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("shown", [progress._SHOWN, SHOWN], ids=["PPOTrainer", "pipeline"])
+def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign(shown: dict[str, str]):
+    for name in ("objective/scores", "objective/kl", "objective/entropy"):
+        assert "-" not in shown[name].format(-1e-6)
+        assert "-1.5" in shown[name].format(-1.5)
 
 
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(

@@ -78,6 +78,13 @@ class Run(KLSituation):
         measured = self.values(key).dropna()
         return float(measured.iloc[-1]) if len(measured) else math.nan
 
+    @property
+    def cut_off(self) -> str:
+        """How many responses are cut off, and were at the start, in words."""
+        now, first = (100.0 * level("response/truncated_fraction") for level in (self.last, self.start))
+        which = "All" if now == 100.0 else f"{now:.3g}% of the"
+        return f"{which} responses are cut off ({first:.3g}% at the start)"
+
     def _window_means(self, key: str) -> pd.Series:
         return self.values(key).rolling(self.window, min_periods=1).mean().iloc[self.window - 1 :]
 

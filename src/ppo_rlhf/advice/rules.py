@@ -192,8 +192,7 @@ RULES: tuple[Rule, ...] = (
     # Reward and responses.
     Rule("truncated", Stage.REWARD, (TRUNCATED, "ppo.stop_token"), 10,
          lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
-         "A share of {s:last:response/truncated_fraction} of the responses is cut off "
-         "({s:start:response/truncated_fraction} at the start)",
+         "{s.cut_off}",
          "the reward judges texts without an end",
          _less_truncation),
     Rule("length_drifted", Stage.REWARD, (LENGTH,), 10,

@@ -167,6 +167,6 @@ def _written(policy: str, answer: str, tokens: int, has_ended: bool, reward: flo
     """Return an answer with its tokens, stop tokens included, and its reward before any shaping or penalty."""
     facts = [f"{tokens} tokens"] + ([] if has_ended else ["cut off"])
     if reward is not None:
-        facts.insert(0, f"reward {reward:.2f}")
+        facts.insert(0, f"reward {reward:z.2f}")
     text = textwrap.indent(visible(answer.strip()) or "(nothing)", " " * 8)[8:]
     return f"  {policy}   {text}\n        {click.style(', '.join(facts), dim=True)}"

@@ -55,7 +55,7 @@ class Rule:
 
     def reason(self, value: float) -> str:
         """Return what was found, with the number and the threshold."""
-        return f"{self.sentence.format(value=value)} ({self.metric} = {value:.2f}, {self.side} {self.threshold:g})."
+        return f"{self.sentence.format(value=value)} ({self.metric} = {value:z.2f}, {self.side} {self.threshold:g})."
 
 
 RULES = (

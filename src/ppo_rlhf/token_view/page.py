@@ -93,7 +93,7 @@ def _visible(text: str) -> str:
 
 
 def _number(number: float) -> str:
-    return f"{number:.3g}".replace("-", "−")
+    return f"{number:z.3g}".replace("-", "−")
 
 
 def _end(text: str) -> str:

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 10.0
 _SHOWN = {
-    "objective/scores": "score {:.3f}",
-    "objective/kl": "KL {:.2f} nats a response",
-    "objective/entropy": "entropy {:.2f} nats a token",
+    "objective/scores": "score {:z.3f}",
+    "objective/kl": "KL {:z.2f} nats a response",
+    "objective/entropy": "entropy {:z.2f} nats a token",
     "response/length": "length {:.1f} tokens",
     "throughput/episodes_per_s": "{:.1f} episodes/s",
 }
@@ -234,8 +234,8 @@ def verdict_line(metrics: Mapping[str, float]) -> str:
     rate, low, high = (100.0 * metrics[f"eval/win_rate{end}"] for end in ("", "_low", "_high"))
     return (
         f"Held-out prompts: win rate {rate:.0f} % against the reference policy (95 % interval {low:.0f} to {high:.0f} "
-        f"%), reward {metrics['eval/reward']:.3f} (reference {metrics['eval/reward_sft']:.3f}), "
-        f"KL {metrics['eval/kl']:.2f} nats"
+        f"%), reward {metrics['eval/reward']:z.3f} (reference {metrics['eval/reward_sft']:z.3f}), "
+        f"KL {metrics['eval/kl']:z.2f} nats"
     )
 
 

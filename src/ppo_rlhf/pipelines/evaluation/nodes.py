@@ -161,10 +161,11 @@ def compare_policies(
     low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))
     logger.info(
         "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
-        "reward %.3f, SFT's %.3f; %s %.2f nats.",
+        "reward %s, SFT's %s; %s %s nats.",
         *(100 * rate for rate in (metrics["eval/win_rate"], low, high)),
         *(context["prompts"], context["decided_by"]),
-        *(metrics["eval/reward"], metrics["eval/reward_sft"], measure(kl).label, metrics["eval/kl"]),
+        *(f"{metrics[name]:z.3f}" for name in ("eval/reward", "eval/reward_sft")),
+        *(measure(kl).label, f"{metrics['eval/kl']:z.2f}"),
     )
     run = mlflow.active_run()
     if run is not None:

@@ -93,7 +93,7 @@ def write_share(value: float, decimals: int = 1) -> str:
 
 def write_number(value: float, decimals: int) -> str:
     """Return a number with a true minus sign, or `–` if it is not finite."""
-    return f"{value:.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
+    return f"{value:z.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
 def headline(summary: Mapping[str, Any]) -> str:
