@@ -17,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.directories import ADAPTER_WEIGHTS
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.pipelines.ppo.nodes import load_sft_policy
+from ppo_rlhf.trainer.models import take_policies
 from tests.tiny_adapters import adapter_of
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -159,6 +162,23 @@ def test_an_adapter_with_its_own_tokens_is_merged_into_a_base_with_as_many(tmp_p
     for model in (merged, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
         assert model.get_input_embeddings().weight.shape[0] == rows
         assert_close(model(ids).logits, adapted(ids).logits, rtol=0.0, atol=1e-3)
+
+
+def test_a_policy_that_is_an_adapter_is_described_with_its_base_and_its_new_tokens(tmp_path, caplog):
+    caplog.set_level("INFO")
+    handle = resized_adapter(tmp_path, 32, tied=False, modules_to_save=["embed_tokens", "lm_head"])[1]
+    base, config = handle.base, PPOConfig(device="cpu")
+    load_sft_policy(handle, config)
+    take_policies(config, handle.source, None, None, torch.device("cpu"))
+    load_sft_policy(base, config)
+    take_policies(config, base.source, None, None, torch.device("cpu"))
+    told = (
+        f"Policy: {handle.source} (an adapter, merged into {base.source}, whose vocabulary goes from 30 to 32 tokens)"
+    )
+    pipeline, trainer, whole = (line for line in caplog.messages if line.startswith("Policy: "))
+    assert pipeline.startswith(f"{told}, ")
+    assert trainer == f"{told}."
+    assert whole.startswith(f"Policy: {base.source}, ")
 
 
 def test_single_new_tokens_suffice_where_the_head_is_tied_to_the_embedding(tmp_path):

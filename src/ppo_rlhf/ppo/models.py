@@ -85,6 +85,15 @@ def load_causal_lm(
     return nn.Module.to(handle.causal_lm(dtype, quantised_on=device if config.load_in_4bit else None), device)
 
 
+def as_adapter(handle: PretrainedHandle) -> str:
+    """Return in words that a source is an adapter, its base, and whether it brings tokens; empty of a whole model."""
+    if handle.base is None:
+        return ""
+    own, of_base = (each.config().get_text_config().vocab_size for each in (handle, handle.base))
+    grown = "" if own == of_base else f", whose vocabulary goes from {of_base:,} to {own:,} tokens"
+    return f" (an adapter, merged into {handle.base.source}{grown})"
+
+
 def check_libraries(config: PPOConfig) -> None:
     """Raise `ConfigError` if a setting needs bitsandbytes, and it is missing."""
     needing = ["ppo.load_in_4bit=true"] * config.load_in_4bit + ["ppo.optim=adamw_8bit"] * (config.optim == EIGHT_BIT)

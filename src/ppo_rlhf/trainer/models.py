@@ -26,7 +26,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
-from ppo_rlhf.ppo.models import AnyCritic, build_critic, critic_backbone, load_causal_lm, policy_to_train
+from ppo_rlhf.ppo.models import AnyCritic, as_adapter, build_critic, critic_backbone, load_causal_lm, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.processes import is_main_process
 
@@ -69,6 +69,8 @@ def take_policies(
     if isinstance(source, str | Path):
         handle = PretrainedHandle(str(source))
         head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
+        if (adapter := as_adapter(handle)) and is_main_process():
+            log.info("Policy: %s%s.", source, adapter)
     if tokenizer is None:
         raise ConfigError("PPOTrainer: tokenizer is missing: a policy object has none, so give its tokenizer too")
     base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)

@@ -26,7 +26,14 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards, completion_rows
-from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
+from ppo_rlhf.ppo.models import (
+    as_adapter,
+    build_critic,
+    build_state,
+    load_policies,
+    load_stored_critic,
+    sampling_settings,
+)
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
@@ -81,7 +88,8 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tupl
     device = device_of(ppo_config)
     policy, reference = load_policies(sft_policy, ppo_config, torch.device("cpu") if shards_models() else device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
-    log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
+    named = f"{sft_policy.source}{as_adapter(sft_policy)}"
+    log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", named, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
         log.info("The value head starts as the one stored with %s (v_head).", sft_policy.source)
     return policy, reference
