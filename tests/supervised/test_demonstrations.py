@@ -16,6 +16,7 @@ from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
     DataPreparationConfig,
     corpus_texts,
+    describe_learnt,
     split_demonstrations,
     tokenise_demonstrations,
     training_template,
@@ -146,6 +147,24 @@ def test_chats_are_written_by_the_tokenizers_template_and_learnt_whole():
     user, assistant = VOCABULARY.index("u") if "u" in VOCABULARY else VOCABULARY.index("<unk>"), A
     assert rows.input_ids == [[user, B, BEGIN, assistant, C, BEGIN]]
     assert rows.labels == rows.input_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "assistant_only", "line"),
+    [
+        ("marks", None, "Of chats only the assistant's turns are learnt (supervised_finetuning.assistant_only_loss)."),
+        (None, False, "Whole chats are learnt (supervised_finetuning.assistant_only_loss=false)."),
+        (
+            None,
+            None,
+            "Whole chats are learnt, the user's turns too: the chat template does not mark the assistant's turns ({% "
+            "generation %}), and TRL has no training template for it. To learn only the assistant's, give the "
+            "tokenizer a template that marks them, or give prompts and completions.",
+        ),
+    ],
+)
+def test_what_is_learnt_of_chats_is_said_with_the_reason_and_what_to_do(template, assistant_only, line):
+    assert describe_learnt(template, assistant_only) == line
 
 
 MARKED = (

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 PARTS = ("training demonstrations", "held-out demonstrations")
+_NO_MARKS = (
+    "the chat template does not mark the assistant's turns ({% generation %}), and TRL has no training template for it"
+)
 """Names of the tables that `split_demonstrations` returns, for messages."""
 
 
@@ -165,10 +168,21 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
     except ValueError as error:  # TRL has none for this template
         if assistant_only:
             raise ConfigError(
-                "supervised_finetuning.assistant_only_loss=true: the chat template does not mark the assistant's turns "
-                "({% generation %}), and TRL has no training template for it. Set it to false to learn whole chats."
+                f"supervised_finetuning.assistant_only_loss=true: {_NO_MARKS}. Set it to false to learn whole chats."
             ) from error
         return None
+
+
+def describe_learnt(template: str | None, assistant_only: bool | None) -> str:
+    """Return in a line what is learnt of chats, given what `training_template` returned for a setting, and why."""
+    if template is not None:
+        return "Of chats only the assistant's turns are learnt (supervised_finetuning.assistant_only_loss)."
+    if assistant_only is False:
+        return "Whole chats are learnt (supervised_finetuning.assistant_only_loss=false)."
+    return (
+        f"Whole chats are learnt, the user's turns too: {_NO_MARKS}. To learn only the assistant's, give the tokenizer "
+        "a template that marks them, or give prompts and completions."
+    )
 
 
 def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:

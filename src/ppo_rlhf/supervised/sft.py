@@ -23,6 +23,7 @@ from ppo_rlhf.supervised.demonstrations import (
     PARTS,
     TokenisedDemonstrations,
     corpus_texts,
+    describe_learnt,
     tokenise_demonstrations,
     training_template,
 )
@@ -84,8 +85,7 @@ def train_sft_policy(
     template = None
     if "messages" in demonstrations and "prompt" not in demonstrations:
         template = training_template(tokenizer, config.assistant_only_loss)
-        learnt = "Whole chats are learnt" if template is None else "Of chats only the assistant's turns are learnt"
-        logger.info("%s (supervised_finetuning.assistant_only_loss).", learnt)
+        logger.info("%s", describe_learnt(template, config.assistant_only_loss))
     trained, held_out = (
         tokenise_demonstrations(frame, tokenizer, max_length, name, template)
         for name, frame in zip(PARTS, (demonstrations, evaluation_demonstrations), strict=True)
