@@ -387,6 +387,18 @@ def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
     assert "evaluation.jsonl cannot be called by the names of its arguments" in problem
 
 
+def test_a_missing_argument_is_named_with_the_names_of_ours_apart_from_the_tables_columns(user: User):
+    (user.folder / "asks_for_answers.py").write_text(
+        "def score(prompts, completions, answer):\n    return [0.0, 0.0]\n"
+    )
+    user.groups["reward"] = function_reward("asks_for_answers:score")
+    (problem,) = user.problems()
+    assert "missing a required argument: 'answer'" in problem
+    assert problem.endswith(
+        "or with some of prompts, completions, completion_ids, turns, messages and of the table's other columns: genre."
+    )
+
+
 def test_the_audit_has_no_probes_for_episodes(user: User):
     (user.folder / "my_environment.py").write_text(
         "def reply(prompts, completions):\n    return [None] * len(prompts)\n"

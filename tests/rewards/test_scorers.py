@@ -383,7 +383,7 @@ def test_a_function_with_arguments_of_other_names_is_refused_with_the_names_to_c
     for function in (other_names, positional):
         with pytest.raises(RewardError, match=r"^reward function mine cannot be called .*\(prompts, completions, "):
             call(function, label=[3, 4])
-    with pytest.raises(RewardError, match=r"missing a required argument: 'answer'.*turns, label\.$"):
+    with pytest.raises(RewardError, match=r"argument: 'answer'.*turns and of the table's other columns: label\.$"):
         call(lambda completions, answer: [1.0, 1.0], label=[3, 4])
 
 

@@ -217,9 +217,11 @@ def _arguments(
         }
         signature.bind(**named)
     except (TypeError, ValueError) as error:  # some built-ins have no signature
+        ours = [*_OURS, *(name for name in columns if name == MESSAGES)]
+        theirs = ", ".join(name for name in columns if name not in ours) or "none"
         raise RewardError(
             f"{title} cannot be called by the names of its arguments ({error}). Write it as (prompts, completions, "
-            f"**columns), or with some of {', '.join([*_OURS, *(name for name in columns if name not in _OURS)])}."
+            f"**columns), or with some of {', '.join(ours)} and of the table's other columns: {theirs}."
         ) from None
     return named
 
