@@ -503,6 +503,13 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
     assert tags_of(before, changes)["bit_identical"] == "false"
 
 
+def test_a_callback_that_is_left_out_takes_its_file_with_it():
+    before = earlier({"ppo.callbacks": "mine:Stop"}, **{"data.mine.fingerprint": "a", "data.prompts.fingerprint": "b"})
+    refused, changes = differences(now({"ppo.callbacks": "None"}), before)
+    assert changes == {"callbacks": ("mine:Stop", "None"), "data.mine.fingerprint": ("a", "none")}
+    assert refused == ["the data prompts (not read now)"]
+
+
 def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(caplog: pytest.LogCaptureFixture):
     before = earlier({"ppo.dtype": "bfloat16"})
     this = dataclasses.replace(now({"ppo.dtype": "float32"}), chosen_here=frozenset({"ppo.dtype"}))

@@ -222,7 +222,8 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
     now = {**this.params, **_compared(this.tags)}
     now |= {name: before[name] for name in this.chosen_here & before.keys()}
-    functions = {f"{DATA}{module}.fingerprint" for text in this.params.values() for module in FUNCTION.findall(text)}
+    texts = (*before.values(), *this.params.values())  # a callback may have been left out since
+    functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
     here = this.tags.get(PROJECT_PATH, "")
     former = run.data.tags.get(PROJECT_PATH, here)
     refused, changes = [], {}
