@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
+from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig
@@ -618,13 +619,30 @@ def test_a_run_that_is_trained_now_is_refused(toy: Toy):
         assert toy.state_of_everything() == untouched
 
 
+def test_a_run_that_was_deleted_in_mlflow_or_for_good_is_refused_by_what_happened_to_it(
+    tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch, no_mlflow_left_over: None
+):
+    database = shutil.copy(migrated_database, tmp_path / "mlflow.db")
+    client = mlflow.MlflowClient(f"sqlite:///{database}")
+    mlflow.set_tracking_uri(client.tracking_uri)
+    run_id = client.create_run("0").info.run_id
+    client.delete_run(run_id)
+    deleted = "it was deleted in MLflow; restore it there, which `mlflow gc` makes impossible."
+    gone = "the tracking store does not know this MLflow run; `mlflow gc` deletes runs for good. Start a new run."
+    for named, line in ((run_id, deleted), ("f" * 32, gone)):
+        with pytest.raises(ConfigError) as refused:
+            find_resumption(named, (named, None), now({}), tmp_path, "0")
+        assert str(refused.value) == f"resume={named}: {line}"
+    assert not (tmp_path / run_id).exists()
+
+
 @pytest.mark.slow
 def test_runs_that_the_store_does_not_know_that_were_deleted_or_are_elsewhere_are_refused(toy: Toy):
     deleted, elsewhere = toy.left(), toy.left()
     (toy.root / ("f" * 32)).mkdir()
-    assert f"Run with id={'f' * 32} not found" in error(toy.kedro(f"resume={'f' * 32}"))
+    assert "the tracking store does not know this MLflow run" in error(toy.kedro(f"resume={'f' * 32}"))
     toy.client.delete_run(deleted)
-    assert "deleted" in error(toy.kedro(f"resume={deleted}"))
+    assert "was deleted in MLflow" in error(toy.kedro(f"resume={deleted}"))
     (toy.project / "conf" / "local" / "mlflow.yml").write_text("tracking: {experiment: {name: another}}\n")
     assert "experiment" in error(toy.kedro(f"resume={elsewhere}"))
     assert toy.get(elsewhere).info.status == "RUNNING"

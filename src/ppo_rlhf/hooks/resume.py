@@ -17,7 +17,9 @@ from typing import IO, TYPE_CHECKING
 import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
-from mlflow.entities import Run
+from mlflow.entities import LifecycleStage, Run
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
@@ -153,7 +155,7 @@ def find_resumption(
     """
     from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
 
-    for run in _unfinished(this, root, experiment_id) if named is None else [mlflow.get_run(named[0])]:
+    for run in _unfinished(this, root, experiment_id) if named is None else [_named_run(requested, named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
@@ -192,6 +194,25 @@ def find_resumption(
         *(LATEST, this.tags["pipeline"], this.tags["environment"]),
     )
     return None
+
+
+def _named_run(requested: str | None, run_id: str) -> Run:
+    """Return the run that is named; MLflow would open a deleted one only after it was said to be resumed.
+
+    Raises:
+        ConfigError: The run was deleted.
+    """
+    try:
+        run = mlflow.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            raise
+        line = "the tracking store does not know this MLflow run; `mlflow gc` deletes runs for good. Start a new run."
+        raise ConfigError(f"resume={requested}: {line}") from error
+    if run.info.lifecycle_stage == LifecycleStage.DELETED:
+        line = "it was deleted in MLflow; restore it there, which `mlflow gc` makes impossible."
+        raise ConfigError(f"resume={requested}: {line}")
+    return run
 
 
 def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Run]:
