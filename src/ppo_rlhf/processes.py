@@ -224,15 +224,18 @@ def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
 
     if process_count() == 1 or not dist.is_initialized():
         return error
-    with contextlib.suppress(dist.DistError):  # the launcher itself has ended
-        if isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
+    is_left = isinstance(error, dist.DistError) or "third_party/gloo" in str(error)
+    try:
+        if is_left:
             late = _late(_places(os.environ["RANK"])) or "unknown"
             error = LaunchError(f"process {late} has ended, or has not come for {PATIENCE.seconds / 60:.0f} minutes.")
         is_told = isinstance(error, LaunchError)
         own = str(error) if is_told else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
         first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", own).decode()
-        return error if first in (own, "-") else LaunchError(" ".join(first.split()))
-    return error
+    except dist.DistError:  # the launcher, or process 0, holds the store
+        gone = "the launcher or process 0 has ended, through which the processes find each other."
+        return LaunchError(gone) if is_left else error
+    return error if first in (own, "-") else LaunchError(" ".join(first.split()))
 
 
 def _store() -> Any:

@@ -243,6 +243,23 @@ def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that
     assert [sorted(map(len, pieces)) for pieces in (first, second)] == [[1, 1, 2], [1, 1, 2]]
 
 
+def test_processes_whose_launcher_is_gone_end_with_one_line(monkeypatch: pytest.MonkeyPatch):
+    def lost() -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes, "_store", lost)
+    reset = torch.distributed.DistNetworkError("Connection reset by peer")
+    for error in (reset, RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")):
+        told = processes.first_error(processes.first_error(error))
+        assert isinstance(told, LaunchError)
+        assert str(told) == "the launcher or process 0 has ended, through which the processes find each other."
+    own = ValueError("odd")
+    assert processes.first_error(own) is own
+
+
 ENDS_AT_ONCE = """
 import os, sys
 from ppo_rlhf.processes import from_all, join_processes
