@@ -231,11 +231,30 @@ def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away
     away = recorded.run("KILLED", trained=False, checkpoints="/media/away/ppo_checkpoints")
     of_an_earlier_version = recorded.run("FAILED", trained=False, checkpoints="")
     given_up = recorded.run("FAILED", trained=False, checkpoints=str(recorded.models / "ppo_checkpoints"))
-    (recorded.models / "ppo_checkpoints").mkdir(parents=True)
+    other = recorded.run("FAILED")
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert recorded.left() == {away, of_an_earlier_version}
+    assert recorded.left() == {away, of_an_earlier_version, other}
     assert given_up not in recorded.left()
-    assert lines[-1] == "Left: 2 unfinished, whose checkpoints may be elsewhere."
+    assert lines[-1] == "Left: 1 to be resumed, 2 unfinished, whose checkpoints may be elsewhere."
+
+
+@pytest.mark.parametrize("mount_point", ["data/06_models", "data/06_models/ppo_checkpoints"])
+def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_away(
+    kedro: Kedro, recorded: Recorded, mount_point: str
+):
+    """The mount point is then an empty folder."""
+    killed = recorded.run("KILLED")
+    mounted, away = recorded.folder / mount_point, recorded.folder.parent / "disk"
+    mounted.rename(away)
+    mounted.mkdir()
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert lines[-1] == "Left: 1 unfinished, whose checkpoints may be elsewhere."
+    mounted.rmdir()
+    away.rename(mounted)
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert lines[-1] == "Left: 1 to be resumed."
+    assert recorded.left() == {killed}
+    assert (recorded.models / "ppo_checkpoints" / killed / "iteration_000001" / "state.json").is_file()
 
 
 def test_runs_of_another_project_or_host_are_neither_touched_nor_counted(kedro: Kedro, recorded: Recorded):

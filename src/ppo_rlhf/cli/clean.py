@@ -232,10 +232,14 @@ def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next
 def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
     """Return whether it is known that an unfinished run has none: it makes none, or its folder in the project is gone.
 
-    Another disk may be away for a while, and runs of earlier versions did not note where theirs are.
+    Another disk may be away for a while, also one that is mounted inside the project: then the folder of all runs'
+    checkpoints is missing or empty. Runs of earlier versions did not note where theirs are.
     """
-    root = run.data.tags.get(CHECKPOINTS)
-    return root is not None and (root == NONE or runs.is_inside(runs.here(run, root)))
+    noted = run.data.tags.get(CHECKPOINTS)
+    if noted in (None, NONE):
+        return noted == NONE
+    root = runs.here(run, noted)
+    return runs.is_inside(root) and root.is_dir() and any(root.iterdir())
 
 
 def _written(runs: Runs, run: Run) -> set[str]:
