@@ -52,7 +52,7 @@ class Recorded:
         """
         self._count += 1
         paths = {"reads": "data.sft_policy.path", "writes": "written.sft_policy"}
-        if "mlflow.parentRunId" not in tags:  # a run below another one has none of these
+        if trained or "mlflow.parentRunId" not in tags:  # a training of a sweep has none of these
             place = {"host": platform.node(), "project_path": str(self.folder)}
             root = str(self.models / "ppo_checkpoints") if trained else "none"
             tags = {"environment": environment, "checkpoints": root, **place, **tags}
@@ -205,6 +205,17 @@ def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, re
         process.communicate()
     assert recorded.left() == {alive}
     assert lines[-1] == "Left: 1 running."
+
+
+@pytest.mark.parametrize("parent", ["finished", "gone"])
+def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, recorded: Recorded, parent: str):
+    above = recorded.run() if parent == "finished" else "a" * 32
+    killed, finished = (recorded.run(status, **{"mlflow.parentRunId": above}) for status in ("KILLED", "FINISHED"))
+    without = recorded.run("KILLED", trained=False, **{"mlflow.parentRunId": killed})
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {killed, without}
+    assert finished not in recorded.left()
+    assert lines[-1] == "Left: 1 to be resumed, 1 read by another."
 
 
 @pytest.mark.parametrize("is_linked", [False, True])

@@ -206,6 +206,18 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
     assert toy.get(killed).info.status == "FINISHED"
 
 
+def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy):
+    toy.killed_at("ppo_rlhf.runner._iterate")
+    (killed,) = (run.info.run_id for run in toy.runs())
+    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
+    alive, dead = (toy.left(**place, **{"mlflow.parentRunId": killed}) for _ in range(2))
+    (toy.root / dead).mkdir(exist_ok=True)
+    (toy.root / dead / "run.lock").write_text("")
+    with held_by_another_process(toy.root / alive / "run.lock"):
+        toy.run(pipelines="supervised_finetuning")
+    assert [toy.get(run).info.status for run in (killed, alive, dead)] == ["KILLED", "RUNNING", "KILLED"]
+
+
 def test_a_sweep_that_goes_on_marks_the_training_that_was_killed_with_it(toy: Toy):
     sweep = toy.interrupted(pipelines="sweep")
     below = toy.left(**{"mlflow.parentRunId": sweep})

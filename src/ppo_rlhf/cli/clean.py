@@ -6,7 +6,7 @@ import platform
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -73,7 +73,7 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
                 total += (size := _size(folder))
                 yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
             if yes:
-                _delete(runs, run_id, inside[run_id])
+                _delete(runs, run_id, inside[run_id], why)
         caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
         tables = sorted(filter(runs.is_inside, _old_tables(caches)))
         if tables:
@@ -196,10 +196,10 @@ def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next
         if not runs.is_own(run_id):
             why[run_id] = UNKNOWN if runs.places[run_id] is None else ELSEWHERE
             continue
-        if MLFLOW_PARENT_RUN_ID in run.data.tags:
+        own = next((folder for folder in folders[run_id] if (folder / LOCK_FILE).exists()), None)
+        if own is None and run.data.tags.get(MLFLOW_PARENT_RUN_ID) in runs.all:
             continue  # it stays or goes with its parent
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
-        own = next((folder for folder in folders[run_id] if (folder / LOCK_FILE).exists()), None)
         lock = own and lock_run(own)
         if run.data.tags.get("environment") != environment:
             why[run_id] = "of other environments"
@@ -257,11 +257,13 @@ def _best() -> set[str | None]:
     return {each.run_id for each in versions if each is best or (each.name, str(each.version)) in named}
 
 
-def _delete(runs: Runs, run_id: str, folders: list[Path]) -> None:
+def _delete(runs: Runs, run_id: str, folders: list[Path], staying: Collection[str]) -> None:
     """Delete a run's folders, and in MLflow it and all that is its own, if MLflow's artifacts are in the project."""
     client, run = mlflow.MlflowClient(), runs.all[run_id]
     family = [
-        each for each in runs.all.values() if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID))
+        each
+        for each in runs.all.values()
+        if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID)) and each.info.run_id not in staying
     ]
     is_local = runs.here(run, str(_artifacts(run.info.artifact_uri))).is_relative_to(runs.project)
     for each in family if is_local else ():

@@ -10,7 +10,7 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.hooks.run_description import CHECKPOINTS, RunDescription, place_of
-from ppo_rlhf.locks import is_let_go
+from ppo_rlhf.locks import LOCK_FILE, is_let_go
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None)
     """Mark as KILLED the runs of this project and host that hold no lock on their folder, and those below them.
 
     Runs that make no checkpoints have no lock and stay as they are. Of the run that is resumed now, only those below it
-    are marked. No other run may start meanwhile.
+    are marked; one below that holds a lock of its own is running. No other run may start meanwhile.
     """
     client = mlflow.MlflowClient()
     running = mlflow.search_runs([experiment_id], "attributes.status = 'RUNNING'", output_format="list")
@@ -32,8 +32,9 @@ def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None)
         client.set_terminated(run_id, "KILLED", at)
         logger.info("MLflow run %s ended without a word, by SIGKILL or os._exit: it is marked as KILLED now.", run_id)
     for run in running:
-        if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in {*ended, resumed} - {None}:
-            client.set_terminated(run.info.run_id, "KILLED", ended.get(run.data.tags[MLFLOW_PARENT_RUN_ID]))
+        parent, own = run.data.tags.get(MLFLOW_PARENT_RUN_ID), _folder(run)
+        if parent in {*ended, resumed} - {None} and (is_let_go(own) or not (own / LOCK_FILE).exists()):
+            client.set_terminated(run.info.run_id, "KILLED", ended.get(parent))
 
 
 def _folder(run: Run) -> Path:
