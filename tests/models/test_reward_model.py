@@ -17,6 +17,7 @@ from transformers import (
     CodeGenConfig,
     FalconH1Config,
     GPT2ForSequenceClassification,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -71,7 +72,8 @@ def test_a_score_is_the_head_on_the_last_hidden_state_whatever_the_padding(kind)
 
 def test_a_name_that_transformers_takes_no_more_is_an_error_and_not_positions_left_out(monkeypatch):
     """Without positions GPT-2 counts padding, too, and the scores of shorter sequences would be others."""
-    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, input_ids, attention_mask, places: None)
+    for of_this_version in (LlamaForCausalLM, GPT2Model):
+        monkeypatch.setattr(of_this_version, "forward", lambda self, input_ids, attention_mask, places: None)
     with pytest.raises(ModelError, match=r"no argument position_ids any more; .*constraints\.txt"):
         reward_model("gpt2")
 

@@ -173,9 +173,17 @@ def test_generate_gets_the_cache_by_the_name_that_forward_has_in_this_version(ma
     assert sampling._cache(without, 9) == {"cache_implementation": "static"}
 
 
+def test_a_model_with_code_of_its_own_gets_the_cache_by_the_name_of_earlier_versions(make_model, monkeypatch):
+    model = make_model("gpt2")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward_of_5_24)
+    monkeypatch.setattr(type(model), "forward", forward_of_5_23)
+    assert list(sampling._cache(model, 9)) == ["past_key_values"]
+
+
 def test_an_argument_that_transformers_has_renamed_is_an_error_and_not_a_model_without_it(make_model, monkeypatch):
     model = make_model("gpt2")
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward_without_either)
+    monkeypatch.setattr(type(model), "forward", forward_without_either)
     with pytest.raises(ModelError, match=r"no argument cache or past_key_values any more; .*constraints\.txt"):
         generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
 

@@ -116,19 +116,20 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def argument_of(model: PreTrainedModel, *names: str) -> str | None:
     """Return the name by which a model's `forward` takes an argument, one of `names`; None if it has no such argument.
 
-    Versions of transformers name it differently, and its Llama shows how this one does.
+    Versions of transformers name it differently, and a model with code of its own may keep an earlier name.
 
     Raises:
-        ModelError: This version has none of the names, so a model without the argument could not be told from others.
+        ModelError: The model has none of the names, and this version's Llama neither, so that a model without the
+            argument cannot be told from one that takes it by another name.
     """
-    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-    name = next((name for name in names if name in known), None)
-    if name is None:
+    own = inspect.signature(type(model).forward).parameters
+    found = next((name for name in names if name in own), None)
+    if found is None and not inspect.signature(transformers.LlamaForCausalLM.forward).parameters.keys() & set(names):
         raise ModelError(
             f"transformers {transformers.__version__}: its models' forward has no argument {' or '.join(names)} any "
             "more; install the version that ppo_rlhf was tested with (constraints.txt)"
         )
-    return name if name in inspect.signature(type(model).forward).parameters else None
+    return found
 
 
 def own_pad_id(config: PretrainedConfig) -> int | None:
