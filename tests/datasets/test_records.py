@@ -1,5 +1,7 @@
 import gzip
 import json
+import os
+import sys
 from unittest.mock import Mock
 
 import datasets
@@ -235,6 +237,20 @@ def shout(table):
 
 def nothing(table):
     return table.select([])
+
+
+def leaves(table):
+    os._exit(0)
+
+
+def ends(table):
+    sys.exit("no more")
+
+
+def test_a_function_of_ones_own_does_not_end_the_process(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    assert "leaves raised SystemExit: os._exit(0)" in message_of(path, prepare=f"{__name__}:leaves")
+    assert "ends raised SystemExit: no more" in message_of(path, prepare=f"{__name__}:ends")
 
 
 def test_a_function_of_ones_own_makes_the_table_that_is_wanted(tmp_path):

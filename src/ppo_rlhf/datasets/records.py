@@ -12,8 +12,10 @@ from kedro_datasets._typing import TablePreview
 from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
 from ppo_rlhf.datasets.tables import table_preview
+from ppo_rlhf.own_process import guarded
 from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.signals import TerminationSignal
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -108,8 +110,11 @@ def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:
 
     function: Any = load_function(prepare)
     try:
-        made = function(table)
-    except Exception as error:  # a user's function can raise anything
+        with guarded():
+            made = function(table)
+    except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
+        raise
+    except BaseException as error:  # a user's function can raise anything, and end itself
         raise DataError(f"{source}: {prepare} raised {kind_and_text(error)}") from error
     if not isinstance(made, Dataset) or not len(made):
         what = "no rows" if isinstance(made, Dataset) else f"a value of type {type(made).__name__}"
