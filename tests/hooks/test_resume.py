@@ -104,7 +104,7 @@ class Toy:
         (new,) = {run.info.run_id for run in self.runs()} - before
         return new
 
-    def left(self, **tags: str) -> str:
+    def left(self, start_time: int | None = None, **tags: str) -> str:
         """Make an MLflow run as a killed one leaves it, without running anything; return its id."""
         found = self.client.get_experiment_by_name("ppo_rlhf")
         experiment = found.experiment_id if found else self.client.create_experiment("ppo_rlhf")
@@ -113,7 +113,8 @@ class Toy:
             f"data.{name}.fingerprint": hashlib.sha256((self.project / file).read_bytes()).hexdigest()
             for name, file in read.items()
         }
-        run = self.client.create_run(experiment, tags={"pipeline": "align", "environment": "local", **data, **tags})
+        tags = {"pipeline": "align", "environment": "local", **data, **tags}
+        run = self.client.create_run(experiment, start_time=start_time, tags=tags)
         (self.root / run.info.run_id).mkdir(parents=True)
         return str(run.info.run_id)
 
@@ -195,15 +196,26 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
     alive, elsewhere = toy.left(**place), toy.left(**{**place, "host": "vm-7"})
     below = toy.left(**{"mlflow.parentRunId": killed})
     (toy.root / elsewhere / "run.lock").write_text("")
-    os.utime(toy.root / killed, (1.0e9, 1.0e9))
+    newer = 4_000_000_000  # than its start
+    os.utime(toy.root / killed, (newer, newer))
     with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):
         toy.run(pipelines="supervised_finetuning")
     assert [toy.get(run).info.status for run in (killed, below, alive, elsewhere)] == ["KILLED"] * 2 + ["RUNNING"] * 2
-    assert toy.get(killed).info.end_time == toy.get(below).info.end_time == 10**12
+    assert toy.get(killed).info.end_time == toy.get(below).info.end_time == 1000 * newer
     line = f"MLflow run {killed} ended without a word, by SIGKILL or os._exit: it is marked as KILLED now."
     assert [message for message in caplog.messages if "without a word" in message] == [line]
     toy.run(f"resume={killed}")
     assert toy.get(killed).info.status == "FINISHED"
+
+
+def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: Toy):
+    """The file system's clock may be behind."""
+    started = 10**12
+    run = toy.left(host=platform.node(), project_path=str(toy.project), checkpoints=str(toy.root), start_time=started)
+    (toy.root / run / "run.lock").write_text("")
+    os.utime(toy.root / run, (1.0e8, 1.0e8))
+    toy.run(pipelines="supervised_finetuning")
+    assert (toy.get(run).info.status, toy.get(run).info.end_time) == ("KILLED", started)
 
 
 def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy):

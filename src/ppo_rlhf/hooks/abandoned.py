@@ -24,7 +24,7 @@ def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None)
     client = mlflow.MlflowClient()
     running = mlflow.search_runs([experiment_id], "attributes.status = 'RUNNING'", output_format="list")
     ended = {
-        run.info.run_id: int(1000 * _folder(run).stat().st_mtime)
+        run.info.run_id: max(int(1000 * _folder(run).stat().st_mtime), run.info.start_time)
         for run in running
         if run.info.run_id != resumed and place_of(run.data.tags) == place_of(this.tags) and is_let_go(_folder(run))
     }
