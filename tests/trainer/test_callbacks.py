@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError, TrainingError
 from ppo_rlhf.ppo import callbacks
 from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
-from ppo_rlhf.signals import RunInterruptedError
+from ppo_rlhf.signals import RunInterruptedError, TerminationSignal
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import FUNCTION, PROMPTS, assert_same_bits, config, early_letters, weights
@@ -478,6 +479,26 @@ def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypat
     reporter = WandbCallback()
     resumed_at_four(tmp_path, monkeypatch, reporter, Recorder())
     assert [step for step, _, is_evaluation in reporter.got if not is_evaluation] == [3, 4, 5]
+
+
+class Unfinished:
+    id = "abc"
+
+    def finish(self) -> None:
+        raise RuntimeError("no\nanswer")
+
+
+def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    closing = Callbacks(trainer_of().state, [], [Reporter()], tmp_path / "gone", lambda: None)
+    closing._own_run = Unfinished()
+    (tmp_path / "gone").write_text("")  # a file, in which nothing can be written, as on a full disk
+    with pytest.raises(TerminationSignal), contextlib.closing(closing):
+        raise TerminationSignal(15)
+    messages = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.ppo.callbacks"]
+    assert re.match(r"reported\.json: .*File exists.* A resumed run may report some steps twice\.$", messages[0])
+    assert messages[1] == "W&B's run abc did not finish: no answer"
 
 
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):

@@ -6,6 +6,7 @@ Which events come when, and which flags act: docs/callbacks.md.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from ppo_rlhf.ppo.state import TrainingState
+
+logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
@@ -206,12 +209,21 @@ class Callbacks:
             raise self._error
 
     def close(self) -> None:
-        """Let go of W&B's run, if this began it, and write down what was reported; also after an error."""
-        if self._own_run is not None:
-            self._own_run.finish()
-            self._own_run = None
+        """Write down what was reported, and let go of W&B's run, if this began it; also after an error.
+
+        The run ends as it would without reports: a full disk or a W&B that fails is a warning.
+        """
         if self._reporting:
-            self._write_reported()
+            try:
+                self._write_reported()
+            except OSError as error:
+                logger.warning("%s: %s. A resumed run may report some steps twice.", REPORTED, in_one_line(error))
+        run, self._own_run = self._own_run, None
+        if run is not None:
+            try:
+                run.finish()
+            except Exception as error:  # W&B's own kinds
+                logger.warning("W&B's run %s did not finish: %s", run.id, in_one_line(error))
 
     def _log(self, what: str, logs: Mapping[str, float], step: int | None = None) -> None:
         """Log the iteration at hand to all callbacks but reporting ones that had it; an earlier step only to those."""
