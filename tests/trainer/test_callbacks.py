@@ -400,6 +400,16 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     assert found["eval/reward"] == {int(row["iteration"]): pytest.approx(row["eval/reward"], rel=1e-6) for row in rows}
 
 
+def test_tensorboard_has_every_number_once_if_the_kill_came_before_the_first_checkpoint(tmp_path: Path):
+    settings = {"report_to": "tensorboard", "evaluates": False}
+    trainer_of(**settings).train(output_dir=tmp_path)
+    for checkpoint in tmp_path.glob("iteration_*"):  # as if the process had been killed before it saved one
+        shutil.rmtree(checkpoint)
+    (tmp_path / "reported.json").unlink()
+    trainer_of(**settings).train(output_dir=tmp_path)
+    assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1, 2, 3]
+
+
 def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

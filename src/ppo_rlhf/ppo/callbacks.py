@@ -310,11 +310,12 @@ class Callbacks:
         """Let a resumed run's reports continue where they are: TensorBoard's folder, W&B's run."""
         for callback in self._reporting:
             kind = type(callback).__name__
-            if kind == "TensorBoardCallback" and not os.environ.get("TENSORBOARD_LOGGING_DIR"):
+            is_shared = bool(os.environ.get("TENSORBOARD_LOGGING_DIR"))  # other runs' files may lie there
+            if kind == "TensorBoardCallback" and not is_shared:
                 if self._folder is None:
                     raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir, where its files lie")
                 callback.logging_dir = str(self._folder / TENSORBOARD)  # type: ignore[attr-defined]
-            if kind == "TensorBoardCallback" and self._state.iteration and is_main_process():
+            if kind == "TensorBoardCallback" and (self._state.iteration or not is_shared) and is_main_process():
                 self._hide_repeated(callback)
             if kind == "WandbCallback" and is_main_process():
                 self._begin_wandb()
