@@ -484,11 +484,20 @@ def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypat
     """The server knows of steps up to 2; whether it has the evaluation of step 2 it does not tell."""
     wandb = pytest.importorskip("wandb")
     killed_after_four(tmp_path, monkeypatch, Reporter())
-    run = SimpleNamespace(resumed=True, summary={"train/global_step": 2})
-    monkeypatch.setattr(wandb, "run", run)
+    run = SimpleNamespace(id="abc", resumed=True, summary={"train/global_step": 2}, finish=lambda: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
     reporter = WandbCallback()
     resumed_at_four(tmp_path, monkeypatch, reporter, Recorder())
     assert [step for step, _, is_evaluation in reporter.got if not is_evaluation] == [3, 4, 5]
+
+
+def test_a_scripts_own_wandb_run_with_later_steps_of_another_training_gets_every_iteration(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "run", SimpleNamespace(resumed=True, summary={"train/global_step": 5000}))
+    reporter = WandbCallback()
+    monkeypatch.setattr("ppo_rlhf.trainer.trainer.reporting_callbacks", lambda config: [reporter])
+    trainer_of(evaluates=False).train()
+    assert [step for step, _, _ in reporter.got] == [1, 2, 3]
 
 
 class Unfinished:

@@ -237,16 +237,15 @@ class Callbacks:
     def _last_had(self, callback: TrainerCallback) -> dict[str, int]:
         """Return the last steps, of metrics and of evaluations, that a reporting callback need not get again.
 
-        TensorBoard hides what it had from the resumed iteration on. W&B is asked if it knows the run that it resumes.
+        TensorBoard hides what it had from the resumed iteration on. W&B is asked if it knows the run that it resumes,
+        unless a script began that run: its steps may be those of another training.
         Others have what was written down; after a kill that is less than they were sent, and they get the rest twice.
         """
         resumed_at, kind = self._state.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":
             return {METRICS: resumed_at - 1, EVALUATIONS: resumed_at - 1}
-        if kind == "WandbCallback" and is_main_process():
-            import wandb
-
-            last = wandb.run.summary.get("train/global_step") if wandb.run is not None and wandb.run.resumed else None
+        if kind == "WandbCallback" and self._own_run is not None and self._own_run.resumed:
+            last = self._own_run.summary.get("train/global_step")
             if last is not None:
                 return {METRICS: int(last), EVALUATIONS: int(last) - 1}  # an evaluation comes after its metrics
         return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
