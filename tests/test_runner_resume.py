@@ -11,6 +11,7 @@ from typing import Any
 
 import mlflow
 import pytest
+import torch
 from kedro.framework.hooks import hook_impl
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import DataCatalog, MemoryDataset
@@ -22,6 +23,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -33,6 +35,7 @@ class State:
     """One iteration."""
 
     total_iterations, stopping, config = 1, False, PPOConfig()
+    captures = Captures(torch.device("cpu"))
 
     def __init__(self) -> None:
         self.iteration = 0

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf import processes, signals
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.signals import RunInterruptedError
 
@@ -25,6 +27,7 @@ from ppo_rlhf.signals import RunInterruptedError
 class State:
     """A state that is changed in place, as PPO's is."""
 
+    captures: ClassVar = Captures(torch.device("cpu"))
     config: PPOConfig = field(default_factory=PPOConfig)
     total_iterations: int = 6
     save_interval: int = 2

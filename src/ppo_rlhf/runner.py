@@ -280,7 +280,11 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
 
     state: TrainingState = catalog.load(STATE)
     of_run = own_callbacks(state.config), reporting_callbacks(state.config)
-    with contextlib.closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks:
+    closing = contextlib.closing
+    with (
+        closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks,
+        closing(state.captures),
+    ):
         _iterate(plan, catalog, execute, state, callbacks)
 
 

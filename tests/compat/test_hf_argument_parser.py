@@ -20,6 +20,7 @@ SERVED = {**VLLM, "vllm_mode": "server", "vllm_server_base_url": "http://localho
 SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "dual_clip": (2.5, {}),
     "max_tokens_per_micro_batch": (64, {}),
+    "cuda_graphs": (False, {}),
     "num_critic_epochs": (8, {}),
     "positive_coef": (0.25, {"positive_threshold": 1.0}),
     "positive_threshold": (1.0, {"positive_coef": 0.25}),

@@ -1,6 +1,7 @@
 """TrainingState: fresh counters and controllers, and what the critic and the sampler are made from."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,11 @@ from transformers import GenerationConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.models import build_critic, sampling_settings
+from tests.graph_on_cpu import graphs_on_cpu
+
+__all__ = ["graphs_on_cpu"]  # a fixture
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
 
@@ -109,3 +114,33 @@ def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, m
     policy = make_model("llama")
     policy.generation_config = GenerationConfig(eos_token_id=configured)
     assert sampling_settings(PPOConfig(), make_tokenizer(), policy).stop_token_ids == (2,)
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [None, False])
+def test_the_setting_says_whether_steps_are_captured_and_a_cpu_captures_none(make_run, graphs_on_cpu, setting):
+    assert make_run(cuda_graphs=setting).state.captures.on == (setting is None)
+
+
+def test_on_a_cpu_nothing_is_captured(make_run):
+    assert not make_run().state.captures.on
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["normally", "by an error"])
+def test_graphs_and_buffers_are_released_when_training_ends(make_run, graphs_on_cpu, fails):
+    run, buffer = make_run(), torch.zeros(4)
+    captures = run.state.captures
+
+    def after_iteration(_):
+        for _ in range(2):
+            captures.run("mine", lambda: buffer.add_(1.0))
+        captures.held["mine"] = SimpleNamespace(bytes=buffer.nbytes)
+        if fails:
+            raise ConfigError("ends here")
+
+    with pytest.raises(ConfigError) if fails else nullcontext():
+        loop.train(run.state, run.reference, run.prompts, run.scorer, after_iteration)
+    assert graphs_on_cpu.captures > 0
+    assert (len(captures), captures.held) == (0, {})

@@ -40,6 +40,7 @@ MAY_CHANGE = frozenset(
         "kl_alarm",
         "kl_stop",
         "device",
+        "cuda_graphs",
         *_AT_A_TIME,
         "offload_reference_policy",
         "offload_reward_model",
@@ -48,10 +49,11 @@ MAY_CHANGE = frozenset(
 )
 """Settings that a resumed run may have changed: its length, records, limits, device, micro-batches, place of vLLM.
 
-`total_episodes` changes the learning-rate schedule; the device and the three batch settings change the rounding. The
-product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the same.
+`total_episodes` changes the learning-rate schedule; the device, `cuda_graphs` and the three batch settings change the
+rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the
+same.
 """
-CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device"}
+CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device", "cuda_graphs"}
 """Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
 MENDABLE = "reward_functions"
 """The part of a script's origin that a resumed run may have changed: the source of its reward functions."""

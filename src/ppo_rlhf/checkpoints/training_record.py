@@ -35,7 +35,7 @@ DRAWN_BY = (
 )
 """Fields of PPOConfig that say how responses are drawn."""
 HERE = (
-    *("device", "compile", *VLLM_FIELDS, *OFFLOADING_FIELDS, "local_rollout_forward_batch_size"),
+    *("device", "compile", "cuda_graphs", *VLLM_FIELDS, *OFFLOADING_FIELDS, "local_rollout_forward_batch_size"),
     *("max_tokens_per_micro_batch", "max_time", "shutdown_grace_s", "report_to", "callbacks", *MODEL_PATHS),
     *("overlong_prompts", "seed"),
 )

@@ -220,6 +220,9 @@ class PPOConfig:
     """Compile the layers of policy, critic and reference policy (torch.compile), which needs a compiler on the machine
     and takes time in the first iterations. The numbers are the same except for rounding. Off, since on a CPU no gain
     was measured."""
+    cuda_graphs: bool | None = None
+    """Capture steps as CUDA graphs, whose kernels are launched all at once (docs/speed.md). The numbers are the same
+    except for rounding. null: on CUDA, where a probe of the model passes. true: refused elsewhere. false: never."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
     export: Literal["merged", "adapter"] = "merged"

@@ -154,6 +154,16 @@ _RULES = (
         lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
         "so many processes share one vLLM; {0} must divide their number",
     ),
+    # CUDA graphs.
+    _clash(
+        {"cuda_graphs": True, "rollout_engine": {"hf", "vllm"}},
+        "only the engine static is captured here; leave out {0}, or set {1} to static",
+    ),
+    _Rule(
+        ("cuda_graphs", "world_size"),
+        lambda c: c.cuda_graphs is True and c.world_size > 1,
+        "what processes exchange in an update is not captured; leave out {0}: decoding is captured all the same",
+    ),
     # KL.
     _clash(
         {"kl_in": "loss", "kl_estimator": "k1"},
@@ -276,6 +286,8 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
     """Yield one line for each setting that needs another type of device."""
     if device_type != "cpu":
         return
+    if c.cuda_graphs:
+        yield f"ppo.cuda_graphs=true needs a GPU (ppo.device={c.device}); leave it out, or run on one"
     for name in OFFLOADING_FIELDS:
         if getattr(c, name):
             yield (
@@ -295,6 +307,7 @@ def sharding_problems(c: PPOConfig) -> Iterator[str]:
         ({"offload_reference_policy": True}, "each process holds only a share of it anyway"),
         ({"offload_reward_model": True}, "each process holds only a share of it anyway"),
         ({"compile": True}, "compiled layers would not gather their weights"),
+        ({"cuda_graphs": True}, "weights move, and a graph reads them where they were"),
         ({"load_in_4bit": True}, "bitsandbytes' weights cannot be shared out"),
         ({"optim": "adamw_8bit"}, "bitsandbytes' moments cannot be shared out; set adamw_torch_fused"),
         ({"dtype": "float16"}, "its loss scaling is not done with FSDP2; set bfloat16"),

@@ -26,6 +26,7 @@ from ppo_rlhf.models.adapters import (
 )
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
@@ -223,6 +224,7 @@ def build_state(
         tokenizer=tokenizer,
         config=config,
         sampling=sampling,
+        captures=Captures(device, wanted=config.cuda_graphs is not False and not shards_models()),
         accelerator=accelerator,
         policy_forward=policy_forward,
         critic_forward=critic_forward,

@@ -16,6 +16,7 @@ from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
@@ -34,6 +35,7 @@ class TrainingState:
     tokenizer: PreTrainedTokenizerBase  # the policy's
     config: PPOConfig  # it does not change within a run
     sampling: SamplingSettings  # with the stop tokens resolved
+    captures: Captures  # CUDA graphs of the run's steps, and their buffers
     accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
     policy_forward: nn.Module  # wrapped for several processes; with a shared trunk the critic's forward pass, too
     critic_forward: nn.Module | None  # wrapped likewise; None with a shared trunk
@@ -105,6 +107,7 @@ class TrainingState:
         self.history.append({"iteration": float(self.iteration), **metrics})
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
+        self.captures.say()
         self.updating = False
         self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
 

@@ -7,6 +7,7 @@ targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -118,11 +119,12 @@ def pretrain_critic(
     held_out = generate_rollouts(state, reference, held_out_prompts, whole, scorer)
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
-    for iteration in range(1, pretraining.iterations + 1):
-        metrics = iterate(state, reference, prompts, scorer)
-        logged = {name: metrics[source] for name, source in LOGGED.items()}
-        history.append({STEP: iteration, **logged})
-        report(iteration, logged)
+    with closing(state.captures):
+        for iteration in range(1, pretraining.iterations + 1):
+            metrics = iterate(state, reference, prompts, scorer)
+            logged = {name: metrics[source] for name, source in LOGGED.items()}
+            history.append({STEP: iteration, **logged})
+            report(iteration, logged)
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, before)})
     history[-1][HELD_OUT] = _explained(state, held_out, replace(before, values=critic_values(held_out, state)))
     backbone = merged(critic.backbone) if has_adapter(critic) else critic.backbone

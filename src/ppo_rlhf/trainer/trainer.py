@@ -256,6 +256,8 @@ class PPOTrainer:
         )
         metrics = loop.learn(self.state, rollouts, scorer)
         self._sampler.start_iteration()
+        if self.state.finished:
+            self.state.captures.close()
         return metrics
 
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:

@@ -1,0 +1,113 @@
+"""CUDA graphs emulated on a CPU: a replay repeats a stretch's operations on the same tensors with the same numbers.
+
+What Python does between two operations is not repeated: a replay that needs it gives other numbers than a plain run. As
+on CUDA, a capture leaves all tensors as they were, and an operation that reads from the device makes it fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppo_rlhf.models import captures
+
+READING = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"),
+    *("bincount", "repeat_interleave", "equal"),
+}
+"""Operations whose result, or its shape, the processor must know."""
+
+
+def reads_from_the_device(func: Any, args: Any) -> bool:
+    """Return whether an operation makes the processor wait for the device; an index by a mask does."""
+    name = func._schema.name.removeprefix("aten::")
+    by_mask = name.startswith("index") and any(index.dtype == torch.bool for index in tensors_of(args[1:2]))
+    return name in READING or by_mask
+
+
+class GraphOnCPU(TorchDispatchMode):
+    """Stands in for `torch.cuda.CUDAGraph`; captures while it is a context."""
+
+    replays = 0  # of all graphs
+    captures = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what is changed in place, and its values before
+        self._made: dict[int, Tensor] = {}  # by storage; kept, so that no address is given away twice
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_from_the_device(func, args):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._keep(value)
+        for value in (kwargs[each.name] for each in func._schema.arguments if each.name in kwargs and each.is_out):
+            self._keep(value)
+        result = func(*args, **kwargs)
+        known = {_storage(tensor) for tensor in tensors_of([args, kwargs])}
+        self._made.update({at: tensor for tensor in tensors_of(result) if (at := _storage(tensor)) not in known})
+        self._calls.append((func, args, kwargs, result))
+        return result
+
+    def _keep(self, value: Any) -> None:
+        for tensor in tensors_of(value):
+            if _storage(tensor) not in self._made and _storage(tensor) not in self._before:
+                whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                self._before[_storage(tensor)] = whole, whole.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for tensor, values in self._before.values():
+                tensor.copy_(values)
+        self._before.clear()
+        type(self).captures += 1
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        type(self).replays += 1
+        for func, args, kwargs, made in self._calls:
+            returns = func._schema.returns
+            if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+                continue  # a view is where it was
+            result = func(*args, **kwargs)
+            for old, new in zip(tensors_of(made), tensors_of(result), strict=True):
+                if _storage(old) != _storage(new):
+                    old.copy_(new)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an operation's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for part in parts:
+        yield from tensors_of(part)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.fixture
+def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[GraphOnCPU]:
+    """Let `Captures` capture and replay on the CPU; the class counts captures and replays."""
+
+    class Graph(GraphOnCPU):
+        pass
+
+    monkeypatch.setattr(captures, "CAPTURED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
+    return Graph

@@ -1,0 +1,179 @@
+"""Stretches of work that run plainly once, are captured, and then replayed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_rlhf.models.captures import Captures
+from tests.graph_on_cpu import graphs_on_cpu
+
+__all__ = ["graphs_on_cpu"]  # a fixture
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Buffers:
+    total: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.total.nbytes
+
+
+class Counter:
+    """Adds `summand` to a buffer; the Python number `calls` is no part of a graph."""
+
+    def __init__(self) -> None:
+        self.total, self.summand, self.calls = torch.zeros(3), torch.ones(3), 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        twice = self.summand * 2
+        self.total += twice
+
+
+def test_the_first_run_is_plain_the_second_is_captured_and_later_ones_are_replayed(graphs_on_cpu):
+    captures, add = Captures(CPU), Counter()
+    calls, sums = [], []
+    for run in range(5):
+        add.summand.fill_(run)
+        captures.run("add", add)
+        calls.append(add.calls)
+        sums.append(add.total[0].item())
+    assert calls == [1, 2, 2, 2, 2]
+    assert sums == [0.0, 2.0, 6.0, 12.0, 20.0]
+    assert (len(captures), graphs_on_cpu.captures, graphs_on_cpu.replays) == (1, 1, 4)
+
+
+def test_each_key_has_a_graph_of_its_own(graphs_on_cpu):
+    captures, counters = Captures(CPU), {key: Counter() for key in ("a", ("b", 2))}
+    for _ in range(3):
+        for key, add in counters.items():
+            captures.run(key, add)
+    assert [add.total.tolist() for add in counters.values()] == [[6.0] * 3] * 2
+    assert len(captures) == 2
+
+
+@pytest.mark.parametrize("how", ["on a CPU", "not wanted"])
+def test_without_captures_every_run_is_plain(how, request):
+    if how == "not wanted":
+        request.getfixturevalue("graphs_on_cpu")
+    captures, add = Captures(CPU, wanted=how != "not wanted"), Counter()
+    for _ in range(4):
+        captures.run("add", add)
+    assert (captures.on, add.calls, len(captures)) == (False, 4, 0)
+
+
+def test_a_python_number_that_changes_between_runs_is_not_repeated(graphs_on_cpu):
+    """What the emulation is for: it shows a function that must not be captured."""
+    captures, total, number = Captures(CPU), torch.zeros(1), iter(range(10))
+    for _ in range(4):
+        captures.run("count", lambda: total.add_(next(number)))
+    assert total.item() == 0 + 1 + 1 + 1  # plain runs would give 0 + 1 + 2 + 3
+
+
+def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plain(graphs_on_cpu, caplog):
+    captures, add, total = Captures(CPU), Counter(), torch.zeros(2)
+    captures.held["buffers"] = Buffers(total)
+    for _ in range(3):
+        captures.run("add", add)
+
+    def reads() -> None:
+        total.add_(1)
+        if total.sum().item() > 0:
+            total.add_(1)
+
+    for _ in range(3):
+        captures.run("reads", reads)
+    captures.run("add", add)
+    assert total.tolist() == [6.0, 6.0]
+    assert add.total.tolist() == [8.0] * 3
+    assert (captures.on, len(captures), captures.held) == (False, 0, {})
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "not permitted when stream is capturing" in line.getMessage()
+    assert "CUDA graphs are off from here on" in line.getMessage()
+
+
+def test_what_is_released_can_be_captured_again(graphs_on_cpu, caplog):
+    caplog.set_level(logging.INFO)
+    captures, add = Captures(CPU), Counter()
+    captures.held["buffers"] = Buffers(torch.zeros(2**26))
+    assert captures.bytes == 2**28
+    for _ in range(2):
+        captures.run("add", add)
+    captures.close()
+    assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]
+    assert (len(captures), captures.bytes, captures.held) == (0, 0, {})
+    for _ in range(3):
+        captures.run("add", add)
+    assert (len(captures), add.total.tolist()) == (1, [10.0] * 3)
+    captures.close()
+    assert len(caplog.messages) == 1  # no more than was said before
+
+
+def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):
+    captures, add = Captures(CPU), Counter()
+    alive = torch.utils.weak.WeakIdRef(add.total)
+    for _ in range(2):
+        captures.run("add", add)
+    captures.release()
+    del add
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_are_replayed_on_new_values_and_give_their_memory_back():
+    device = torch.device("cuda", torch.cuda.current_device())
+    weight, given, sums = (torch.ones(512, 512, device=device) for _ in range(3))
+    gradient = torch.zeros(512, 512, device=device)
+    weight.requires_grad_()
+    weight.grad = gradient
+
+    def work() -> None:
+        loss = (given @ weight).square().mean()
+        loss.backward()
+        sums.add_(loss.detach())
+
+    captures, found, expected = Captures(device), [], []
+    for run in range(5):
+        given.fill_(run)
+        gradient.zero_()
+        captures.run("work", work)
+        found.append(gradient.clone())
+        assert weight.grad is gradient
+        gradient.zero_()
+        work()
+        expected.append(gradient.clone())
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-4, atol=1e-4)
+    assert len(captures) == 1
+    assert captures.bytes > 0
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    before = torch.cuda.memory_reserved()
+    captures.release()
+    assert torch.cuda.memory_reserved() < before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_stream_and_numbers_as_they_were():
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.zeros(2, device=device)
+    captures = Captures(device)
+
+    def reads() -> None:
+        total.add_(1)
+        if total.sum().item() > 0:
+            total.add_(1)
+
+    for _ in range(4):
+        captures.run("reads", reads)
+    assert not captures.on
+    assert total.tolist() == [8.0, 8.0]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.ones(3, device=device).sum().item() == 3.0
