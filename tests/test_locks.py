@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.locks import lock_run, one_at_a_time
+from ppo_rlhf.locks import is_let_go, lock_run, one_at_a_time
 
 LOCK_AND_FORK = """
 import os, sys, time
@@ -41,6 +42,18 @@ def test_a_lock_is_held_by_one_process_and_freed_when_that_is_killed_though_a_fo
         os.kill(worker, signal.SIGKILL)
 
 
+def test_a_process_that_copies_its_own_directory_or_asks_for_it_again_keeps_the_lock(tmp_path: Path):
+    with lock_run(tmp_path / "run") or pytest.fail("it is free"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")  # it opens and closes the locked file
+        assert not is_let_go(tmp_path / "run")
+        others = [
+            subprocess.run(["flock", "--nonblock", str(tmp_path / name / "run.lock"), "true"]).returncode
+            for name in ("run", "copy")
+        ]
+    assert others == [1, 0]
+    assert is_let_go(tmp_path / "run")
+
+
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"run\.lock: cannot be written, so no checkpoint could: "):
@@ -50,7 +63,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another run with resume=latest would find it in between, and resume a run that has just begun."""
     there: list[bool] = []
-    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", lambda *_: there.append((tmp_path / "run").exists()))
+    monkeypatch.setattr("ppo_rlhf.locks.fcntl.flock", lambda *_: there.append((tmp_path / "run").exists()))
     lock = lock_run(tmp_path / "run")
     assert lock is not None
     lock.close()
@@ -75,7 +88,7 @@ def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
     def refuse(file: object, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", refuse)
+    monkeypatch.setattr("ppo_rlhf.locks.fcntl.flock", refuse)
     assert lock_run(tmp_path) is not None
     assert "cannot be locked (No locks available)" in caplog.text
 

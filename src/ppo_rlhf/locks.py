@@ -9,20 +9,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
 
 from ppo_rlhf.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+_held: WeakSet[IO[bytes]] = WeakSet()  # the locked files of this process
 
 
 def lock_run(directory: Path) -> IO[bytes] | None:
     """Return the locked file `run.lock` of a run's directory, which is made if needed; None if another process has it.
 
-    Closing the file frees it. It is a POSIX record lock: the kernel frees it when the process dies, and a forked worker
-    does not inherit it. A directory that is made appears with the lock: a run that looks for one to resume must not
-    take one that just begins.
+    Closing the file frees it, and so does the end of the process. It belongs to this opened file: a POSIX record lock
+    would be freed by whatever reads the file in this process, such as a copy of the directory. A forked worker closes
+    its copy at once, or the lock would outlive a killed run. A directory that is made appears with the lock: a run that
+    looks for one to resume must not take one that just begins.
 
     Raises:
         CheckpointError: The directory or the file cannot be written.
@@ -33,7 +36,7 @@ def lock_run(directory: Path) -> IO[bytes] | None:
         place.mkdir(parents=True, exist_ok=True)
         file = (place / LOCK_FILE).open("ab")
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.close()
             return None
@@ -43,17 +46,23 @@ def lock_run(directory: Path) -> IO[bytes] | None:
             place.replace(directory)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
+    _held.add(file)
     return file
 
 
-def is_let_go(directory: Path) -> bool:
-    """Return whether a run's directory has a lock that no process holds; False where files cannot be locked.
+def _close_held() -> None:
+    for file in _held:
+        file.close()
 
-    Not for a run of this process: its lock would be freed.
-    """
+
+os.register_at_fork(after_in_child=_close_held)
+
+
+def is_let_go(directory: Path) -> bool:
+    """Return whether a run's directory has a lock that no process holds; False where files cannot be locked."""
     try:
-        with (directory / LOCK_FILE).open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (directory / LOCK_FILE).open("r+b") as file:  # a network file system locks only what may be written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -57,7 +57,7 @@ ITERATES = Node(lambda state: state, "training_state", "next_training_state", na
 HOLD_LOCK = """
 import fcntl, sys, time
 file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -715,7 +715,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
     assert line.endswith(f"resumes only from its newest checkpoint, {newest}.")
     with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2
 
 
