@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import mlflow
 import pytest
 from click.testing import Result
@@ -285,6 +287,59 @@ def test_runs_of_another_project_or_host_are_neither_touched_nor_counted(kedro: 
         "--moved-from HOST:PATH, where * is any host.",
         f"To take in a run without these tags, set them in MLflow: host={here}, project_path={place}.",
     ]
+
+
+def test_runs_of_another_container_with_this_host_name_and_path_do_not_count_for_keep(kedro: Kedro, recorded: Recorded):
+    old, own, *others = (recorded.run() for _ in range(5))
+    for run_id in others:  # their folders are in another container's file system, their artifacts on a server
+        for folder in sorted(recorded.folder.rglob(run_id)):
+            shutil.rmtree(folder)
+    lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
+    assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {own, *others}
+    assert {path.name for path in recorded.folder.rglob("*") if path.name in (old, own)} == {own}
+    assert lines[-1] == "Left: 1 newest."
+
+
+def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, recorded: Recorded):
+    outside = recorded.folder.parent / "disk"
+    (recorded.folder / "conf/local/globals.yml").write_text(f"data_root: {outside}\n")
+    old, new = recorded.run(), recorded.run()
+    for home in ("08_reporting/runs", "06_models/ppo_checkpoints"):
+        (outside / home).mkdir(parents=True)
+        (recorded.folder / "data" / home / new).rename(outside / home / new)
+    shutil.rmtree(recorded.folder / "mlartifacts" / new)
+    lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
+    assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {new}
+    assert not (recorded.folder / "mlartifacts" / old).exists()
+    assert lines[-1] == "Left: 1 newest, 2 folders outside the project."
+
+
+def test_the_lines_are_printed_when_the_project_is_free_again(kedro: Kedro, recorded: Recorded, monkeypatch):
+    """`kedro clean | less` would make each start wait until the reader has turned the page."""
+    recorded.run()
+    command = ["flock", "--nonblock", str(recorded.folder), "true"]
+    codes: list[int] = []
+    monkeypatch.setattr(click, "echo", lambda *_, **__: codes.append(subprocess.run(command).returncode))
+    kedro(recorded.folder, "clean", "--keep", "0")
+    assert len(codes) > 3
+    assert set(codes) == {0}
+
+
+def test_what_was_deleted_is_told_though_the_rest_cannot_be(kedro: Kedro, recorded: Recorded, monkeypatch):
+    first, second = recorded.run(), recorded.run()
+    remove = shutil.rmtree
+
+    def fails(folder: Path) -> None:
+        if first in str(folder):
+            raise PermissionError(13, "Permission denied", str(folder))
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    result = kedro(recorded.folder, "clean", "--keep", "0", "--yes")
+    assert result.exit_code == 1
+    named = [line.split()[2] for line in result.stdout.splitlines() if line.startswith("MLflow run")]
+    assert named == [second, first]
+    assert "Error: kedro clean did not finish: [Errno 13] Permission denied" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["vm-7", "*"])

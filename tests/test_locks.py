@@ -71,7 +71,10 @@ def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "run.lock"]
 
 
-def test_one_process_at_a_time_comes_through_and_no_file_is_made(tmp_path: Path):
+def test_one_process_at_a_time_comes_through_says_that_it_waits_and_no_file_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("ppo_rlhf.locks.SLOW_S", 0.1)
     process = subprocess.Popen(["flock", str(tmp_path), "sleep", "0.7"])
     while subprocess.run(["flock", "--nonblock", str(tmp_path), "true"]).returncode == 0:
         pass  # it has not begun
@@ -80,6 +83,10 @@ def test_one_process_at_a_time_comes_through_and_no_file_is_made(tmp_path: Path)
         assert time.monotonic() - began > 0.3
     assert process.wait() == 0
     assert list(tmp_path.iterdir()) == []
+    with one_at_a_time(tmp_path):
+        time.sleep(0.3)  # the block may take long
+    (line,) = caplog.messages
+    assert line.startswith(f"Waiting for another process that has locked {tmp_path}: a run that starts ")
 
 
 def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,8 @@ from ppo_rlhf.core.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+SLOW_S = 2.0
+"""Who waits longer for a folder says so."""
 _held: WeakSet[IO[bytes]] = WeakSet()  # the locked files of this process
 
 
@@ -70,14 +73,20 @@ def is_let_go(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the block; others wait. The lock is on the folder itself, no file is made.
+    """Let one process at a time run the block; others wait, and say so. The lock is on the folder, no file is made.
 
     A network file system may refuse to lock a folder: then nobody waits.
     """
     descriptor = os.open(folder, os.O_RDONLY)
+    line = "Waiting for another process that has locked %s: a run that starts or registers its model, or `kedro clean`."
+    waits = threading.Timer(SLOW_S, logger.warning, [line, folder])
+    waits.daemon = True
     try:
+        waits.start()
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        waits.cancel()
         yield
     finally:
+        waits.cancel()  # also if a signal ended the wait
         os.close(descriptor)

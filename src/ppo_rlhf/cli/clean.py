@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import mlflow
@@ -49,40 +50,48 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
     runs that can be resumed or are running, and each run whose model or checkpoint one of them reads. Cached tables of
     your files that were not read for a day go, too.
     """
+    context, lines = context_here(env), list[str]()
+    try:
+        # no run starts meanwhile; and none waits for a pager that shows the lines, as they come afterwards
+        with one_at_a_time(context.project_path), store_errors_as_config_errors("kedro clean did not finish"):
+            lines.extend(_clean(context, keep, yes, moved_from))
+    finally:
+        yield from lines
+
+
+def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Iterator[str]:
+    """Do what `clean` says, and yield the lines that tell of it."""
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
-    context = context_here(env)
     project: Path = context.project_path
-    # one_at_a_time: no run starts meanwhile
-    with one_at_a_time(project), store_errors_as_config_errors("kedro clean did not finish"):
-        mlflow.set_tracking_uri(existing_store(context.mlflow))
-        catalog = context.catalog  # which is made anew at each access
-        entries = [catalog.get(name) for name in list(catalog)]
-        homes = {file.parent / "runs" for entry in entries if (file := file_of(entry))}
-        homes |= {entry.root for entry in entries if hasattr(entry, "root")}
-        read_next = {model.source for entry in entries if is_model(entry) and (model := entry.load())}
-        found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
-        runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
-        folders = _folders(runs, homes)
-        why = _needed(runs, folders, context.env or "local", keep, read_next)
-        inside = {run_id: [*filter(runs.is_inside, places)] for run_id, places in folders.items()}
-        going, total = [run_id for run_id in runs.all if run_id not in why and inside[run_id]], 0
-        for run_id in going:
-            yield f"MLflow run {run_id} ({runs.all[run_id].info.run_name}, {runs.all[run_id].info.status})"
-            for folder in inside[run_id]:
-                total += (size := _size(folder))
-                yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
-            if yes:
-                _delete(runs, run_id, inside[run_id], why)
-        caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
-        tables = sorted(filter(runs.is_inside, _old_tables(caches)))
-        if tables:
-            yield "Cached tables that were not read for a day (a run that needs one makes it again)"
-        for folder in tables:
+    mlflow.set_tracking_uri(existing_store(context.mlflow))
+    catalog = context.catalog  # which is made anew at each access
+    entries = [catalog.get(name) for name in list(catalog)]
+    homes = {file.parent / "runs" for entry in entries if (file := file_of(entry))}
+    homes |= {entry.root for entry in entries if hasattr(entry, "root")}
+    read_next = {model.source for entry in entries if is_model(entry) and (model := entry.load())}
+    found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
+    runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
+    folders = _folders(runs, homes)
+    why = _needed(runs, folders, homes, context.env or "local", keep, read_next)
+    inside = {run_id: [*filter(runs.is_inside, places)] for run_id, places in folders.items()}
+    going, total = [run_id for run_id in runs.all if run_id not in why and inside[run_id]], 0
+    for run_id in going:
+        yield f"MLflow run {run_id} ({runs.all[run_id].info.run_name}, {runs.all[run_id].info.status})"
+        for folder in inside[run_id]:
             total += (size := _size(folder))
             yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
-            if yes:
-                shutil.rmtree(folder)
+        if yes:
+            _delete(runs, run_id, inside[run_id], why)
+    caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
+    tables = sorted(filter(runs.is_inside, _old_tables(caches)))
+    if tables:
+        yield "Cached tables that were not read for a day (a run that needs one makes it again)"
+    for folder in tables:
+        total += (size := _size(folder))
+        yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
+        if yes:
+            shutil.rmtree(folder)
     done = "deleted" if yes else "kedro clean --yes deletes them"
     yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
     yield from _what_is_left(runs, folders, why)
@@ -188,8 +197,13 @@ def _folders(runs: Runs, homes: set[Path]) -> Folders:
     return folders
 
 
-def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next: set[str]) -> dict[str, str]:
-    """Return the runs that stay, and why."""
+def _needed(
+    runs: Runs, folders: Folders, homes: set[Path], environment: str, keep: int, read_next: set[str]
+) -> dict[str, str]:
+    """Return the runs that stay, and why.
+
+    Of the newest only those count that have a folder here: another container may have this one's host name and path.
+    """
     why: dict[str, str] = {}
     best = _best()
     for run_id, run in runs.all.items():
@@ -201,11 +215,12 @@ def _needed(runs: Runs, folders: Folders, environment: str, keep: int, read_next
             continue  # it stays or goes with its parent
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
         lock = own and lock_run(own)
+        is_here = any(runs.is_inside(folder) or folder.parent in homes for folder in folders[run_id])
         if run.data.tags.get("environment") != environment:
             why[run_id] = "of other environments"
         elif (own and not lock) or (not own and status == "RUNNING"):
             why[run_id] = "running"
-        elif status == "FINISHED" and [*why.values()].count("newest") < keep:
+        elif status == "FINISHED" and is_here and [*why.values()].count("newest") < keep:
             why[run_id] = "newest"
         elif run_id in best:
             why[run_id] = "champion or best"

@@ -124,7 +124,7 @@ class TrackingHook(MlflowHook):
         else:
             self._open_store()
             try:
-                with deferring_signals(), one_at_a_time(project_path):
+                with one_at_a_time(project_path), deferring_signals():  # a signal may cut the wait for the lock
                     self._start(run_params, pipeline, catalog, entry, named)
             except BaseException as stop:  # of which Kedro's own session tells no hook
                 self.on_pipeline_error(as_error(stop))
