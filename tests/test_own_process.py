@@ -1,7 +1,9 @@
 """What users' code leaves behind. That it neither ends the run nor forks it is tested where it is called."""
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from click.testing import Result
 
 from ppo_rlhf.cli import commands
+from ppo_rlhf.own_process import guarded
 
 LEAVES = """
 import multiprocessing, threading, time
@@ -24,6 +27,27 @@ if {left}:
     Child(name="worker").start()
 name_what_keeps_it(0.2)
 """
+
+
+def test_blocks_of_two_threads_that_overlap_guard_until_the_last_one_ends():
+    leave, is_in, may_end = os._exit, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with guarded():
+            is_in.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=other)
+    with guarded():
+        thread.start()
+        is_in.wait()
+    try:
+        with pytest.raises(SystemExit, match=r"^os\._exit\(3\)$"):
+            os._exit(3)
+    finally:
+        may_end.set()
+        thread.join()
+    assert os._exit is leave
 
 
 @pytest.mark.parametrize("left", [True, False])

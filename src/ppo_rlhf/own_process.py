@@ -10,6 +10,9 @@ from contextlib import contextmanager
 
 PATIENCE_S = 5.0
 """Python ends within this time if nothing keeps it."""
+_guarded: list[int] = []  # the process of each block of `guarded` that is open, whichever thread opened it
+_guarding = threading.Lock()
+_leave = os._exit
 
 
 @contextmanager
@@ -33,20 +36,31 @@ def ending_children() -> Iterator[None]:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Do likewise, and raise `SystemExit` in place of `os._exit`, which would end the run without a message."""
-    leave, process = os._exit, os.getpid()
+    """Do likewise, and raise `SystemExit` in place of `os._exit`, which would end the run without a message.
 
-    def refuse(code: int) -> None:
-        if os.getpid() != process:
-            leave(code)  # a forked worker of theirs may end
-        raise SystemExit(f"os._exit({code})")
-
+    Blocks of several threads may overlap: `os._exit` is back at the end of the last one.
+    """
+    global _leave
+    process = os.getpid()
     with ending_children():
-        os._exit = refuse  # type: ignore[assignment]
+        with _guarding:
+            if os._exit is not _refuse:
+                _leave, os._exit = os._exit, _refuse  # type: ignore[assignment]
+            _guarded.append(process)
         try:
             yield
         finally:
-            os._exit = leave
+            if os.getpid() == process:  # in a forked one another thread's lock would never be freed
+                with _guarding:
+                    _guarded.remove(process)
+                    if not _guarded:
+                        os._exit = _leave
+
+
+def _refuse(code: int) -> None:
+    if os.getpid() not in _guarded:
+        _leave(code)  # a forked worker of theirs may end
+    raise SystemExit(f"os._exit({code})")
 
 
 def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
