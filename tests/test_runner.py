@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from ppo_rlhf import progress
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.ppo.callbacks import Callbacks
 from ppo_rlhf.progress import reporting, silenced
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 
@@ -303,20 +305,76 @@ def test_the_data_of_an_iteration_are_overwritten_in_the_next_and_released_after
     assert journal.living() == 0
 
 
-def test_a_process_that_a_node_forks_does_not_go_on_with_the_run():
-    def forks() -> int:
-        child = os.fork()
-        if child == 0:
-            raise SystemExit(3)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+class Noted:
+    """Writes the process of each call into a file, which forked ones share."""
 
-    catalog, parent = DataCatalog({"code": MemoryDataset()}), os.getpid()
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def note(self, *_: object, **__: object) -> None:
+        with self.file.open("a") as opened:
+            opened.write(f"{os.getpid()}\n")
+
+    @hook_impl
+    def after_node_run(self) -> None:
+        self.note()
+
+    @hook_impl
+    def on_node_error(self) -> None:
+        self.note()
+
+    @hook_impl
+    def after_dataset_saved(self) -> None:
+        self.note()
+
+    def processes(self) -> list[int]:
+        return [int(line) for line in self.file.read_text().split()]
+
+
+def forked(end: BaseException | None) -> int:
+    """Return the exit code of a forked process, which raises `end` or returns 99."""
+    child = os.fork()
+    if child == 0:
+        if end is not None:
+            raise end
+        return 99
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("end", "code"), [(SystemExit(3), 3), (ValueError("no"), 1), (None, 1)])
+def test_a_process_that_a_node_forks_does_not_go_on_with_the_run(tmp_path: Path, end: BaseException | None, code: int):
+    catalog = DataCatalog({"end": MemoryDataset(end, copy_mode="assign"), "code": MemoryDataset()})
+    parent, noted = os.getpid(), Noted(tmp_path / "noted")
+    manager = _create_hook_manager()
+    manager.register(noted)
     try:
-        LoopRunner().run(Pipeline([Node(forks, None, "code")]), catalog)
+        LoopRunner().run(Pipeline([Node(forked, "end", "code")]), catalog, manager)
     finally:
         if os.getpid() != parent:
             os._exit(99)  # it would go on with the tests
-    assert catalog.load("code") == 3
+    assert catalog.load("code") == code
+    assert noted.processes() == [parent, parent]  # that it ran, and was saved
+
+
+def test_a_process_that_is_forked_in_the_loop_leaves_the_callbacks_alone(journal, tmp_path: Path, monkeypatch):
+    noted, codes, parent = Noted(tmp_path / "noted"), [], os.getpid()
+    monkeypatch.setattr(Callbacks, "close", noted.note)
+
+    class Forking(MemoryDataset):
+        def load(self) -> Payload:
+            codes.append(forked(ValueError("no")))
+            return super().load()
+
+    pipeline = loop_pipeline(journal)
+    catalog = catalog_for(pipeline, iterations=1)
+    catalog["rollouts"] = Forking(copy_mode="assign")
+    try:
+        LoopRunner().run(pipeline, catalog)
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)  # it would go on with the tests
+    assert set(codes) == {1}
+    assert noted.processes() == [parent]
 
 
 def test_a_session_without_a_runner_gets_the_loop_runner(monkeypatch):

@@ -7,10 +7,12 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +169,10 @@ class LoopRunner(SequentialRunner):
         loads = Counter(name for node in pipeline.nodes for name in node.inputs)
 
         def execute(node: Node) -> None:
-            Task(node, catalog, self._is_async, hook_manager, run_id).execute()
+            own = copy(node)  # the pipeline's is run again
+            if not inspect.isgeneratorfunction(node.func):  # Kedro asks the function whether it is one
+                own.func = ending_children()(node.func)
+            Task(own, catalog, self._is_async, hook_manager, run_id).execute()
 
         # it counts all stages of a run that reads it; for others Kedro leaves the group a mapping
         hours = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
@@ -284,6 +289,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     with (
         closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks,
         closing(state.captures),
+        ending_children(),  # what this closes is the parent's
     ):
         _iterate(plan, catalog, execute, state, callbacks)
 

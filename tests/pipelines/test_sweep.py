@@ -1,5 +1,6 @@
 """The trainings of a sweep: their runs in MLflow, what a failed one leaves, what a resumed sweep leaves out."""
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,30 @@ def test_runs_below_a_sweep_stay_in_its_store_whatever_a_reward_function_does_to
         assert [(point.step, point.value) for point in points] == [(1, 1.0), (2, 2.0)]
         assert run.data.params["ppo.kl_coef"] == "0.25"
     assert not (tmp_path / "other.db").exists()
+
+
+def test_a_process_that_is_forked_in_a_training_does_not_end_its_run(
+    tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mlflow.db").write_bytes(migrated_database.read_bytes())
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    ended, parent = tmp_path / "ended", os.getpid()
+    ended.touch()
+
+    def note(client: mlflow.MlflowClient, run_id: str, status: str) -> None:
+        ended.write_text(f"{ended.read_text()}{os.getpid()} {status}\n")
+
+    try:
+        with mlflow.start_run(experiment_id="0"), child_runs()("first", {}):
+            monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", note)
+            if (child := os.fork()) == 0:
+                raise ValueError("no")
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)  # it would go on with the tests
+        monkeypatch.undo()
+    assert ended.read_text().splitlines()[0] == f"{parent} FINISHED"
 
 
 def test_without_a_run_the_trainings_of_a_sweep_log_nothing(tmp_path: Path, no_mlflow_left_over: None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import sys
 from io import StringIO
@@ -16,7 +17,8 @@ import torch
 from datasets import load_dataset
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
-from ppo_rlhf.ppo import update
+from ppo_rlhf.ppo import loop, update
+from ppo_rlhf.ppo.callbacks import Callbacks
 from ppo_rlhf.progress import SHOWN
 from ppo_rlhf.trainer import progress
 from ppo_rlhf.training import PPOTrainer
@@ -132,6 +134,26 @@ def test_an_exception_saves_the_last_whole_iteration_and_training_resumes_from_i
     assert repeatable(again.history) == repeatable(whole.history)
     assert_same_bits(weights(again.policy), weights(whole.policy))
     assert_same_bits(weights(again.state.critic), weights(whole.state.critic))
+
+
+def test_a_process_that_is_forked_in_training_saves_and_closes_nothing(sft: str, tmp_path: Path, monkeypatch):
+    parent, trained = os.getpid(), loop.train
+    closed = tmp_path / "closed"
+
+    def forks(*given: Any) -> None:
+        trained(*given)
+        if (child := os.fork()) == 0:
+            raise ValueError("no")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+    monkeypatch.setattr(loop, "train", forks)
+    monkeypatch.setattr(Callbacks, "close", lambda _: closed.open("a").write(f"{os.getpid()}\n"))
+    try:
+        trainer_of(sft, config(save_interval=99)).train(output_dir=tmp_path / "run")
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)  # it would go on with the tests
+    assert closed.read_text().split() == [str(parent)]
 
 
 @pytest.mark.slow

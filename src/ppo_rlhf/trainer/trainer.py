@@ -32,6 +32,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.models import build_state, check_device
@@ -305,7 +306,7 @@ class PPOTrainer:
             evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
             save = partial(self._save, directory)
             callbacks = Callbacks(self.state, *of_run, directory, save, can_evaluate=evaluates)
-            with closing(callbacks), progress.watched(self.state, directory) as bar:
+            with closing(callbacks), progress.watched(self.state, directory) as bar, ending_children():
                 books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, save, bar)
                 books.begin(is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer

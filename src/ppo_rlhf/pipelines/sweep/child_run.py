@@ -12,6 +12,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
 
 from ppo_rlhf.names import SET
+from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -55,7 +56,8 @@ def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapp
             tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id, SET: name})
             run_id = client.create_run(parent.info.experiment_id, tags=tags, run_name=name).info.run_id
             client.log_batch(run_id, params=[Param(*each) for each in params.items()])
-        yield log
+        with ending_children():
+            yield log
     except BaseException as stop:
         status = "KILLED" if isinstance(as_error(stop), RunInterruptedError) else "FAILED"
         raise
