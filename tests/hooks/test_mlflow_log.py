@@ -76,7 +76,24 @@ def test_what_is_never_taken_is_counted_at_the_end(run_id: str, refusals: list[s
     log = MlflowLog(run_id)
     log.log({"a": 1.0, "b": 2.0}, 1)
     assert not log.close(10.0)
-    assert caplog.messages[-1].startswith(f"MLflow lacks 2 metrics and 0 samples of run {run_id}: disk is full.")
+    assert caplog.messages[-1] == f"MLflow lacks 2 metrics and 0 samples of run {run_id}: disk is full."
+
+
+@pytest.mark.parametrize("left", ["checkpoint", "nothing", "no run"])
+def test_resuming_is_advised_only_if_the_run_is_there_with_a_checkpoint(
+    run_id: str, refusals: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path, left: str
+):
+    if left != "nothing":
+        (tmp_path / "iteration_000001").mkdir()
+    if left != "no run":
+        refusals.append("disk is full")
+    log = MlflowLog("a" * 32 if left == "no run" else run_id, checkpoints=tmp_path)  # as `mlflow gc` leaves it
+    log.log({"a": 1.0}, 1)
+    assert not log.close(10.0)
+    line = caplog.messages[-1]
+    assert line.startswith("MLflow lacks 1 metrics and 0 samples of run ")
+    assert line.endswith(f"`--params resume={run_id}` sends the metrics.") == (left == "checkpoint")
+    assert ("resume=" in line) == (left == "checkpoint")
 
 
 def test_nobody_waits_for_a_store_that_hangs(

@@ -301,6 +301,8 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     toy.client.log_param(other, "ppo.kl_coef", 0.5)
     whole = checkpoint(toy.root, other, 1)
     finished = toy.run()  # a newer one hides none of them
+    empty = toy.left()
+    toy.client.log_param(empty, "ppo.kl_coef", 0.5)
     with caplog.at_level(logging.INFO):
         toy.run("resume=latest")
     assert toy.get(meant).info.status == "FINISHED"
@@ -308,6 +310,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     left = "has other settings and is left: ppo.kl_coef (0.5 before, 0.05 now)"
     line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} continues it."
     assert caplog.messages.count(line) == 1
+    assert caplog.messages.count(f"resume=latest: MLflow run {empty} {left}.") == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
         new = toy.run("resume=latest")

@@ -8,10 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.hooks.tracking_store import one_line
 
 logger = logging.getLogger(__name__)
@@ -28,16 +31,19 @@ class MlflowLog:
     under way, in a daemon thread.
     """
 
-    def __init__(self, run_id: str, *, is_continued: bool = False) -> None:
-        """Log to the MLflow run with this id; `is_continued` if it may have metrics already."""
-        self._run_id, self._is_continued = run_id, is_continued
+    def __init__(self, run_id: str, *, is_continued: bool = False, checkpoints: Path | None = None) -> None:
+        """Log to the MLflow run with this id; `is_continued` if it may have metrics already.
+
+        `checkpoints` is the folder of those from which the run can be resumed; None: it cannot.
+        """
+        self._run_id, self._is_continued, self._checkpoints = run_id, is_continued, checkpoints
         self.repeated: tuple[str, ...] = ()
         self._client = MlflowClient()
         self._metrics: deque[Metric] = deque()
         self._samples: deque[Callable[[], object]] = deque()
         self._table: str | None = None if is_continued else "samples.json"
         self._sent: dict[str, set[int]] = {}
-        self._refusal = ""
+        self._refusal, self._is_gone = "", False
         self._thread: threading.Thread | None = None
 
     def log(self, values: Mapping[str, float], step: int, *, model_id: str | None = None) -> None:
@@ -79,10 +85,12 @@ class MlflowLog:
         """Flush for the last time; log what MLflow lacks, and return whether it has everything."""
         if self.flush(patience):
             return True
+        can_resume = self._checkpoints is not None and checkpoint_iterations(self._checkpoints) and not self._is_gone
         logger.warning(
-            "MLflow lacks %d metrics and %d samples of run %s: %s. `--params resume=%s` sends the metrics.",
+            "MLflow lacks %d metrics and %d samples of run %s: %s.%s",
             *(len(self._metrics), len(self._samples), self._run_id),
-            *(self._refusal or "it does not answer", self._run_id),
+            self._refusal or "it does not answer",
+            f" `--params resume={self._run_id}` sends the metrics." if can_resume else "",
         )
         return False
 
@@ -108,9 +116,10 @@ class MlflowLog:
         except Exception as error:  # artifact stores raise their own libraries' errors
             if not self._refusal:
                 logger.warning("MLflow rejected metrics of run %s; retrying: %s", self._run_id, one_line(error))
-            self._refusal = one_line(error)
+            self._refusal = one_line(error).removesuffix(".")
+            self._is_gone = getattr(error, "error_code", None) == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST)
         else:
-            self._refusal = ""
+            self._refusal, self._is_gone = "", False
 
     def _sent_steps(self, key: str) -> set[int]:
         """Return the steps of a metric that MLflow has."""

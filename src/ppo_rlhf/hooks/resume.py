@@ -153,7 +153,7 @@ def find_resumption(
     Raises:
         ConfigError: The run is not there, is being trained, or has other settings or data.
     """
-    from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
+    from ppo_rlhf.checkpoints.files import checkpoint_iterations, newest_whole_checkpoint
 
     for run in _unfinished(this, root, experiment_id) if named is None else [_named_run(requested, named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
@@ -172,8 +172,9 @@ def find_resumption(
                 continue  # another process has resumed it meanwhile
             refused, changes = differences(this, run)
             if refused and named is None:
-                left = "has other settings and is left: %s. With its own settings resume=%s continues it."
-                logger.info(f"resume={requested}: MLflow run %s {left}", run_id, "; ".join(refused), run_id)
+                line = f"resume={requested}: MLflow run {run_id} has other settings and is left: {'; '.join(refused)}."
+                again = f" With its own settings resume={run_id} continues it."
+                logger.info("%s", line + (again if checkpoint_iterations(directory) else ""))
                 continue
             if refused:
                 raise ConfigError(

@@ -49,8 +49,16 @@ checkpoint, too, and the resumed run sends them."""
 class RunLog:
     """Gives MLflow what one run measures and makes; a resumed run only sends what MLflow lacks."""
 
-    def __init__(self, run_id: str, pipeline: Pipeline, catalog: CatalogProtocol, *, is_resumed: bool = False) -> None:
-        self._log = MlflowLog(run_id, is_continued=is_resumed)
+    def __init__(
+        self,
+        run_id: str,
+        pipeline: Pipeline,
+        catalog: CatalogProtocol,
+        *,
+        is_resumed: bool = False,
+        checkpoints: Path | None = None,
+    ) -> None:
+        self._log = MlflowLog(run_id, is_continued=is_resumed, checkpoints=checkpoints)
         self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
         self._iteration = 0
         self._model_id: str | None = None
