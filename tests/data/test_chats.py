@@ -12,7 +12,7 @@ from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models import tokenizers
-from ppo_rlhf.models.quiet import say_once
+from ppo_rlhf.models.quiet import said
 from tests.tiny_models import word_tokenizer
 
 TEMPLATE = (
@@ -45,7 +45,7 @@ def prompts_of(table, template=TEMPLATE):
 
 @pytest.fixture(autouse=True)
 def says_again():
-    say_once.cache_clear()
+    said.clear()
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_reasoning_that_the_template_leaves_out_is_named_and_alone_it_is_refused
         "row 1: message 1 has the role `assistant`, and the chat template leaves its reasoning out."
     )
     shows = tokenizer(own.chat_template.replace("(m.content or '')", f"((m.{key} or '') + ' ' + (m.content or ''))", 1))
-    say_once.cache_clear()
+    said.clear()
     assert "Clouds. Yes." in render_chat([USER, thinking], shows, "row 0")
     assert "Clouds." in render_chat([USER, {**thinking, "content": ""}], shows, "row 0")
     assert len(caplog.messages) == 1

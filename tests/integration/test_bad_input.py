@@ -148,6 +148,17 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(kedro: Kedro, own:
     assert own.snapshot() == before
 
 
+def test_what_a_run_says_once_each_run_of_a_process_says(kedro: Kedro, own: OwnProject, caplog):
+    own.start_from("models/mine", ALIGN)
+    own.write_rows("prompts", *({"prompt": prompt, "images": "x"} for prompt in PROMPTS))
+    own.write_reward("[1.0]")  # it is refused for that, after its prompts were read
+    own.write_settings()
+    for _ in range(2):
+        assert kedro(own.project, *ALIGN).exit_code == 1
+    line = "prompts: the policy is not shown `images`. Reward functions get them."
+    assert caplog.messages.count(line) == 2
+
+
 @pytest.mark.slow
 def test_an_input_without_mistakes_runs(kedro: Kedro, own: OwnProject):
     """So each refusal above is due to its mistake."""

@@ -23,11 +23,11 @@ from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.rollout import response_batch
 from ppo_rlhf.ppo.sampling import Responses
-from ppo_rlhf.rewards import rendering
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.rendering import ENVIRONMENT, Rendering
 from ppo_rlhf.rewards.scorers import build_reward_scorer
@@ -225,7 +225,7 @@ def test_tools_of_a_table_reach_the_reward_model_through_stored_prompts():
 
 
 def test_one_line_says_that_a_reward_model_reads_conversations_without_their_tools(tmp_path, caplog):
-    rendering._warn_once.cache_clear()
+    quiet.said.clear()
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(LLAMA, other=True)
     shown = Rendering(other, policy)
     shown.check([json.dumps([USER])] * 2, "prompts", [TOOLS, TOOLS])
@@ -237,7 +237,7 @@ def test_one_line_says_that_a_reward_model_reads_conversations_without_their_too
 
 def test_a_template_that_takes_only_tools_that_it_knows_shows_them(caplog):
     """It refuses the marks with which hidden parts are looked for, so its text is looked at."""
-    rendering._warn_once.cache_clear()
+    quiet.said.clear()
     knows = "{% for tool in tools or [] if tool.function.name != 'f' %}{{ raise_exception('!') }}{% endfor %}"
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(knows + SHOWS_TOOLS + LLAMA, other=True)
     batch = with_tools(answers(policy, [[USER]], ["d e <|im_end|>"], [True]), [TOOLS])
@@ -263,7 +263,7 @@ def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
 
 def test_a_sampled_tool_call_that_the_reward_models_template_cannot_show_is_read_as_text(caplog):
     """Whether training goes on must not depend on what was sampled; a call that the template shows is shown."""
-    rendering._warn_once.cache_clear()
+    quiet.said.clear()
     policy = chat_tokenizer(QWEN)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     read = {"d": {"content": "", "tool_calls": [call]}, "h": {"content": "h"}}

@@ -17,6 +17,7 @@ from torch import nn
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
+from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
@@ -26,7 +27,6 @@ from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import close_response
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
-    _warn_once,
     build_reward_scorer,
     check_room,
     score_by_function,
@@ -149,7 +149,7 @@ def test_one_line_warns_of_a_reward_model_that_never_reads_the_end_of_a_text(cap
     if kind == "ours":
         model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", pad_token_id=pad))
     tokenizer = word_tokenizer(pad_token=VOCABULARY[pad])
-    _warn_once.cache_clear()
+    quiet.said.clear()
     with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
         for _ in range(2):
             ModelScorer(model, tokenizer, word_tokenizer())

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import RecordsDataset, TableDataset
-from ppo_rlhf.models.quiet import say_once
+from ppo_rlhf.models.quiet import said
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
     DataPreparationConfig,
@@ -333,7 +333,7 @@ def test_a_column_of_texts_that_holds_chats_is_refused_with_the_setting():
     ids=["chats", "texts", "nothing"],
 )
 def test_one_line_names_the_columns_that_are_not_used(row, unused, caplog):
-    say_once.cache_clear()
+    said.clear()
     first, *_ = row
     frame = pd.DataFrame([row, {**row, first: row[first][:1]}])
     for _ in range(2):  # the checks before a run, and a node

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.quiet import say_once
+from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo.sampling import SamplingSettings, responses_of
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch
@@ -257,7 +257,7 @@ def test_a_pair_of_which_the_template_leaves_a_message_out_is_refused_with_its_r
 
 def test_pairs_of_equal_responses_are_left_out_and_counted(caplog):
     """The index stays that of the table; of chats the tokens count, as a template may trim."""
-    say_once.cache_clear()
+    said.clear()
     texts = pd.DataFrame({"chosen": ["a", "b", "c"], "rejected": ["b", "b", "a"]})
     pairs = tokenise_preferences(check_preferences(texts, *NAMES), word_tokenizer())
     assert pairs["chosen"].to_dict() == {0: "a", 2: "c"}
@@ -270,7 +270,7 @@ def test_pairs_of_equal_responses_are_left_out_and_counted(caplog):
 
 
 def test_a_margin_and_other_columns_are_named_as_not_used(caplog):
-    say_once.cache_clear()
+    said.clear()
     row = {"prompt": "a ", "chosen": "b", "rejected": "c", "margin": 1.0, "tools": TOOLS, "score_chosen": 3.0}
     check_preferences(pd.DataFrame([row]), *NAMES)
     (line,) = [record.getMessage() for record in caplog.records]

@@ -58,8 +58,10 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
-        from ppo_rlhf.preflight import RunRequest  # heavy: only a run pays for it
+        from ppo_rlhf.models.quiet import said  # heavy: only a run pays for them
+        from ppo_rlhf.preflight import RunRequest
 
+        said.clear()
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 log = logging.getLogger(__name__)
 
+said: set[str] = set()
+"""What was said once; a pipeline's run and a PPOTrainer begin with nothing, also in a notebook that has several."""
 
-@cache
+
 def say_once(line: str) -> None:
-    """Log a warning the first time in a process: the checks before a run and its nodes read the same files."""
-    log.warning(line)
+    """Log a warning the first time in a run: the checks before it and its nodes read the same files."""
+    if line not in said:
+        said.add(line)
+        log.warning("%s", line)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby, repeat, takewhile
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chat_templates import find_hidden, is_new, kind_of
 from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, apply_template, read_tools, render_chat
+from ppo_rlhf.models.quiet import said, say_once
 from ppo_rlhf.models.tokenizers import (
     append_end,
     around_answer,
@@ -41,9 +42,7 @@ ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""
 _REPLY_ROLES = ("user", "tool", "system")
 _MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
-_told: set[str] = set()  # tokenizers whose replies have been warned of
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Rendering:
         with suppress(DataError):  # `render_chat` says what the template refuses
             text = apply_template(chat, self.tokenizer, "", tools=tools)
             if find_hidden(chat, tools, self.tokenizer, text).tools:
-                _warn_once("The reward model's chat template does not show tools: it reads conversations without them.")
+                say_once("The reward model's chat template does not show tools: it reads conversations without them.")
                 return None
         return tools
 
@@ -131,7 +130,7 @@ class Rendering:
                 turns = batch.turns[row] if batch.turns else [batch.completions[row]]
                 if (plain := _replies_as_text(chat, turns)) == chat:
                     raise
-            _warn_once(
+            say_once(
                 "The reward model's chat template does not take each reply as the policy's response_template reads it "
                 "(tool calls, reasoning): it reads such replies as text."
             )
@@ -317,13 +316,13 @@ def _of_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedToken
 
 def _tell_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
     """Warn once if special tokens stand within most of the replies, which their texts leave out; `chat` is a prompt."""
-    known, name = special_ids(tokenizer), tokenizer.name_or_path
-    if name in _told or not is_main_process():
+    known, told = special_ids(tokenizer), f"special tokens of {tokenizer.name_or_path}"
+    if told in said or not is_main_process():
         return
     found = [{token for token in reply[:-1] if token in known} for reply in replies]
     counts = Counter(token for tokens in found for token in tokens)
     if tokens := [token for token, count in counts.items() if 2 * count > len(found)]:
-        _told.add(name)
+        said.add(told)
         if getattr(tokenizer, "response_template", None):
             rest = "`messages` has the parts, as the tokenizer's response_template reads them"
         elif channel := ReplyForm.of(chat, tokenizer).channel:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import on_device, to_host
+from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
@@ -30,7 +30,6 @@ NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, but this run loads no reward model: leave it out, or give a "
     "component of type model (in PPOTrainer: the model, or its directory)"
 )
-_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class ModelScorer:
@@ -56,7 +55,7 @@ class ModelScorer:
         self._device = device or model.device
         self.context = context_length(model.config)
         if not reads_end(model, tokenizer.eos_token_id):
-            _warn_once(
+            say_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
                 "that is not its pad token, which is also its end of text."
             )

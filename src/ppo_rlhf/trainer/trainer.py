@@ -32,6 +32,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.quiet import said
 from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
@@ -98,6 +99,7 @@ class PPOTrainer:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
         check_launch()
+        said.clear()
         refuse_sharding("PPOTrainer")
         if not isinstance(config, PPOConfig):
             raise ConfigError(
