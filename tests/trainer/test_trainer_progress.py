@@ -54,6 +54,22 @@ def test_a_script_without_logging_sees_each_iteration(sft: str, capsys: pytest.C
     assert lines[3].startswith("3 iterations of the policy")
 
 
+def test_a_script_is_told_where_checkpoint_and_policy_are(
+    sft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forget_logging(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of(sft)
+    trainer.train(output_dir="my-run")
+    trainer.save_pretrained("my-policy")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "The last checkpoint is my-run/iteration_000003"
+    assert lines[-1] == "The policy is saved in my-policy"
+    assert Path("my-run/iteration_000003").is_dir()
+    trainer_of(sft).train(resume_from_checkpoint="my-run/iteration_000003", output_dir="other")
+    assert "The last checkpoint" not in capsys.readouterr().out
+
+
 def test_of_many_iterations_a_script_sees_the_first_the_last_and_one_line_in_ten_seconds(
     sft: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -219,6 +219,13 @@ def say(line: str) -> None:
         tqdm.write(line)
 
 
+def say_where(directory: Path, state: TrainingState) -> None:
+    """Say where the checkpoint of a training that ended is; a training that was complete before may have none here."""
+    checkpoint = directory / files.checkpoint_name(state.iteration)
+    if is_main_process() and checkpoint.exists():
+        say(f"The last checkpoint is {checkpoint}")
+
+
 def readings(metrics: Mapping[str, float]) -> list[str]:
     """Return an iteration's metrics in words, the most telling ones first."""
     return [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]

@@ -314,6 +314,8 @@ class PPOTrainer:
                 given = self.reference_policy, self._prompts, self._scorer
                 loop.train(self.state, *given, books.after_iteration, books.before_update)
                 callbacks.end()
+        if directory is not None:
+            progress.say_where(directory, self.state)
         known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, known, most=None):
             progress.say(line)
@@ -344,6 +346,10 @@ class PPOTrainer:
             ModelError: As `TrainedModel.save`.
         """
         folder = Path(save_directory).expanduser()
+        self._export(folder)
+        progress.say(f"The policy is saved in {folder}")
+
+    def _export(self, folder: Path) -> None:
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         card = render_card(self.state, rewards) if may_write_card(folder) else None
         on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
@@ -356,7 +362,7 @@ class PPOTrainer:
         """
         on_main(partial(hub.check_push, repo_id, options.get("token")))
         with TemporaryDirectory() as directory:
-            self.save_pretrained(directory)
+            self._export(Path(directory))
             return on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
