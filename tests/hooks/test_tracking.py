@@ -603,6 +603,20 @@ def test_a_database_that_is_being_made_has_another_name(
     assert not list(toy_project.glob(".mlflow.db*"))
 
 
+def test_a_signal_ends_a_start_that_waits_for_another_one(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    @contextlib.contextmanager
+    def waits(folder: Path) -> Iterator[None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr(mlflow_hook, "one_at_a_time", waits)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 143
+    assert not mlflow.MlflowClient(f"sqlite:///{toy_project / 'mlflow.db'}").search_runs(["0", "1"])
+
+
 @pytest.mark.slow
 def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
