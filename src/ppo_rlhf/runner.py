@@ -289,7 +289,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     with (
         closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks,
         closing(state.captures),
-        ending_children(),  # what this closes is the parent's
+        ending_children(),  # a forked process would close its parent's
     ):
         _iterate(plan, catalog, execute, state, callbacks)
 
