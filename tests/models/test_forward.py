@@ -288,11 +288,12 @@ def test_a_layout_spreads_and_collects_again_and_the_padding_gets_no_gradient():
 def test_filled_rows_have_one_of_few_sizes_and_no_longer_sequence(lengths):
     rows = right_padded([[7] * length for length in lengths], 0, fill=True)
     size, tokens = rows.packed_ids.shape[1], sum(lengths)
-    assert size == filled_size(tokens) == sum(rows.layout.lengths)
+    found = tuple(rows.layout.starts.diff().tolist())
+    assert size == filled_size(tokens) == sum(found)
     assert size % 64 == 0
     assert size - tokens < max(64, tokens / 16)
-    assert rows.layout.lengths[: len(lengths)] == lengths
-    assert rows.layout.width == max(lengths)
+    assert found[: len(lengths)] == lengths
+    assert rows.layout.shape == (len(found), max(lengths))
     assert int(rows.packed_positions.max()) == max(lengths) - 1
     assert rows.slots.shape == (tokens,)
     assert len({filled_size(count) for count in range(1, 4097)}) == 16 + 16 * 2

@@ -111,7 +111,7 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
             expected = _padded_hidden_states(backbone, rows, with_positions=False)
             use_packed_attention(backbone)
             packed = rows.packed_ids, rows.packed_positions, rows.layout
-            found, first = packed_hidden_states(backbone, *packed), rows.layout.lengths[0]
+            found, first = packed_hidden_states(backbone, *packed), int(rows.layout.starts[1])
             read = embedding_gradient(backbone, lambda: packed_hidden_states(backbone, *packed)[first:])[0, :first]
             if are_close(found, expected) and not read.any():
                 return True

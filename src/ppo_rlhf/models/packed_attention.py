@@ -45,42 +45,38 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The places of B sequences in a row of N tokens, one after the other; L is the longest length."""
+    """The places of B sequences in a row of N tokens, one after the other; L is at least the longest length."""
 
-    lengths: tuple[int, ...]  # tokens of each sequence, at least 1
+    shape: tuple[int, int]  # B, L
     slots: Tensor  # [N] long, place of each token in the padded form [B, L], flattened
     sources: Tensor  # [B L] long, the token of each place in the padded form, 0 in the padding
     starts: Tensor  # [B + 1] int32, index of each sequence's first token in the row, and N
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> PackedLayout:
-        """Return the layout of sequences of these lengths, on the CPU."""
-        width = max(lengths)
+    def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
+        """Return the layout of sequences of these lengths, on the CPU; None as L takes the longest length."""
+        width = max(lengths) if width is None else width
         slots = torch.cat([torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)])
         sources = torch.zeros(len(lengths) * width, dtype=torch.long)
         sources[slots] = torch.arange(len(slots))
-        return cls(tuple(lengths), slots, sources, torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32))
+        starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        return cls((len(lengths), width), slots, sources, starts)
 
     @property
-    def width(self) -> int:
-        """L, the longest length."""
-        return max(self.lengths)
-
-    @property
-    def has_equal_lengths(self) -> bool:
-        """Whether all sequences have the same length, so that spreading them moves nothing."""
-        return min(self.lengths) == self.width
+    def is_full(self) -> bool:
+        """Whether all sequences have L tokens, so that spreading them moves nothing."""
+        rows, width = self.shape
+        return len(self.slots) == rows * width
 
     def spread(self, tokens_N: Tensor) -> Tensor:
         """Return `[B, L, …]` of `[N, …]`. The padding repeats the first token, and its gradient is left out."""
-        shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
-        spread = tokens_N if self.has_equal_lengths else _Spread.apply(tokens_N, self.sources, self.slots)
-        return spread.reshape(shape)
+        spread = tokens_N if self.is_full else _Spread.apply(tokens_N, self.sources, self.slots)
+        return spread.reshape(*self.shape, *tokens_N.shape[1:])
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
         """Return `[N, …]` of `[B, L, …]`: the inverse of `spread`."""
         flat = tokens_BL.reshape(-1, *tokens_BL.shape[2:])
-        return flat if self.has_equal_lengths else take_rows(flat, self.slots)
+        return flat if self.is_full else take_rows(flat, self.slots)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
@@ -94,8 +90,8 @@ class PackedLayout:
                 value_NKD,
                 self.starts,
                 self.starts,
-                self.width,
-                self.width,
+                self.shape[1],
+                self.shape[1],
                 scale=scaling,
                 window_size=CAUSAL,
                 enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],

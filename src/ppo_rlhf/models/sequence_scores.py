@@ -66,5 +66,5 @@ def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
 
 
 def _scores_one_by_one(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    sequences = rows.packed_ids[0].split(list(rows.layout.lengths))
+    sequences = rows.packed_ids[0].split(rows.attention_mask.sum(-1).tolist())
     return torch.cat([model(input_ids=ids[None]).logits[:, 0] for ids in sequences])
