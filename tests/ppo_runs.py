@@ -166,7 +166,8 @@ def build_run(
     policy = policy_to_train(reference if config.use_peft else build_model(kind, **build), config)
     critic = build_critic(config, policy, reward_model)
     with torch.no_grad():
-        critic.value_head.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
+        head = critic.value_head.weight
+        head.copy_(head.to("cpu", copy=True).normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1)))
     state = build_state(policy, critic, tokenizer or build_tokenizer(), config)
     scorer = scorer or RewardScorer([("first_letters", 2.0, first_letters)])
     return Run(state, reference, prompts or build_prompts(), scorer, config)

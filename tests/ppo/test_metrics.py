@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.metrics import SUMMED, StepSums, Update, add_over_processes, iteration_metrics, peak_memory_bytes
 
 NAN = torch.nan
 STATUS = Path("/proc/self/status")
@@ -180,15 +180,9 @@ def test_micro_batches_add_up_to_their_minibatch():
     """A loss comes divided by the minibatch's count; the other statistics as means over the micro-batch's tokens."""
     step = StepSums(tokens=5)
     for tokens, loss, ratio in ((2, 0.3, 1.5), (3, 0.1, 0.5)):
-        numbers = {"approxkl": torch.tensor(ratio), "clipfrac": torch.tensor(ratio)}
-        step.add(
-            policy=SimpleNamespace(loss=torch.tensor(loss), ratio=torch.tensor(ratio), **numbers),
-            value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
-            kl=torch.tensor(0.0),
-            entropy=torch.tensor(loss),
-            nll=torch.tensor(3 * loss),
-            own_tokens=tokens,
-        )
+        found = {"policy_loss": loss, "value_loss": 2 * loss, "entropy": loss, "nll": 3 * loss, "ratio": ratio}
+        found |= {"approxkl": ratio, "value_clipfrac": 1.0}
+        step.add(torch.tensor([found.get(name, 0.0) for name in SUMMED]), tokens)
     (step,) = add_over_processes([step])
     assert step.policy_loss == close(0.4, 1e-6)
     assert step.value_loss == close(0.8, 1e-6)

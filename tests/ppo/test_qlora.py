@@ -22,10 +22,12 @@ from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same
+from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo.test_update import recorded
 from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
 
 pytest.importorskip("bitsandbytes")
+__all__ = ["graphs_on_cpu"]  # a fixture
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
@@ -90,6 +92,17 @@ def test_one_base_in_4_bits_is_shared_and_stays_and_adapters_train(saved, kind, 
     now = dict(run.state.policy.named_parameters())
     assert all(torch.equal(now[name], before) for name, before in frozen.items())
     assert all(not torch.equal(now[name], before) for name, before in start_of.items())
+
+
+def test_micro_batches_with_4_bit_weights_train_the_same_when_they_are_replayed(saved, graphs_on_cpu):
+    handle, found = saved(), []
+    for cuda_graphs in (None, False):
+        run = start(handle, dtype="float32", per_device_train_batch_size=3, cuda_graphs=cuda_graphs)
+        run.iteration()
+        found.append(trained_parameters(run.state.policy))
+    assert graphs_on_cpu.replays
+    for name, weight in found[0].items():
+        assert_close(weight, found[1][name], rtol=0.0, atol=1e-3)
 
 
 def test_4_bit_weights_are_those_of_the_16_numbers_of_nf4_with_a_scale_for_64(saved):

@@ -127,9 +127,10 @@ def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batche
 
 
 def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
-    rollouts = make_run().rollouts()
+    run = make_run()
+    rollouts = run.rollouts()
     rows = [int(i) for i in rollouts.responses.lengths.argsort()[:2]]
-    (batch,) = rollouts.sequences([rows], 0, fill=False)
+    (batch,) = rollouts.sequences([rows], run.state)
     lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.responses.lengths[i])) for i in rows]
     assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
     assert batch.shape == (2, max(response for _, response in lengths))

@@ -159,9 +159,9 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     visited = []
     original = type(experience.rollouts).sequences
 
-    def spy(self, groups, *arguments, fill):
+    def spy(self, groups, state):
         visited.append(groups)
-        return original(self, groups, *arguments, fill=fill)
+        return original(self, groups, state)
 
     monkeypatch.setattr(type(experience.rollouts), "sequences", spy)
     learn_from(run.state, experience)

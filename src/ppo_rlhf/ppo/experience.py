@@ -18,7 +18,7 @@ from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import first_epoch, first_hands
 from ppo_rlhf.ppo.logprobs import CriticForward, filled_rows
-from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
+from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_dealt, own_rank
@@ -77,7 +77,7 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     groups, hands = first_epoch(rollouts.epochs), first_hands(rollouts.epochs)
     forward = CriticForward(state.critic)
     found: list[Tensor] = []
-    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fills_rows(state.config, state.device))
+    batches = rollouts.sequences(groups, state)
     with torch.no_grad(), on_device(forward, state.device), deterministic(state.config):
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):

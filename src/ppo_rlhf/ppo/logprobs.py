@@ -132,9 +132,9 @@ def response_statistics(
 def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return `[rows, width]` on the CPU, 0 but for what was found for each group: `[b, t]`, its rows' first t columns.
 
-    All of it comes from the device in one copy.
+    Rows behind those of the group are left out. All of it comes from the device in one copy.
     """
     filled = torch.zeros(rows, width, dtype=dtype)
     for group, values in zip(groups, to_cpu(found), strict=True):
-        filled[group, : values.shape[1]] = values.to(dtype)
+        filled[group, : values.shape[1]] = values[: len(group)].to(dtype)
     return filled

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
@@ -22,6 +21,8 @@ from ppo_rlhf.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Fields of StepSums that add up over micro-batches and processes."""
+FIRST_MEAN = SUMMED.index("approxkl")
+"""From here on the fields are sums over tokens: of a micro-batch, its means times its tokens."""
 
 
 @dataclass
@@ -46,14 +47,12 @@ class StepSums:
     policy_grad_norm: float = 0.0  # before clipping
     value_grad_norm: float = 0.0
 
-    def add(
-        self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, nll: Tensor, own_tokens: int
-    ) -> None:
-        """Add a micro-batch with `own_tokens` counted tokens. Means become sums, so ratios of 1 add up exactly."""
-        means = policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio
-        losses = policy.loss, value.loss, kl, entropy, nll
-        found = torch.stack([number.detach() for number in (*losses, *means)])
-        found[len(losses) :] *= own_tokens
+    def add(self, found: Tensor, own_tokens: int) -> None:
+        """Add a micro-batch with `own_tokens` counted tokens: `[9]` in the order of SUMMED, means where sums are kept.
+
+        Means become sums, so ratios of 1 add up exactly.
+        """
+        found[FIRST_MEAN:] *= own_tokens
         self.own = found if self.own is None else self.own + found
 
     def mean(self, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,20 +18,23 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.forward import backbone_of, hidden_states_at
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
+from ppo_rlhf.ppo.common_shapes import in_common_shapes
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
+from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank, process_count
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, ScoredResponses
+
+log = logging.getLogger(__name__)
 
 LOGPROB_GAP = "policy/rollout_logprob_gap"
 MOST_AT_FIRST, ALWAYS_FINE, JUMP = 0.1, 0.01, 5.0
@@ -61,6 +65,7 @@ class Rollouts:
     reference_policy: PreTrainedModel | None = None  # if the loss has this KL: it runs again in each step
     scored: ScoredResponses | None = None  # what decided which prompts were dropped, if `drop_uniform_prompts` is set
     redraws: int = 0  # in place of dropped prompts
+    common_shapes: bool = False  # in the passes of policy and critic, which CUDA graphs may hold
 
     @property
     def mask(self) -> Tensor:
@@ -73,9 +78,10 @@ class Rollouts:
         sampled, old = self.responses.sampler_logprobs, self.old_logprobs
         return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
 
-    def sequences(self, groups: list[list[int]], pad_token_id: int, *, fill: bool) -> list[SequenceBatch]:
-        """Return each group of rows as model inputs on the CPU; see `sequences`."""
-        return sequences(self.prompts.prompt_ids, self.responses, groups, pad_token_id, fill=fill)
+    def sequences(self, groups: list[list[int]], state: TrainingState) -> list[SequenceBatch]:
+        """Return each group of rows as inputs of policy and critic on the CPU; see `inputs_that_train`."""
+        given = self.prompts.prompt_ids, self.responses, groups
+        return inputs_that_train(state, *given, common_shapes=self.common_shapes)
 
 
 def generate_rollouts(
@@ -238,7 +244,10 @@ def complete_rollouts(
             pad_token_id=state.sampling.pad_token_id,
         )
         reference = reference_policy if config.kl_estimator == "full" else None
-        old_logprobs, entropy, full_kl, values = _first_forward(state, prompts, responses, epochs, reference)
+        common_shapes = captures_update(state, reference)
+        old_logprobs, entropy, full_kl, values = _first_forward(
+            state, prompts, responses, epochs, reference, common_shapes=common_shapes
+        )
     return Rollouts(
         iteration=iteration,
         prompts=prompts,
@@ -251,6 +260,7 @@ def complete_rollouts(
         full_kl=full_kl,
         reference_policy=reference if config.kl_in == "loss" else None,
         epochs=epochs,
+        common_shapes=common_shapes,
         started=started,
         generation_seconds=generation_seconds,
         seconds=(generation_seconds or 0.0) + time.perf_counter() - sampled,
@@ -305,20 +315,54 @@ def sequences(
     ]
 
 
+def inputs_that_train(
+    state: TrainingState,
+    prompt_ids: list[list[int]],
+    responses: Responses,
+    groups: list[list[int]],
+    *,
+    common_shapes: bool,
+) -> list[SequenceBatch]:
+    """Return each group of rows as policy and critic take them, in all passes alike; on the CPU."""
+    fill = fills_rows(state.config, state.device) and not common_shapes
+    batches = sequences(prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
+    columns = responses.response_ids.shape[1]
+    return [in_common_shapes(batch, columns) for batch in batches] if common_shapes else batches
+
+
+def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
+    """Return whether CUDA graphs are to hold the passes of an update; if not although graphs are on, log why.
+
+    The reference is that of the KL over the vocabulary, if it is computed.
+    """
+    if not state.captures.on:
+        return False
+    why = None
+    if process_count() > 1:
+        why = "several processes train"
+    elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
+        why = "an architecture needs padding"
+    if why is not None and why != state.plain_update:
+        log.info("The update runs without CUDA graphs: %s.", why)
+    state.plain_update = why
+    return why is None
+
+
 def _first_forward(
     state: TrainingState,
     prompts: PromptDataset,
     responses: Responses,
     epochs: Epochs,
     reference: PreTrainedModel | None,
+    *,
+    common_shapes: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return log-probabilities, entropies, KL and values of the passes that the first epoch repeats, as `Rollouts`."""
     rows, width = responses.response_ids.shape
     groups, hands = first_epoch(epochs), first_hands(epochs)
     forward = PolicyForward(state.policy, state.critic, state.config.temperature)
     outputs: list[PolicyOutput] = []
-    fill = fills_rows(state.config, state.device)
-    batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
+    batches = inputs_that_train(state, prompts.prompt_ids, responses, groups, common_shapes=common_shapes)
     waiting = nullcontext() if reference is None else on_device(reference, state.device)
     with torch.no_grad(), on_device(forward, state.device), waiting:
         for batch in to_device(batches, state.device):

@@ -51,6 +51,7 @@ class TrainingState:
     early_stops: int = 0  # iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
+    plain_update: str | None = None  # why the update does without CUDA graphs although they are on
     updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
     stop_requested: bool = False  # this process was asked to stop, for example by a signal
     stopping: bool = False  # all processes agreed to stop after this iteration, which is saved
@@ -83,6 +84,11 @@ class TrainingState:
     def forwards(self) -> list[nn.Module]:
         """The forward passes that train: the policy's, and that of a critic with a backbone of its own."""
         return [forward for forward in (self.policy_forward, self.critic_forward) if forward is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The policy's optimiser and the critic's, if that is another one."""
+        return [self.policy_optimizer] + ([] if self.shares_trunk else [self.critic_optimizer])
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,12 @@ from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
+from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
+from ppo_rlhf.ppo.logprobs import Reference
 from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
-from ppo_rlhf.ppo.precision import deterministic, fills_rows
+from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models, together
 
@@ -69,11 +72,14 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
             "ppo.turn_length and ppo.response_length" if config.environment else "ppo.response_length",
         )
     steps: list[StepSums] = []
+    passes = None
+    if experience.rollouts.common_shapes:
+        passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
     for epoch in experience.rollouts.epochs:
         pieces = iter(_on_device(state, experience, epoch, mask, advantages))
         for minibatch in epoch:
             own = [next(pieces) for _ in minibatch.micro_batches]
-            step = compute_gradients(state, experience, minibatch, mask, own)
+            step = compute_gradients(state, experience, minibatch, mask, own, passes)
             steps.append(step)
             state.updating = True
             if config.target_kl is not None:
@@ -88,7 +94,10 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a forward and backward pass reads: b rows with t response columns, on the device of the models."""
+    """What a forward and backward pass reads: b rows with t response columns, on the device of the models.
+
+    Of a batch in common shapes b and t are those of its tables, and no loss counts the further rows.
+    """
 
     batch: SequenceBatch
     tokens: int  # that the losses count
@@ -107,7 +116,7 @@ def _on_device(
     """Return all micro-batches of an epoch, which are copied to the device together."""
     rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
-    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fills_rows(state.config, state.device))
+    batches = rollouts.sequences(groups, state)
     tables = (
         mask,
         rollouts.old_logprobs,
@@ -118,80 +127,131 @@ def _on_device(
         *(() if positive is None else (positive,)),
     )
     pieces = [
-        MicroBatch(batch, int(mask[rows].sum()), *(table[rows, : batch.shape[1]] for table in tables))
+        MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
         for rows, batch in zip(groups, batches, strict=True)
     ]
     return to_device(pieces, state.device)
 
 
+def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
+    """Return rows of a table in the shape `[b, t]` of their batch; further rows of that are 0."""
+    cut = table[rows, : shape[1]]
+    return cut if len(rows) == shape[0] else nn.functional.pad(cut, (0, 0, 0, shape[0] - len(rows)))
+
+
+class Kind(NamedTuple):
+    """What decides the operations of a pass, beside the run's settings and the shapes of its micro-batch."""
+
+    learns: bool  # False: the policy rests in a warm-up of the critic
+    with_policy: bool
+    reference: Reference  # if the loss has its KL over the vocabulary
+
+
+class Factors(NamedTuple):
+    """Numbers that differ between minibatches or iterations; for a graph they are scalars on the device."""
+
+    denominator: float | Tensor  # of the losses
+    positives: float | Tensor  # of the positive examples' loss
+    kl_coef: float | Tensor
+
+
 def compute_gradients(
-    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, pieces: list[MicroBatch]
+    state: TrainingState,
+    experience: Experience,
+    minibatch: Minibatch,
+    mask: Tensor,
+    pieces: list[MicroBatch],
+    passes: CapturedPasses | None = None,
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
     Returns their losses and token sums, and the number of tokens of the whole minibatch: those that `mask`, `[B, T]`
-    bool, has in its rows.
+    bool, has in its rows. `passes` lets CUDA replay what it captured.
     """
-    config, accelerator = state.config, state.accelerator
-    learns = experience.rollouts.iteration > config.critic_warmup_iterations
+    config, rollouts = state.config, experience.rollouts
+    learns = rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
     step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
-    denominator, positive = float(count(whole_mask)), positive_mask(experience, mask, config)
+    positive = positive_mask(experience, mask, config)
     positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
-    asked = {"with_entropy": bool(config.entropy_coef), "reference": experience.rollouts.reference_policy}
+    factors = Factors(float(count(whole_mask)), positives, experience.shaped_rewards.kl_coef)
+    kind = Kind(learns, minibatch.with_policy, rollouts.reference_policy)
+    scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
+
+    def compute(inputs: Inputs) -> Tensor:
+        piece, numbers = inputs
+        return add_gradients(state, kind, piece, Factors(*numbers.unbind()))
+
     for piece in pieces:
-        kl = entropy = nll = piece.advantages.new_zeros(())
-        policy_terms = PolicyLoss(kl, kl, kl, kl)
         with synchronised(state, is_last=piece is pieces[-1]):
-            if minibatch.with_policy:
-                with accelerator.autocast():
-                    output = state.policy_forward(piece.batch, learns=learns, **asked)
-                policy_terms = clipped_policy_loss(
-                    output.logprobs,
-                    piece.old_logprobs,
-                    piece.advantages,
-                    piece.mask,
-                    cliprange=config.cliprange,
-                    cliprange_high=config.cliprange_high,
-                    dual_clip=config.dual_clip,
-                    loss_aggregation=aggregation,
-                    denominator=denominator,
-                )
-                policy_loss = policy_terms.loss
-                if config.kl_in == "loss":
-                    estimate = output.kl
-                    if estimate is None:
-                        estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
-                    kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
-                    policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
-                if output.entropy is not None:
-                    entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
-                    policy_loss = policy_loss - config.entropy_coef * entropy
-                if piece.positive is not None:
-                    nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, positives)
-                    policy_loss = policy_loss + config.positive_coef * nll
-                if learns and not state.shares_trunk:
-                    _backward(state, policy_loss)
-                values = output.values
-            if state.critic_forward is not None:
-                with accelerator.autocast():
-                    values = state.critic_forward(piece.batch)
-            value_terms = clipped_value_loss(
-                values[:, :-1],
-                piece.values,
-                piece.returns,
-                piece.mask,
-                cliprange_value=config.cliprange_value,
-                loss_aggregation=aggregation,
-                denominator=denominator,
-            )
-            loss = config.vf_coef * value_terms.loss
-            if learns and state.shares_trunk:
-                loss = loss + policy_loss
-            _backward(state, loss)
-        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, nll=nll, own_tokens=piece.tokens)
+            if passes is None:
+                found = add_gradients(state, kind, piece, factors)
+            else:
+                found = passes.run(kind, (piece, scalars), compute)
+        step.add(found, piece.tokens)
     return step
+
+
+def add_gradients(state: TrainingState, kind: Kind, piece: MicroBatch, factors: Factors) -> Tensor:
+    """Add the gradients of a micro-batch; return its losses and means as `StepSums.add` takes them.
+
+    A CUDA graph may hold all of it, so nothing is read from the device.
+    """
+    config, accelerator, aggregation = state.config, state.accelerator, state.config.loss_aggregation
+    kl = entropy = nll = piece.advantages.new_zeros(())
+    policy_terms = PolicyLoss(kl, kl, kl, kl)
+    if kind.with_policy:
+        with accelerator.autocast():
+            output = state.policy_forward(
+                piece.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
+            )
+        policy_terms = clipped_policy_loss(
+            output.logprobs,
+            piece.old_logprobs,
+            piece.advantages,
+            piece.mask,
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
+            dual_clip=config.dual_clip,
+            loss_aggregation=aggregation,
+            denominator=factors.denominator,
+        )
+        policy_loss = policy_terms.loss
+        if config.kl_in == "loss":
+            estimate = output.kl
+            if estimate is None:
+                estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
+            kl = aggregate_loss(estimate, piece.mask, aggregation, factors.denominator)
+            policy_loss = policy_loss + factors.kl_coef * kl
+        if output.entropy is not None:
+            entropy = aggregate_loss(output.entropy, piece.mask, aggregation, factors.denominator)
+            policy_loss = policy_loss - config.entropy_coef * entropy
+        if piece.positive is not None:
+            nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, factors.positives)
+            policy_loss = policy_loss + config.positive_coef * nll
+        if kind.learns and not state.shares_trunk:
+            _backward(state, policy_loss)
+        values = output.values
+    if state.critic_forward is not None:
+        with accelerator.autocast():
+            values = state.critic_forward(piece.batch)
+    value_terms = clipped_value_loss(
+        values[:, :-1],
+        piece.values,
+        piece.returns,
+        piece.mask,
+        cliprange_value=config.cliprange_value,
+        loss_aggregation=aggregation,
+        denominator=factors.denominator,
+    )
+    loss = config.vf_coef * value_terms.loss
+    if kind.learns and state.shares_trunk:
+        loss = loss + policy_loss
+    _backward(state, loss)
+    losses = policy_terms.loss, value_terms.loss, kl, entropy, nll
+    means = policy_terms.approxkl, policy_terms.clipfrac, value_terms.clipfrac, policy_terms.ratio
+    return torch.stack([number.detach() for number in (*losses, *means)])
 
 
 def _backward(state: TrainingState, loss: Tensor) -> None:
@@ -302,8 +362,8 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
 
 
 def _drop_gradients(state: TrainingState) -> None:
-    state.policy_optimizer.zero_grad(set_to_none=True)
-    state.critic_optimizer.zero_grad(set_to_none=True)
+    for optimizer in state.optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -1,0 +1,278 @@
+"""Micro-batches in CUDA graphs, which a CPU emulates: they train as micro-batches without graphs do.
+
+Those at the end capture on a CUDA device: pytest -m gpu.
+"""
+
+import logging
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.models import forward
+from ppo_rlhf.ppo import loop, rollout, state
+from ppo_rlhf.ppo.captured_passes import HELD_AS, CapturedPasses
+from ppo_rlhf.ppo.models import build_critic, build_state
+from ppo_rlhf.rewards.scoring import RewardScorer
+from tests import ppo_runs
+from tests.graph_on_cpu import graphs_on_cpu
+from tests.ppo_runs import MEASURED, Run, build_model, build_prompts, build_tokenizer, first_letters
+from tests.trainer.test_architectures import tiny
+
+__all__ = ["graphs_on_cpu"]  # a fixture
+GPU = "cuda"
+SETTINGS = {
+    "total_episodes": 48,
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 4,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 5,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-5,  # the gradient of a key's bias is 0 up to rounding, which Adam would turn into whole steps
+}
+"""Iterations of 10 optimiser steps, each of 2 micro-batches."""
+LORA = {"use_peft": True, "lora_r": 2, "lora_alpha": 8}
+CASES = {
+    "GPT-2": ("gpt2", {}),
+    "LoRA": ("llama", LORA),
+    "a shared trunk": ("llama", {"value_model": "shared"}),
+    "gradient checkpointing": ("llama", {"gradient_checkpointing": True}),
+    "an average of weights": ("gpt2", {"ema_decay": 0.9}),
+    "more epochs of the critic": ("llama", {"num_critic_epochs": 7, "num_ppo_epochs": 3}),
+    "a warm-up of the critic": ("gpt2", {"critic_warmup_iterations": 1, "weight_decay": 0.1}),
+    "an early stop": ("llama", {"target_kl": 0.02}),
+    "a coefficient that changes": (
+        "gpt2",
+        {"kl_in": "loss", "kl_estimator": "k2", "kl_controller": "adaptive", "kl_horizon": 24.0, "kl_coef": 0.5},
+    ),
+    "KL over the vocabulary": ("llama", {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.5}),
+}
+MORE_CASES = {
+    "Llama": ("llama", {}),
+    "LoRA on a shared trunk": ("gpt2", {**LORA, "value_model": "shared"}),
+    "a warm-up of the head on a trunk": ("gpt2", {"critic_warmup_iterations": 1, "value_model": "shared"}),
+    "an entropy bonus": ("gpt2", {"entropy_coef": 0.3, "dual_clip": 1.5, "cliprange_high": 0.4}),
+    "positive examples": ("llama", {"positive_coef": 0.3, "positive_threshold": 0.75}),
+    "means of responses": (
+        "gpt2",
+        {"loss_aggregation": "seq_mean_token_mean", "truncated_responses": "mask", "missing_eos_penalty": None},
+    ),
+    "a budget of tokens": ("llama", {"max_tokens_per_micro_batch": 40}),
+    "deterministic kernels": ("llama", {"deterministic": True}),
+}
+
+
+def kept(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    models = {"policy": run.state.policy, "critic": run.state.critic}
+    found = {f"{name}.{n}": tensor for name, model in models.items() for n, tensor in model.state_dict().items()}
+    average = run.state.policy_average
+    return found if average is None else {**found, **{f"average.{n}": t for n, t in average.weights.items()}}
+
+
+def assert_same_training(found: Run, expected: Run, limit: float = 1e-9) -> None:
+    for row, other in zip(found.state.history, expected.state.history, strict=True):
+        for name, value in kept(other).items():
+            assert row[name] == pytest.approx(value, rel=limit, abs=limit), name
+    wanted = weights(expected)
+    for name, tensor in weights(found).items():
+        assert_close(tensor, wanted[name], rtol=0.0, atol=limit, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def train(*runs: Run) -> None:
+    for run in runs:
+        while not run.state.finished:
+            run.iteration()
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[tuple]:
+    """The kind and the inputs of each pass that goes through `CapturedPasses`."""
+    found, original = [], CapturedPasses.run
+
+    def spy(self, kind, inputs, compute):
+        found.append((kind, inputs))
+        return original(self, kind, inputs, compute)
+
+    monkeypatch.setattr(CapturedPasses, "run", spy)
+    return found
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])
+def test_steps_of_replayed_micro_batches_give_the_weights_of_plain_ones(make_run, graphs_on_cpu, passes, case):
+    kind, settings = {**CASES, **MORE_CASES}[case]
+    run, plain = (make_run(kind, **{**SETTINGS, **settings}, cuda_graphs=on) for on in (None, False))
+    train(run, plain)
+    graphs = len(run.state.captures)
+    assert graphs_on_cpu.replays > len(passes) / 2
+    assert 0 < graphs <= 6
+    assert run.state.optimiser_steps >= 20 or run.state.early_stops
+    assert_same_training(run, plain)
+    assert all(parameter.grad is None for model in run.state.forwards for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+def test_the_first_ratio_is_exactly_one_in_sixteen_bits(make_run, graphs_on_cpu, kind, value_model):
+    """In the second iteration the passes are replayed; the old log-probabilities come from plain ones."""
+    once = {**SETTINGS, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "bfloat16", "value_model": value_model}
+    run = make_run(kind, **once)
+    for _ in range(3):
+        before = graphs_on_cpu.replays
+        metrics = run.iteration()
+        found = [metrics[name] for name in ("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg")]
+        assert found == [1.0, 0.0, 0.0]
+        assert metrics["val/clipfrac_avg"] == 0.0
+        assert metrics["policy/grad_norm"] > 0.0
+    assert graphs_on_cpu.replays >= before + 3
+
+
+def test_a_mixture_of_experts_is_captured(graphs_on_cpu):
+    run, plain = (run_of(tiny("mixtral").float(), tiny("mixtral").float(), on) for on in (None, False))
+    for each in (run, plain):
+        each.iteration()
+    assert graphs_on_cpu.replays == 19
+    assert_same_training(run, plain, 1e-3)
+
+
+def run_of(policy, reference, cuda_graphs) -> Run:
+    settings = {"response_length": 8, "device": "cpu", "dtype": "float32", **SETTINGS}
+    config = PPOConfig(**settings, cuda_graphs=cuda_graphs)
+    state = build_state(policy, build_critic(config, policy, None), build_tokenizer(), config)
+    scorer = RewardScorer([("first_letters", 2.0, first_letters)])
+    return Run(state, reference.requires_grad_(False), build_prompts(), scorer, config)
+
+
+def test_a_weight_without_a_gradient_is_left_alone_by_the_decay(make_run, graphs_on_cpu):
+    run = make_run(**SETTINGS, weight_decay=0.1)
+    idle = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    run.state.policy.register_parameter("idle", idle)
+    run.state.policy_optimizer.param_groups[0]["params"].append(idle)
+    run.iteration()
+    assert graphs_on_cpu.replays
+    assert torch.equal(idle, torch.ones_like(idle))
+
+
+def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_run, graphs_on_cpu, monkeypatch):
+    """A NaN in one minibatch's advantages; the steps after it are those of a run without graphs."""
+
+    def skipping(run: Run) -> None:
+        run.iteration()
+        experience = run.before_update()[-1]
+        experience.advantages[experience.rollouts.epochs[0][0].rows[0], 0] = float("nan")
+        metrics = loop.iteration_metrics(run.state, experience, loop.optimise_policy(run.state, experience))
+        run.state.advance(experience.scores.total, metrics)
+
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        skipping(each)
+        each.iteration()
+    assert run.state.skipped_steps == plain.state.skipped_steps == 5
+    for name, tensor in weights(run).items():
+        assert_close(tensor, weights(plain)[name], rtol=0.0, atol=1e-9)
+
+
+def test_the_scale_of_losses_in_float16_is_read_anew(make_run, graphs_on_cpu):
+    """No GPU here, so the scaler is handed in; it grows after each step."""
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        each.state.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        for _ in range(2):
+            each.iteration()
+        assert each.state.accelerator.scaler.get_scale() == 2.0**22
+    assert graphs_on_cpu.replays
+    assert_same_training(run, plain)
+
+
+def test_a_pass_that_reads_from_the_device_trains_without_graphs_and_loses_nothing(make_run, graphs_on_cpu, caplog):
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        layer = each.state.policy.model.layers[1].mlp
+        layer.register_forward_hook(lambda module, given, found: None if found.isfinite().all() else found.zero_())
+        for _ in range(2):
+            each.iteration()
+    assert graphs_on_cpu.replays == 0
+    assert sum("CUDA graphs are off" in line for line in caplog.messages) == 1
+    assert_same_training(run, plain)
+    assert not run.state.captures.held
+
+
+@pytest.mark.parametrize("why", ["several processes train", "an architecture needs padding"])
+def test_what_is_not_captured_trains_as_without_graphs_and_says_so_once(
+    make_run, graphs_on_cpu, passes, monkeypatch, caplog, why
+):
+    caplog.set_level(logging.INFO)
+    if why == "several processes train":
+        monkeypatch.setattr(rollout, "process_count", lambda: 2)
+    else:
+        for place in (forward, rollout, state):
+            monkeypatch.setattr(place, "packs", lambda _: False)
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        for _ in range(2):
+            each.iteration()
+    assert [line for line in caplog.messages if "without CUDA graphs" in line] == [
+        f"The update runs without CUDA graphs: {why}."
+    ]
+    assert passes == []
+    assert [kept(row) for row in run.state.history] == [kept(row) for row in plain.state.history]
+
+
+def test_buffers_and_graphs_are_kept_over_iterations_and_made_anew_where_weights_have_moved(make_run, graphs_on_cpu):
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        each.iteration()
+    first, gradients = run.state.captures.held[HELD_AS], sum(p.nbytes for p in trained(run))
+    assert gradients < first.bytes < 2 * gradients
+    for each in (run, plain):
+        each.iteration()
+    assert run.state.captures.held[HELD_AS] is first
+    weight = run.state.policy.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    for each in (run, plain):
+        each.iteration()
+    assert run.state.captures.held[HELD_AS] is not first
+    assert_same_training(run, plain)
+    run.state.captures.close()
+    assert run.state.captures.bytes == 0
+
+
+def trained(run: Run) -> list[torch.nn.Parameter]:
+    models = run.state.policy, run.state.critic
+    return [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.fixture
+def models_on_the_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(ppo_runs, "build_model", lambda *which, **shape: build_model(*which, **shape).to(GPU))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("models_on_the_gpu")
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES])
+def test_on_a_gpu_replayed_micro_batches_give_the_weights_of_plain_ones(make_run, case):
+    kind, settings = {**CASES, **MORE_CASES}[case]
+    run, plain = (make_run(kind, **{**SETTINGS, **settings}, device=GPU, cuda_graphs=on) for on in (None, False))
+    train(run, plain)
+    assert run.state.captures.trouble is None
+    assert len(run.state.captures) > 0
+    assert_same_training(run, plain, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("models_on_the_gpu")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_on_a_gpu_the_first_ratio_is_exactly_one(make_run, kind, dtype):
+    """In 16 bits attention is FlashAttention's, beside sequences of no token."""
+    once = {**SETTINGS, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": dtype, "device": GPU}
+    run = make_run(kind, **once)
+    train(run)
+    assert run.state.captures.trouble is None
+    assert len(run.state.captures) > 0
+    for row in run.state.history:
+        assert (row["val/ratio"], row["policy/approxkl_avg"]) == (1.0, 0.0)
+        assert row["policy/grad_norm"] > 0.0
