@@ -1,4 +1,4 @@
-"""The README's commands install the versions that were tested, and CI tests those and says which others it tried."""
+"""The README's commands install the versions that were tested, and CI tests those, with each Python that is named."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -87,6 +88,16 @@ def test_each_dependency_is_pinned_to_a_version_that_pyproject_allows(
         if pin is None or not needed.specifier.contains(str(pin.specifier).removeprefix("==")):
             wrong.append(f"{needed}: {pin}")
     assert wrong == []
+
+
+def test_the_workflow_tests_each_python_that_the_classifiers_name_and_fails_with_any() -> None:
+    named = [line.rpartition(" :: ")[2] for line in PROJECT["classifiers"] if line.startswith("Programming Language")]
+    check = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]["check"]
+    assert check["strategy"]["matrix"] == {"python": named}
+    assert "continue-on-error" not in check
+    first, *_, last = named
+    assert PROJECT["requires-python"] == f">={first}"
+    assert f"Python ≥ {first} (tested with {first} to {last})." in README
 
 
 def test_the_readme_names_the_torch_that_is_pinned(script: dict[str, Any]) -> None:
