@@ -277,18 +277,27 @@ def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
 
 
 def test_a_plain_pipeline_on_the_export_answers_with_as_many_tokens_as_ppo_did_and_warns_of_nothing(
-    make_run, tmp_path, caplog, monkeypatch
+    make_run, make_model, tmp_path, caplog, monkeypatch
 ):
-    """Of a policy that never ends a text."""
+    """Of a policy that never ends a text. transformers 5.17 warns of a default of its own, of any model."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     state = make_run(stop_token="none", response_length=6, missing_eos_penalty=None).state
     exported_policy(state).save(tmp_path / "policy")
-    generator = pipeline("text-generation", model=str(tmp_path / "policy"))
-    caplog.clear()
-    for length in (3, 20):
-        (answer,) = generator(" ".join("abcdefghij" * 2)[: 2 * length], return_tensors=True)
-        assert len(answer["generated_token_ids"]) == length + 6
-    assert caplog.messages == []
+    other = make_model("gpt2")
+    other.generation_config.max_new_tokens = 6
+    save(tmp_path / "other", other, build_tokenizer())
+    said = []
+    for model in ("other", "policy"):
+        generator = pipeline("text-generation", model=str(tmp_path / model))
+        caplog.clear()
+        for length in (3, 20):
+            (answer,) = generator(" ".join("abcdefghij" * 2)[: 2 * length], return_tensors=True)
+            if model == "policy":
+                assert len(answer["generated_token_ids"]) == length + 6
+        said.append(list(caplog.messages))
+    of_other, of_policy = said
+    assert of_policy == of_other
+    assert all("max_length" in line for line in of_other)
 
 
 def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project(make_run, make_model, tmp_path):
