@@ -13,7 +13,7 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ppo_rlhf.cli.memory_plan import Planned
+from ppo_rlhf.cli.memory_plan import Planned, graphs_line
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
 from tests.own_code import save_with_own_code
@@ -216,3 +216,22 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
 def test_pipelines_without_ppo_have_no_plan(kedro: Kedro, project: Path):
     result = kedro(project, "doctor", "--pipelines", "data_preparation")
     assert "these pipelines do not train by PPO" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "decoding steps are captured if a probe of the policy passes at the run's start"),
+        ({"cuda_graphs": True}, "decoding steps are captured, or the run is refused"),
+        ({"cuda_graphs": False}, "none (ppo.cuda_graphs=false)"),
+        ({"rollout_engine": "hf"}, "no decoding step is captured (ppo.rollout_engine=hf)"),
+    ],
+    ids=str,
+)
+def test_a_run_on_a_gpu_is_told_whether_its_steps_become_cuda_graphs(settings, line):
+    assert graphs_line(PPOConfig(**settings)).startswith(line)
+
+
+def test_with_fsdp2_no_step_becomes_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.shards_models", lambda: True)
+    assert graphs_line(PPOConfig()).startswith("none: with FSDP2")

@@ -43,7 +43,7 @@ def test_the_first_run_is_plain_the_second_is_captured_and_later_ones_are_replay
     calls, sums = [], []
     for run in range(5):
         add.summand.fill_(run)
-        captures.run("add", add)
+        captures.run(("add",), add)
         calls.append(add.calls)
         sums.append(add.total[0].item())
     assert calls == [1, 2, 2, 2, 2]
@@ -52,7 +52,7 @@ def test_the_first_run_is_plain_the_second_is_captured_and_later_ones_are_replay
 
 
 def test_each_key_has_a_graph_of_its_own(graphs_on_cpu):
-    captures, counters = Captures(CPU), {key: Counter() for key in ("a", ("b", 2))}
+    captures, counters = Captures(CPU), {key: Counter() for key in (("a",), ("a", 2))}
     for _ in range(3):
         for key, add in counters.items():
             captures.run(key, add)
@@ -66,7 +66,7 @@ def test_without_captures_every_run_is_plain(how, request):
         request.getfixturevalue("graphs_on_cpu")
     captures, add = Captures(CPU, wanted=how != "not wanted"), Counter()
     for _ in range(4):
-        captures.run("add", add)
+        captures.run(("add",), add)
     assert (captures.on, add.calls, len(captures)) == (False, 4, 0)
 
 
@@ -74,7 +74,7 @@ def test_a_python_number_that_changes_between_runs_is_not_repeated(graphs_on_cpu
     """What the emulation is for: it shows a function that must not be captured."""
     captures, total, number = Captures(CPU), torch.zeros(1), iter(range(10))
     for _ in range(4):
-        captures.run("count", lambda: total.add_(next(number)))
+        captures.run(("count",), lambda: total.add_(next(number)))
     assert total.item() == 0 + 1 + 1 + 1  # plain runs would give 0 + 1 + 2 + 3
 
 
@@ -82,7 +82,7 @@ def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plai
     captures, add, total = Captures(CPU), Counter(), torch.zeros(2)
     captures.held["buffers"] = Buffers(total)
     for _ in range(3):
-        captures.run("add", add)
+        captures.run(("add",), add)
 
     def reads() -> None:
         total.add_(1)
@@ -90,8 +90,8 @@ def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plai
             total.add_(1)
 
     for _ in range(3):
-        captures.run("reads", reads)
-    captures.run("add", add)
+        captures.run(("reads",), reads)
+    captures.run(("add",), add)
     assert total.tolist() == [6.0, 6.0]
     assert add.total.tolist() == [8.0] * 3
     assert (captures.on, len(captures), captures.held) == (False, 0, {})
@@ -106,22 +106,36 @@ def test_what_is_released_can_be_captured_again(graphs_on_cpu, caplog):
     captures.held["buffers"] = Buffers(torch.zeros(2**26))
     assert captures.bytes == 2**28
     for _ in range(2):
-        captures.run("add", add)
+        captures.run(("add",), add)
     captures.close()
     assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]
     assert (len(captures), captures.bytes, captures.held) == (0, 0, {})
     for _ in range(3):
-        captures.run("add", add)
+        captures.run(("add",), add)
     assert (len(captures), add.total.tolist()) == (1, [10.0] * 3)
     captures.close()
     assert len(caplog.messages) == 1  # no more than was said before
+
+
+def test_one_kind_of_work_can_be_released_alone(graphs_on_cpu):
+    captures, counters = Captures(CPU), {key: Counter() for key in (("a", 1), ("a", 2), ("b", 1))}
+    captures.held |= {"a": Buffers(torch.zeros(3)), "b": Buffers(torch.zeros(5))}
+    for _ in range(2):
+        for key, add in counters.items():
+            captures.run(key, add)
+    captures.release("a")
+    assert (len(captures), list(captures.held), captures.bytes) == (1, ["b"], 20)
+    for key, add in counters.items():
+        captures.run(key, add)
+    assert [add.calls for add in counters.values()] == [3, 3, 2]
+    assert [add.total[0].item() for add in counters.values()] == [6.0] * 3
 
 
 def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):
     captures, add = Captures(CPU), Counter()
     alive = torch.utils.weak.WeakIdRef(add.total)
     for _ in range(2):
-        captures.run("add", add)
+        captures.run(("add",), add)
     captures.release()
     del add
     gc.collect()
@@ -145,7 +159,7 @@ def test_on_a_gpu_graphs_are_replayed_on_new_values_and_give_their_memory_back()
     for run in range(5):
         given.fill_(run)
         gradient.zero_()
-        captures.run("work", work)
+        captures.run(("work",), work)
         found.append(gradient.clone())
         assert weight.grad is gradient
         gradient.zero_()
@@ -172,7 +186,7 @@ def test_on_a_gpu_a_capture_that_fails_leaves_stream_and_numbers_as_they_were():
             total.add_(1)
 
     for _ in range(4):
-        captures.run("reads", reads)
+        captures.run(("reads",), reads)
     assert not captures.on
     assert total.tolist() == [8.0, 8.0]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -202,7 +202,7 @@ def test_prompts_are_filled_up_to_few_widths_on_a_gpu_which_changes_no_token(mak
 @pytest.mark.parametrize("engine", ENGINES)
 def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkeypatch, engine):
     sizes = []
-    name = "_decode_packed" if engine == "static" else "_decode_with_generate"
+    name = "decode_packed" if engine == "static" else "_decode_with_generate"
     decode = getattr(sampling, name)
     monkeypatch.setattr(sampling, name, lambda m, ids, *rest: sizes.append(len(ids)) or decode(m, ids, *rest))
     asked = []
@@ -211,7 +211,7 @@ def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkey
     )
     model = make_model("llama")
     in_parts = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=None)
-    assert asked == [(6, 6 + STEPS, {"decoded_from": 6})]
+    assert asked == [(6, 6 + STEPS, {"decoded_from": 6, "used_again": 0})]
     whole = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=6)
     assert len(asked) == 1  # a number is a limit, and the memory is not asked
     assert sizes == [4, 2, 6]
@@ -346,7 +346,7 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
 def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(make_model, monkeypatch):
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
-    monkeypatch.setattr("ppo_rlhf.ppo.sampling._is_time_to_look", lambda step, device: step % 4 == 3)
+    monkeypatch.setattr("ppo_rlhf.ppo.sampling.is_time_to_look", lambda step, device: step % 4 == 3)
     found = generate_responses(model, UNEVEN, noise(6), settings())
     assert torch.equal(found.response_ids, expected.response_ids)
     assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)

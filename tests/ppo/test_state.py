@@ -135,7 +135,7 @@ def test_graphs_and_buffers_are_released_when_training_ends(make_run, graphs_on_
 
     def after_iteration(_):
         for _ in range(2):
-            captures.run("mine", lambda: buffer.add_(1.0))
+            captures.run(("mine",), lambda: buffer.add_(1.0))
         captures.held["mine"] = SimpleNamespace(bytes=buffer.nbytes)
         if fails:
             raise ConfigError("ends here")

@@ -188,7 +188,7 @@ def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[F
 
 
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
-    from ppo_rlhf.cli.memory_plan import changes, gib, plan, table
+    from ppo_rlhf.cli.memory_plan import changes, gib, graphs_line, plan, table
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
 
     if plan_loop(run.pipeline) is None:
@@ -199,6 +199,8 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
         yield "ok", "Memory", "not planned, nor the disk: there is no model yet; --model names one to plan for"
         return
     yield from table(planned)
+    if not planned.shape.on_cpu:
+        yield "ok", "Graphs", graphs_line(planned.config)
     line = f"{gib(planned.needed)} needed of {gib(planned.share)} free on {planned.device} (phase: {planned.plan.peak})"
     if planned.needed <= planned.share:
         yield "ok", "Memory", line

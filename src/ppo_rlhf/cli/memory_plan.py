@@ -24,7 +24,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.models import check_device
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.processes import process_count
+from ppo_rlhf.processes import process_count, shards_models
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,19 @@ def plan(
     )
     found = memory.plan_memory(config, shape)
     return Planned(policy.source, config, shape, found, device, free, on_host)
+
+
+def graphs_line(config: PPOConfig) -> str:
+    """Return whether a run on CUDA captures its decoding steps as CUDA graphs."""
+    if config.cuda_graphs is False:
+        return "none (ppo.cuda_graphs=false)"
+    if config.rollout_engine != "static":
+        return f"no decoding step is captured (ppo.rollout_engine={config.rollout_engine})"
+    if shards_models():
+        return "none: with FSDP2 weights move"
+    if config.cuda_graphs:
+        return "decoding steps are captured, or the run is refused when a probe of the policy fails at its start"
+    return "decoding steps are captured if a probe of the policy passes at the run's start"
 
 
 def table(planned: Planned) -> Iterator[str]:

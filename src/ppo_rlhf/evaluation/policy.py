@@ -20,6 +20,7 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.tokenizers import same_vocabulary
@@ -227,11 +228,17 @@ class Evaluator:
     samples_per_prompt: int = 1  # each has noise of its own
 
     def evaluate(
-        self, policy: PreTrainedModel, reference_policy: PreTrainedModel | None, *, device: torch.device | None = None
+        self,
+        policy: PreTrainedModel,
+        reference_policy: PreTrainedModel | None,
+        *,
+        device: torch.device | None = None,
+        captures: Captures | None = None,
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy; without a reference policy it is its own, and its KL 0.
 
-        The models compute on `device`; None is where the policy is.
+        The models compute on `device`; None is where the policy is. `captures` are those of the policy's run, if it
+        trains.
 
         Raises:
             DataError: There are no prompts.
@@ -243,13 +250,12 @@ class Evaluator:
         uniforms_NT = episode_uniforms(self.seed, NOISE_STREAM, 0, len(prompts), self.sampling.response_length)
         device = device or policy.device
         with on_device(policy, device):
-            responses = sample_responses(
-                policy, prompts, uniforms_NT, self.sampling, self.config, batch_size=self.batch_size
-            )
+            how: dict[str, Any] = {"batch_size": self.batch_size, "captures": captures}
+            responses = sample_responses(policy, prompts, uniforms_NT, self.sampling, self.config, **how)
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
                 drawn = {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
-                how: dict[str, Any] = {**drawn, "device": device, "batch_size": self.batch_size}
+                how = {**drawn, "device": device, "batch_size": self.batch_size}
                 of_policy, of_reference = (
                     compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)

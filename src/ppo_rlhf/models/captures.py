@@ -38,14 +38,14 @@ class Captures:
     where the next replay of any graph may write.
     """
 
-    def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
+    def __init__(self, device: torch.device, *, wanted: bool = True, tells_trouble: bool = True) -> None:
         """Take the device of all graphs; without `wanted`, or on a device that has none, everything runs plainly."""
         self.held: dict[Hashable, Held] = {}
-        """Buffers, by whatever key their users give them, until `release`."""
+        """Buffers by kind of work, until `release`."""
         self.trouble: str | None = None
         """Why nothing is captured any more."""
-        self._device, self._wanted = device, wanted
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None after the first run
+        self._device, self._wanted, self._tells_trouble = device, wanted, tells_trouble
+        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}  # None after the first run
         self._pool: Any = None
         self._pool_bytes = 0
         self._stream: torch.cuda.Stream | None = None  # of first runs and captures: libraries keep work space for each
@@ -68,7 +68,7 @@ class Captures:
         """Bytes on the device of the buffers and of the graphs' pool."""
         return self._pool_bytes + sum(held.bytes for held in self.held.values())
 
-    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+    def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> None:
         """Run the function of a key: plainly the first time, which loads kernels; captured before the second; replayed.
 
         If it cannot be captured, that is logged, everything is released, and this run and all later ones are plain.
@@ -92,21 +92,28 @@ class Captures:
         graph.replay()
 
     def give_up(self, why: str) -> None:
-        """Release everything and run plainly from now on; the reason is logged."""
+        """Release everything and run plainly from now on; the reason is logged, if this object `tells_trouble`."""
         self.trouble = why
         self.release()
-        log.warning("CUDA graphs are off from here on, and kernels are launched one by one: %s", why)
+        if self._tells_trouble:
+            log.warning("CUDA graphs are off from here on, and kernels are launched one by one: %s", why)
 
-    def release(self) -> None:
-        """Let go of all graphs and buffers. Later runs are captured anew."""
-        had_graphs = len(self) > 0
-        if had_graphs and self._device.type == "cuda":
+    def release(self, kind: Hashable | None = None) -> None:
+        """Let go of all graphs and buffers, or of those of one kind. Later runs are captured anew.
+
+        A kind is the key of its buffers in `held`, and the first part of the keys of its graphs.
+        """
+        keys = [key for key in self._graphs if kind in (None, key[0])]
+        if keys and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a graph may still run
-        self.held.clear()
-        self._graphs.clear()
-        self._pool, self._pool_bytes = None, 0
-        if had_graphs and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the pool's memory serves nobody else until then
+        for key in keys:
+            del self._graphs[key]
+        for held in [held for held in self.held if kind in (None, held)]:
+            del self.held[held]
+        if not self._graphs:
+            self._pool, self._pool_bytes = None, 0
+        if keys and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # a pool without graphs serves nobody else until then
 
     def close(self) -> None:
         """Release everything at the end of a run, and log what there was."""

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ppo_rlhf.models.captures import pool_bytes
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.processes import process_count
 
@@ -27,11 +28,14 @@ USED = 0.8
 """Share of the free memory that a pass may take: the estimate is right to a third, and a part is in pieces."""
 
 
-def sequences_at_a_time(model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None) -> int:
+def sequences_at_a_time(
+    model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None, used_again: int = 0
+) -> int:
     """Return how many of `count` sequences to take at a time, in parts of equal size; at least 1.
 
     The longest has so many `tokens`. The model computes them where it is, under the caller's autocast: in whole passes,
-    or token by token after the longest prompt's `decoded_from` tokens.
+    or token by token after the longest prompt's `decoded_from` tokens. Bytes that are taken, and that these passes use
+    again, count as free.
     """
     device, text = model.device, model.config.get_text_config()
     casts = torch.is_autocast_enabled(device.type) and model.dtype != torch.float64
@@ -39,7 +43,7 @@ def sequences_at_a_time(model: PreTrainedModel, count: int, tokens: int, *, deco
     one_layer = activation_bytes(backbone_of(model), number) // getattr(text, "num_hidden_layers", 1)
     row = tokens * one_layer if decoded_from is None else decoding_bytes(text, decoded_from, tokens, one_layer, number)
     most = MOST_ON_CPU if device.type == "cpu" and decoded_from is None else count
-    return in_equal_parts(count, row, _free(device), most)
+    return in_equal_parts(count, row, _free(device) + used_again, most)
 
 
 def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> int:
@@ -94,11 +98,15 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
 
 
 def _free(device: torch.device) -> int:
-    """Return the bytes that this process can still take on a device; torch's own free blocks count."""
+    """Return the bytes that this process can still take on a device; torch's own free blocks count.
+
+    Those in the pool of CUDA graphs do not: only a capture can take them.
+    """
     free = available_memory(device)[0]
     if device.type != "cuda":
         return free // process_count()
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    taken = torch.cuda.memory_allocated(device) + pool_bytes(device)
+    return free + torch.cuda.memory_reserved(device) - taken
 
 
 def _cache_width(text: Any) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 
@@ -27,6 +28,7 @@ def sample_episodes(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
+    captures: Captures | None = None,
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
@@ -51,7 +53,9 @@ def sample_episodes(
         contexts = [prompts.prompt_ids[row] + ids[row] for row in live]
         columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
-        turns = generate_responses(policy, contexts, noise, a_turn, engine=engine, batch_size=batch_size)
+        turns = generate_responses(
+            policy, contexts, noise, a_turn, engine=engine, batch_size=batch_size, captures=captures
+        )
         assert turns.sampler_logprobs is not None  # they were sampled here
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
         for row, turn in zip(live, turns.token_lists(), strict=True):

@@ -29,6 +29,7 @@ from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
@@ -38,7 +39,7 @@ from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
-from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
+from ppo_rlhf.ppo.precision import autocast, frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
@@ -190,7 +191,7 @@ def build_state(
     Raises:
         ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
         ModelError: The critic reads tokens that come later, all weights of a model are frozen, the policy has no stop
-            token, or gradient checkpointing or compilation does not fit an architecture.
+            token, or gradient checkpointing, compilation or `cuda_graphs: true` does not fit an architecture.
         RewardError: `ppo.environment` cannot be imported.
     """
     config = with_dtype(config)
@@ -208,6 +209,8 @@ def build_state(
             enable_gradient_checkpointing(model)
         if config.compile:
             compile_layers(model)
+    if config.cuda_graphs:
+        check_captured(policy, config)
     shared = isinstance(critic, SharedCritic)
     device = join_processes().device if shards_models() else policy.device
     accelerator = make_accelerator(config, device, finds_unused=shared and config.critic_warmup_iterations > 0)
@@ -234,6 +237,18 @@ def build_state(
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
     )
+
+
+def check_captured(policy: PreTrainedModel, config: PPOConfig) -> None:
+    """Raise `ModelError` if the policy's decoding steps cannot be captured as CUDA graphs."""
+    from ppo_rlhf.ppo.captured_sampling import why_not_captured  # only this setting needs it
+
+    with autocast(config, policy.device):
+        why = why_not_captured(policy) if decodes(policy) else "it needs padding, or a cache of transformers' own"
+    if why:
+        raise ModelError(
+            f"ppo.cuda_graphs=true: {type(policy).__name__} is not decoded by CUDA graphs ({why}); leave it out"
+        )
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:

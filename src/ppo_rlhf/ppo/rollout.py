@@ -18,6 +18,7 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
@@ -108,8 +109,10 @@ def generate_rollouts(
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(each)])
-        noise, size = uniforms[_rows_of(places, each)], config.local_rollout_forward_batch_size
-        return drawn, sample_responses(state.policy, drawn, noise, state.sampling, config, batch_size=size)
+        how: dict[str, Any] = {"batch_size": config.local_rollout_forward_batch_size, "captures": state.captures}
+        return drawn, sample_responses(
+            state.policy, drawn, uniforms[_rows_of(places, each)], state.sampling, config, **how
+        )
 
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
     scored, redraws = None, 0
@@ -178,11 +181,13 @@ def sample_responses(
     config: PPOConfig,
     *,
     batch_size: int | None,
+    captures: Captures | None = None,
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
     With an environment a response has several turns. `sampling.engine` does all this by itself, without the noise
     `uniforms`, `[N, T]` float64 in [0, 1). `batch_size` responses are decoded at a time; None: what memory allows.
+    `captures` are those of the policy's run.
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)
@@ -194,7 +199,7 @@ def sample_responses(
             sample = partial(generate_responses, policy, own_prompts.prompt_ids)
         else:
             sample = partial(sample_episodes, policy, own_prompts)
-        own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size)
+        own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, captures=captures)
     of_all: Any = {name: rows if rows is None else gather_dealt(rows, hands) for name, rows in vars(own).items()}
     return Responses(**of_all)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.capabilities import argument_of
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
@@ -98,23 +100,31 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
+    captures: Captures | None = None,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
     The model has dropout off. A process may have no prompts; each has at least one token. The uniforms are `[N, T]`
     float64 in [0, 1), one for each (episode, step). The engine is `static` or `hf`, which also decodes architectures
     that need padding. `batch_size` prompts are decoded at a time, on which tokens depend only by rounding; None: what
-    memory allows.
+    memory allows. With `captures` the steps of `static` are CUDA graphs, where the model allows it.
     """
+    longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)
     logprobs = torch.zeros(tokens.shape, dtype=dtype)
-    if batch_size is None:
-        longest = max((len(ids) for ids in prompt_ids), default=0)
-        tokens_at_most = longest + settings.response_length
-        batch_size = sequences_at_a_time(model, len(prompt_ids), tokens_at_most, decoded_from=longest)
     with torch.no_grad():
-        decode = _decode_packed if engine == "static" and decodes(model) else _decode_with_generate
+        decode = decode_packed if engine == "static" and decodes(model) else _decode_with_generate
+        columns, used_again = longest + settings.response_length, 0
+        if captures is not None and captures.on and decode is decode_packed:
+            from ppo_rlhf.ppo import captured_sampling  # it imports this module, and a CPU does not need it
+
+            if not captured_sampling.why_not_captured(model):
+                decode = partial(captured_sampling.decode_captured, captures=captures)
+                columns, used_again = captured_sampling.columns_of(columns), captured_sampling.held_bytes(captures)
+        if batch_size is None:
+            sizes = {"decoded_from": longest, "used_again": used_again}
+            batch_size = sequences_at_a_time(model, len(prompt_ids), columns, **sizes)
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             found, found_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
@@ -135,7 +145,7 @@ def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -
     )
 
 
-def _decode_packed(
+def decode_packed(
     model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
     """Prefill the prompts, then decode one token of each live sequence a step; sequences that have ended leave."""
@@ -149,13 +159,13 @@ def _decode_packed(
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = decoder.prefill()
     for step in range(width):
-        token, logprob = _sample(logits, uniforms[live], step, settings)
+        token, logprob = sample_step(logits, uniforms[live, step], settings, may_stop(step, settings))
         tokens[live, step] = torch.where(has_ended, settings.pad_token_id, token)
         logprobs[live, step] = logprob
         if step + 1 == width:
             break
         has_ended = has_ended | torch.isin(token, stops)
-        if _is_time_to_look(step, device):
+        if is_time_to_look(step, device):
             ended = has_ended.tolist()
             if all(ended):
                 break
@@ -168,7 +178,7 @@ def _decode_packed(
     return tokens, logprobs
 
 
-def _is_time_to_look(step: int, device: torch.device) -> bool:
+def is_time_to_look(step: int, device: torch.device) -> bool:
     """Return whether to look which sequences have ended: a look waits for an accelerator."""
     return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
 
@@ -190,7 +200,8 @@ class _ForcedSampling(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, logprob = _sample(scores, self.uniforms, len(self.logprobs), self.settings)
+        step = len(self.logprobs)
+        token, logprob = sample_step(scores, self.uniforms[:, step], self.settings, may_stop(step, self.settings))
         self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
@@ -249,14 +260,18 @@ def _decode_with_generate(
     return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 
 
-def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Draw the token of a step, counted from 0, and return it with its log-probability under the whole distribution."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    noise, temperature = uniforms[:, step], settings.temperature
-    if step >= settings.min_response_length - 1 or not settings.stop_token_ids:
+def may_stop(step: int, settings: SamplingSettings) -> bool:
+    """Return whether a stop token may be drawn in a step, counted from 0."""
+    return step >= settings.min_response_length - 1
+
+
+def sample_step(logits: Tensor, noise: Tensor, settings: SamplingSettings, may_stop: bool) -> tuple[Tensor, Tensor]:
+    """Draw the token of each row, and return it with its log-probability under the whole distribution."""
+    wide, temperature = logits if logits.dtype == torch.float64 else logits.float(), settings.temperature
+    if may_stop or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     continuing = wide.clone()
     for stop_token_id in settings.stop_token_ids:  # one by one: a list of them would be copied to the device first
-        continuing[:, stop_token_id] = -torch.inf
+        continuing[:, stop_token_id].fill_(-torch.inf)
     tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]

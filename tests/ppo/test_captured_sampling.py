@@ -1,0 +1,430 @@
+"""Steps as CUDA graphs: the tokens of plain steps, and nothing in a step that a graph cannot hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.adapters import LoraSettings, with_adapter
+from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.decoding import decodes
+from ppo_rlhf.models.decoding_in_place import next_size
+from ppo_rlhf.models.preparation import prepare
+from ppo_rlhf.ppo import sampling
+from ppo_rlhf.ppo.captured_sampling import DECODING, CapturedSampler, decode_captured, why_not_captured
+from ppo_rlhf.ppo.sampling import SamplingSettings, decode_packed, generate_responses, responses_of
+from tests.graph_on_cpu import GraphOnCPU, graphs_on_cpu, reads_from_the_device, tensors_of
+from tests.tiny_models import draw_weights, tiny_model
+
+__all__ = ["graphs_on_cpu"]  # a fixture
+CPU = torch.device("cpu")
+PLAIN = Captures(CPU, wanted=False)
+SHAPE = {
+    "vocab_size": 25,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+CONFIGS = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "mixture": (Qwen3MoeConfig, {"head_dim": 8, **EXPERTS}),
+    "two a layer": (DiffLlamaConfig, {}),
+}
+KINDS = ["gpt2", "llama", "lora", *CONFIGS]
+
+
+def make(kind: str, experts: str = "batched_mm") -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        model = tiny_model("gpt2", n_positions=128)
+    elif kind == "llama":
+        model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    elif kind == "lora":
+        base = tiny_model("llama", max_position_embeddings=128)
+        model = with_adapter(base, LoraSettings(2, 4, "all-linear"), torch.Generator().manual_seed(0))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    else:
+        config, options = CONFIGS[kind]
+        implementation = {"experts_implementation": experts} if kind == "mixture" else {}
+        model = AutoModelForCausalLM.from_config(config(**SHAPE, **options), **implementation)
+        model = draw_weights(model, 0.3)
+    model = prepare(model.eval())
+    assert decodes(model)  # it switches packed attention on
+    return model
+
+
+def settings(**changes: Any) -> SamplingSettings:
+    plain = {"response_length": 60, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "stop_token_ids": (2, 5)}
+    return SamplingSettings(**{**plain, "pad_token_id": 0, **changes})
+
+
+def prompts(count: int = 37) -> list[list[int]]:
+    drawn = np.random.default_rng(3)
+    return [drawn.integers(0, 25, size=drawn.integers(1, 12)).tolist() for _ in range(count)]
+
+
+def noise(count: int, length: int = 60, seed: int = 11) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).random((count, length)))
+
+
+def update(model: Any, seed: int) -> None:
+    """Change all weights in place, as an optimiser does."""
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.add_(drawn.to(parameter.device), alpha=0.05)
+
+
+@pytest.fixture(autouse=True)
+def looks_as_on_a_gpu(monkeypatch):
+    """Rows leave every 16 steps, also here, so that ended sequences stay for a while, and sizes change."""
+    monkeypatch.setattr(sampling, "is_time_to_look", lambda step, device: step % 16 == 15)
+
+
+OPTIONS = [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8, "min_response_length": 20}, {"stop_token_ids": ()}]
+
+
+def by_default(each: Any, *cases: Any) -> list[Any]:
+    """Return the cases of a product; of those that are not named only as slow ones."""
+    return [case if case in cases else pytest.param(*case, marks=pytest.mark.slow) for case in product(*each)]
+
+
+REPLAYED = [(kind, OPTIONS[number % 3]) for number, kind in enumerate(KINDS)] + [("gpt2", OPTIONS[3])]
+
+
+@pytest.mark.parametrize(("kind", "how"), by_default([KINDS, OPTIONS], *REPLAYED), ids=str)
+@torch.no_grad()
+def test_replayed_steps_draw_the_tokens_of_plain_ones_also_after_updates(graphs_on_cpu, kind, how):
+    model, how, captures, sizes = make(kind).double(), settings(**how), Captures(CPU), set()
+    assert not why_not_captured(model)
+    for iteration in range(3):
+        given, uniforms = prompts(37 - iteration), noise(37 - iteration, seed=iteration)
+        found = responses_of(*decode_captured(model, given, uniforms, how, captures), how)
+        expected = responses_of(*decode_packed(model, given, uniforms, how), how)
+        assert torch.equal(found.response_ids, expected.response_ids)
+        assert torch.equal(found.lengths, expected.lengths)
+        assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+        sizes.update(found.lengths.tolist())
+        update(model, iteration)
+    assert captures.trouble is None
+    assert graphs_on_cpu.replays > 60
+    assert 1 < len(captures) < 20
+    assert len(sizes) > 5 or not how.stop_token_ids
+
+
+class Counting(torch.nn.Module):
+    """A language model's layer beside which a Python number counts the steps, as a careless model's might."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.steps = layer, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return self.layer(*args, **kwargs) * (1 + 0.01 * self.steps)
+
+
+@torch.no_grad()
+def test_a_model_with_a_python_counter_in_its_steps_is_not_captured(graphs_on_cpu, caplog):
+    caplog.set_level(logging.INFO)
+    model = make("llama").double()
+    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    assert why_not_captured(model) == "replayed steps give other states"
+    assert caplog.messages == ["LlamaForCausalLM is decoded without CUDA graphs: replayed steps give other states"]
+    assert why_not_captured(model)
+    assert len(caplog.messages) == 1  # probed once
+
+
+@torch.no_grad()
+def test_a_step_with_a_python_counter_draws_other_tokens(graphs_on_cpu, monkeypatch):
+    """The mutant that the tests above must tell from the code: the number of the step is Python's."""
+
+    def draw(self, logits, how, *, may_stop):
+        self.step_number = getattr(self, "step_number", -1) + 1
+        number = self.number
+        self.number = torch.full_like(number, self.step_number % 60)
+        right(self, logits, how, may_stop=may_stop)
+        self.number = number
+
+    right = CapturedSampler._draw
+    monkeypatch.setattr(CapturedSampler, "_draw", draw)
+    model, how = make("gpt2").double(), settings(stop_token_ids=())
+    plain = decode_captured(model, prompts(), noise(37), how, Captures(CPU, wanted=False))
+    found = decode_captured(model, prompts(), noise(37), how, Captures(CPU))
+    assert torch.equal(plain[0], decode_packed(model, prompts(), noise(37), how)[0])
+    assert not torch.equal(found[0], plain[0])
+
+
+@torch.no_grad()
+def test_experts_in_a_loop_make_the_processor_wait_and_are_decoded_plainly_with_one_line(graphs_on_cpu, caplog):
+    caplog.set_level(logging.INFO)
+    model, captures = make("mixture", experts="eager").double(), Captures(CPU)
+    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
+    again = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
+    expected = generate_responses(model, prompts(), noise(37), settings())
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(again.response_ids, expected.response_ids)
+    assert captures.on
+    assert len(captures) == 0
+    (line,) = [line for line in caplog.messages if "CUDA graphs" in line]
+    assert line.startswith("Qwen3MoeForCausalLM is decoded without CUDA graphs: operation not permitted")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+@torch.no_grad()
+def test_in_float32_and_under_autocast_tokens_are_the_same_up_to_rounding(graphs_on_cpu, kind):
+    model, how = make(kind).float(), settings(response_length=12)
+    for bits in (32, 16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
+            captures = Captures(CPU)
+            first = decode_captured(model, prompts(), noise(37, 12), how, captures)
+            first = [each.clone() for each in first]
+            found = decode_captured(model, prompts(), noise(37, 12), how, captures)
+            expected = decode_packed(model, prompts(), noise(37, 12), how)
+        assert torch.equal(first[0], found[0])
+        assert torch.equal(first[1], found[1])
+        same = (found[0] == expected[0]).cumprod(1).bool()
+        assert same.float().mean() > (0.99 if bits == 32 else 0.5)
+        limit = 1e-4 if bits == 32 else 0.2
+        assert (found[1] - expected[1])[same & (expected[0] != 0)].abs().max() < limit
+
+
+@torch.no_grad()
+def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weights_do_not(graphs_on_cpu):
+    model, captures = make("llama").double(), Captures(CPU)
+    decode_captured(model, prompts(), noise(37), settings(), captures)
+    sampler = captures.held[DECODING]
+    given, how = prompts()[::-1][:20], settings(response_length=30, top_k=3, stop_token_ids=(7,))
+    for _ in range(2):
+        found = decode_captured(model, given, noise(20, seed=5)[:, :30], how, captures)
+        expected = decode_packed(model, given, noise(20, seed=5)[:, :30], how)
+        assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+    assert captures.held[DECODING] is sampler
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone() + 0.5
+    for _ in range(2):
+        found = decode_captured(model, given, noise(20), settings(), captures)
+        expected = decode_packed(model, given, noise(20), settings())
+        assert torch.equal(
+            responses_of(*found, settings()).response_ids, responses_of(*expected, settings()).response_ids
+        )
+    assert captures.held[DECODING] is not sampler
+
+
+@torch.no_grad()
+def test_a_batch_that_is_larger_or_longer_or_another_models_gets_new_buffers(graphs_on_cpu):
+    models, captures = [make("llama").double(), make("gpt2").double()], Captures(CPU)
+    for model, count, length in ((0, 10, 20), (0, 37, 20), (0, 37, 60), (1, 37, 60), (0, 20, 20)):
+        how = settings(response_length=length)
+        for _ in range(2):
+            found = decode_captured(models[model], prompts(count), noise(count, length), how, captures)
+            expected = decode_packed(models[model], prompts(count), noise(count, length), how)
+            assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+        assert list(captures.held) == [DECODING]
+
+
+def is_full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate 2 GiB")
+
+
+@pytest.mark.parametrize("where", ["buffers", "prompts", "a capture"])
+@torch.no_grad()
+def test_where_memory_does_not_do_the_batch_is_decoded_plainly_and_nothing_is_lost(
+    graphs_on_cpu, monkeypatch, caplog, where
+):
+    model, captures = make("llama").double(), Captures(CPU)
+    assert not why_not_captured(model)
+
+    decode_captured(model, prompts(10), noise(10), settings(), captures)
+    name = {"buffers": "__init__", "prompts": "sample", "a capture": None}[where]
+    if name is None:
+        monkeypatch.setattr(graphs_on_cpu, "__enter__", is_full)
+    else:
+        monkeypatch.setattr(CapturedSampler, name, is_full)
+    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=20)
+    expected = generate_responses(model, prompts(), noise(37), settings(), batch_size=20)
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+    assert (captures.on, len(captures), captures.held) == (False, 0, {})
+    (line,) = caplog.messages
+    assert line.endswith("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@torch.no_grad()
+def test_bytes_of_the_buffers_count_as_free_for_the_next_batch(graphs_on_cpu, monkeypatch):
+    """Else the second rollout would be cut smaller than the first, and its steps captured anew."""
+    asked = []
+
+    def at_a_time(_model, count, tokens, **how):
+        asked.append((count, tokens, how["used_again"]))
+        return count
+
+    monkeypatch.setattr(sampling, "sequences_at_a_time", at_a_time)
+    model, captures, longest = make("llama").double(), Captures(CPU), max(map(len, prompts()))
+    for _ in range(2):
+        generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=None)
+    columns = next_size(longest + 60, 64)
+    caches = 2 * 2 * 48 * 2 * columns * 4 * 8  # keys and values, layers, rows, heads, columns, widths, bytes
+    others = 48 * (60 * (8 + 8 + 8) + 8 + 8 + 1)
+    assert asked == [(37, columns, 0), (37, columns, caches + others)]
+    assert captures.bytes == caches + others
+    generate_responses(model, prompts(), noise(37), settings(), batch_size=None)
+    assert asked[-1] == (37, longest + 60, 0)
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_a_runs_rollouts_are_captured_and_its_numbers_are_those_of_plain_ones(make_run, graphs_on_cpu, value):
+    run, plain = make_run(total_episodes=24, cuda_graphs=value), make_run(total_episodes=24)
+    plain.state.captures = PLAIN
+    for _ in range(2):
+        found, expected = run.iteration(), plain.iteration()
+        exact = [name for name in expected if not name.startswith(("time/", "throughput/", "memory/"))]
+        assert_close(
+            {name: found[name] for name in exact}, {name: expected[name] for name in exact}, rtol=1e-9, atol=1e-9
+        )
+    assert (len(run.state.captures) > 0) == (value is None)
+
+
+def test_the_setting_true_is_refused_where_the_policy_cannot_be_captured(make_run, graphs_on_cpu, monkeypatch):
+    assert make_run(cuda_graphs=True, device="auto").state.captures.on
+    with pytest.raises(ModelError, match=r"^ppo.cuda_graphs=true: LlamaForCausalLM .*padding.*; leave it out$"):
+        make_run(cuda_graphs=True, device="auto", model={"sliding_window": 64})
+    monkeypatch.setattr(GraphOnCPU, "__torch_dispatch__", lambda *_: is_full())
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM is not decoded by CUDA graphs \(CUDA out of memory"):
+        make_run(cuda_graphs=True, device="auto")
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="a device of type cpu"):
+        make_run(cuda_graphs=True, device="auto")
+
+
+def test_episodes_of_several_turns_are_captured_too(make_run, graphs_on_cpu):
+    """A turn's prompts are longer than those of the turn before, and fewer."""
+    run, plain = (make_run(**TURNS, cuda_graphs=setting) for setting in (None, False))
+    for each in (run, plain):
+        each.state.sampling = replace(each.state.sampling, environment=answer, stop_token_ids=(2, 6, 9, 12, 15, 18))
+    for _ in range(2):
+        found, expected = run.rollouts().responses, plain.rollouts().responses
+        assert torch.equal(found.response_ids, expected.response_ids)
+        assert torch.equal(found.mask, expected.mask)
+        assert (found.mask.sum(1) < found.lengths).any()
+    assert len(run.state.captures) > 0
+
+
+TURNS = {"environment": "tests.ppo.test_captured_sampling:answer", "turn_length": 3, "response_length": 20}
+
+
+def answer(prompts: Any, episodes: list[list[int]], _: Any) -> list[list[int] | None]:
+    """Answer each turn with two tokens, until an episode has 8."""
+    return [[4, 5] if len(tokens) < 8 else None for tokens in episodes]
+
+
+class Record(TorchDispatchMode):
+    """What a stretch asks of the device: operations, with shapes, and addresses of tensors not made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self._made: dict[int, Tensor] = {}  # by storage; the tensors are kept, so that no address is given away
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.calls.append((str(func), self._seen(args), self._seen(sorted(kwargs.items()))))
+        assert not reads_from_the_device(func, args), func
+        found = func(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_of([args, kwargs])}
+        for tensor in tensors_of(found):
+            if tensor.untyped_storage()._cdata not in known:
+                self._made[tensor.untyped_storage()._cdata] = tensor
+        return found
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            address = None if value.untyped_storage()._cdata in self._made else value.data_ptr()
+            return tuple(value.shape), value.stride(), value.dtype, address
+        if isinstance(value, list | tuple):
+            return tuple(self._seen(part) for part in value)
+        return value if isinstance(value, int | float | bool | str | None) else str(value)
+
+
+FILTERED = {"top_p": 0.8, "top_k": 9, "min_response_length": 40}
+SAME = ("gpt2", 64, {}), ("llama", 16, {}), ("mixture", 64, FILTERED)
+
+
+@pytest.mark.parametrize(("kind", "bits", "how"), by_default([KINDS, [64, 16], [{}, FILTERED]], *SAME), ids=str)
+@torch.no_grad()
+def test_steps_of_a_size_are_the_same_operations_on_the_same_addresses(monkeypatch, kind, bits, how):
+    """So a graph of one is a graph of all. In 16 bits: float32 under autocast."""
+    model = make(kind).to(torch.float64 if bits == 64 else torch.float32)
+    recorded: dict[tuple[Any, ...], list[list[Any]]] = {}
+
+    def record(key, function):
+        with Record() as seen:
+            function()
+        recorded.setdefault(key, []).append(seen.calls)
+
+    captures: Any = SimpleNamespace(on=True, held={}, run=record, release=lambda kind: None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
+        for seed in (1, 2):  # two iterations with one sampler
+            decode_captured(model, prompts(), noise(37, seed=seed), settings(**how), captures)
+    assert sum(map(len, recorded.values())) > 40
+    for key, steps in recorded.items():
+        for calls in steps[1:]:
+            assert calls == steps[0], key
+
+
+def test_sizes_are_two_from_one_power_of_2_to_the_next():
+    assert [next_size(count, 16) for count in (1, 16, 17, 24, 25, 33, 48, 49, 65, 97, 200)] == [
+        *(16, 16, 24, 24, 32, 48, 48, 64, 96, 128, 256)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [64, 16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_on_a_gpu_replayed_steps_draw_the_tokens_of_plain_ones(kind, bits):
+    model, how = make(kind).to("cuda", torch.float64 if bits == 64 else torch.float32), settings()
+    captures = Captures(model.device)
+    for iteration in range(3):
+        uniforms = noise(37, seed=iteration).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=bits == 16):
+            assert not why_not_captured(model)
+            given = model, prompts(), uniforms, how
+            tokens, logprobs = (found.clone() for found in decode_captured(*given, captures))
+            again, _ = decode_captured(*given, captures)
+            expected, expected_logprobs = decode_packed(*given)
+        assert torch.equal(tokens, again)
+        same = (tokens == expected).cumprod(1).bool()
+        assert same.all() if bits == 64 else same.float().mean() > 0.5
+        assert (logprobs - expected_logprobs)[same].abs().max() < (1e-9 if bits == 64 else 0.2)
+        update(model, iteration)
+    assert captures.trouble is None
+    assert 2 < len(captures) < 20
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_experts_in_a_loop_are_decoded_plainly():
+    model, captures = make("mixture", experts="eager").to("cuda"), Captures(torch.device("cuda", 0))
+    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
+    assert why_not_captured(model)
+    assert len(captures) == 0
+    expected = generate_responses(model, prompts(), noise(37), settings())
+    assert torch.equal(found.response_ids, expected.response_ids)
