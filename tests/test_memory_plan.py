@@ -180,6 +180,7 @@ def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path,
     lines = said(kedro, own, "--memory", "24", "--params", f"ppo.device={device}", exit_code=0 if is_here else 1)
     assert lines[0].endswith(f"on {'cpu' if is_here else device}")
     assert any(line.startswith("ok       Memory") and "of 24.00 GiB free" in line for line in lines)
+    assert any(line.startswith("ok       Graphs") for line in lines) is not is_here  # only a GPU has them
     lines = said(kedro, own, "--memory", "0.0001", "--params", f"ppo.device={device}", exit_code=1)
     assert any(line.endswith("it does not fit.") for line in lines)
 

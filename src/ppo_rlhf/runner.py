@@ -285,10 +285,10 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
 
     state: TrainingState = catalog.load(STATE)
     of_run = own_callbacks(state.config), reporting_callbacks(state.config)
-    closing = contextlib.closing
+    all_callbacks = Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)
     with (
-        closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks,
-        closing(state.captures),
+        contextlib.closing(all_callbacks) as callbacks,
+        state.captures.during(),
         ending_children(),  # a forked process would close its parent's
     ):
         _iterate(plan, catalog, execute, state, callbacks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -105,16 +106,37 @@ def test_what_is_released_can_be_captured_again(graphs_on_cpu, caplog):
     captures, add = Captures(CPU), Counter()
     captures.held["buffers"] = Buffers(torch.zeros(2**26))
     assert captures.bytes == 2**28
+    captures.say_once()
+    assert not caplog.messages
     for _ in range(2):
         captures.run(("add",), add)
-    captures.close()
+    for _ in range(2):
+        captures.say_once()
     assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]
+    captures.release()
     assert (len(captures), captures.bytes, captures.held) == (0, 0, {})
     for _ in range(3):
         captures.run(("add",), add)
     assert (len(captures), add.total.tolist()) == (1, [10.0] * 3)
-    captures.close()
-    assert len(caplog.messages) == 1  # no more than was said before
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["normally", "by an error"])
+def test_behind_training_nothing_is_captured_until_there_is_another(graphs_on_cpu, caplog, fails):
+    caplog.set_level(logging.INFO)
+    captures, add = Captures(CPU), Counter()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext(), captures.during():
+            captures.held["buffers"] = Buffers(torch.zeros(2**26))
+            for _ in range(3):
+                captures.run(("add",), add)
+            assert captures.on
+            if fails:
+                raise KeyboardInterrupt
+        assert (captures.on, len(captures), captures.held) == (False, 0, {})
+        captures.run(("add",), add)
+    assert add.calls == 2 * (2 + 1)
+    assert add.total.tolist() == [16.0] * 3
+    assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]  # the second training had no more
 
 
 def test_one_kind_of_work_can_be_released_alone(graphs_on_cpu):

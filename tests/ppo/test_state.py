@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo import loop, models
 from ppo_rlhf.ppo.models import build_critic, sampling_settings
 from tests.graph_on_cpu import graphs_on_cpu
 
@@ -126,6 +126,12 @@ def test_the_setting_says_whether_steps_are_captured_and_a_cpu_captures_none(mak
 
 def test_on_a_cpu_nothing_is_captured(make_run):
     assert not make_run().state.captures.on
+
+
+def test_with_fsdp2_nothing_is_captured(graphs_on_cpu, monkeypatch):
+    assert models.captures_of(PPOConfig(), torch.device("cpu")).on
+    monkeypatch.setattr(models, "shards_models", lambda: True)
+    assert not models.captures_of(PPOConfig(), torch.device("cpu")).on
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["normally", "by an error"])

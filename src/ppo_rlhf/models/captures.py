@@ -50,12 +50,14 @@ class Captures:
         self._pool_bytes = 0
         self._stream: torch.cuda.Stream | None = None  # of first runs and captures: libraries keep work space for each
         self._said = 0
+        self._is_closed = False
         _all.add(self)
 
     @property
     def on(self) -> bool:
         """Whether runs are captured."""
-        return self._wanted and self.trouble is None and self._device.type in CAPTURED_ON
+        is_off = self._is_closed or self.trouble is not None
+        return self._wanted and not is_off and self._device.type in CAPTURED_ON
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
@@ -115,16 +117,30 @@ class Captures:
         if keys and self._device.type == "cuda":
             torch.cuda.empty_cache()  # a pool without graphs serves nobody else until then
 
-    def close(self) -> None:
-        """Release everything at the end of a run, and log what there was."""
-        self.say()
-        self.release()
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Capture within the block, and not behind it: the end of training, however it ends, releases everything."""
+        self._is_closed = False
+        try:
+            yield
+        finally:
+            self.close()
 
-    def say(self) -> None:
-        """Log how much is captured, if that is more than was logged before."""
+    def close(self) -> None:
+        """Log what there was, release everything, and run plainly from now on."""
         if len(self) > self._said:
-            self._said = len(self)
-            log.info("captured: %d graphs, %.1f GiB", len(self), self.bytes / 2**30)
+            self._say()
+        self.release()
+        self._is_closed = True
+
+    def say_once(self) -> None:
+        """Log how much is captured, if something is and was not said so before."""
+        if len(self) > 0 and not self._said:
+            self._say()
+
+    def _say(self) -> None:
+        self._said = len(self)
+        log.info("captured: %d graphs, %.1f GiB", len(self), self.bytes / 2**30)
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, before = torch.cuda.CUDAGraph(), _current_stream(self._device)

@@ -8,7 +8,6 @@ Where to add things: docs/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 
 from transformers import PreTrainedModel
 
@@ -34,7 +33,7 @@ def train(
     `after_iteration` gets the metrics of each. It logs, saves a checkpoint when one is due, and then evaluates when
     that is due: an evaluation that fails loses no iteration (decision 0011).
     """
-    with closing(state.captures):
+    with state.captures.during():
         while not state.finished:
             after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
 

@@ -227,7 +227,7 @@ def build_state(
         tokenizer=tokenizer,
         config=config,
         sampling=sampling,
-        captures=Captures(device, wanted=config.cuda_graphs is not False and not shards_models()),
+        captures=captures_of(config, device),
         accelerator=accelerator,
         policy_forward=policy_forward,
         critic_forward=critic_forward,
@@ -237,6 +237,11 @@ def build_state(
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
     )
+
+
+def captures_of(config: PPOConfig, device: torch.device) -> Captures:
+    """Return what captures the steps of a run: nothing if it is not wanted, nor with FSDP2, where weights move."""
+    return Captures(device, wanted=config.cuda_graphs is not False and not shards_models())
 
 
 def check_captured(policy: PreTrainedModel, config: PPOConfig) -> None:

@@ -113,7 +113,7 @@ class TrainingState:
         self.history.append({"iteration": float(self.iteration), **metrics})
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
-        self.captures.say()
+        self.captures.say_once()
         self.updating = False
         self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
 

@@ -7,7 +7,6 @@ targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -119,7 +118,7 @@ def pretrain_critic(
     held_out = generate_rollouts(state, reference, held_out_prompts, whole, scorer)
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
-    with closing(state.captures):
+    with state.captures.during():
         for iteration in range(1, pretraining.iterations + 1):
             metrics = iterate(state, reference, prompts, scorer)
             logged = {name: metrics[source] for name, source in LOGGED.items()}

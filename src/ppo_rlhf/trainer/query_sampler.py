@@ -90,7 +90,7 @@ class QuerySampler:
             settings,
             config,
             batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
-            captures=None if state.finished else state.captures,  # released at the end of training
+            captures=state.captures,
         )
         self.started = self.started or started
         self.seconds += time.perf_counter() - started
