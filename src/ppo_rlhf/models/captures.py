@@ -166,9 +166,11 @@ class Captures:
             return
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)  # also after an error: what runs there may write into what is freed here
 
 
 def pool_bytes(device: torch.device) -> int:

@@ -49,11 +49,15 @@ class CapturedSampler:
         own = (self.uniforms, self.tokens, self.logprobs, self.token, self.places, self.has_ended)
         return self.decoder.bytes + sum(buffer.nbytes for buffer in own)
 
-    def serves(self, model: PreTrainedModel, rows: int, columns: int, length: int) -> bool:
-        """Return whether the buffers do for a batch of a model, whose weights lie where they lay."""
-        has_room = self.decoder.rows >= rows and self.decoder.columns >= columns and self.length >= length
-        alike = self._model is model and self._autocast == _autocast_now(model.device)
-        return has_room and alike and self._weights_at == addresses(model)
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Return whether the graphs read a model's weights where they lie now, under autocast as it is now."""
+        is_same = self._model is model and self._autocast == _autocast_now(model.device)
+        return is_same and self._weights_at == addresses(model)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The room: sequences, their tokens, and those of a response."""
+        return self.decoder.rows, self.decoder.columns, self.length
 
     def sample(
         self, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings, captures: Captures
@@ -140,14 +144,24 @@ def decode_captured(
     needed = rows, columns_of(tokens + length), length
     if captures.on:
         try:
-            sampler = captures.held.get(DECODING)
-            if not (isinstance(sampler, CapturedSampler) and sampler.serves(model, *needed)):
-                captures.release(DECODING)  # first: both would not fit
-                sampler = captures.held[DECODING] = CapturedSampler(model, *needed)
-            return sampler.sample(prompt_ids, uniforms[:, :length], settings, captures)
+            return _sampler(model, needed, captures).sample(prompt_ids, uniforms[:, :length], settings, captures)
         except torch.OutOfMemoryError as error:
             captures.give_up(in_one_line(error))
     return sampling.decode_packed(model, prompt_ids, uniforms, settings)
+
+
+def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:
+    """Return a sampler with the room that is needed: the one that is held, if it has it, or one with room for both."""
+    held = captures.held.get(DECODING)
+    if isinstance(held, CapturedSampler) and held.is_of(model):
+        rows, columns, length = map(max, held.sizes, needed)
+        needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
+        if needed == held.sizes:
+            return held
+    captures.release(DECODING)
+    del held  # both would not fit
+    sampler = captures.held[DECODING] = CapturedSampler(model, *needed)
+    return sampler
 
 
 @probed_once
