@@ -232,6 +232,27 @@ def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weight
 
 
 @torch.no_grad()
+def test_each_way_to_sample_has_graphs_of_its_own(graphs_on_cpu):
+    model, captures = make("gpt2").double(), Captures(CPU)
+    for how in (settings(response_length=12, **options) for options in (*OPTIONS[:2], {"pad_token_id": 7}, {})):
+        found = decode_captured(model, prompts(), noise(37, 12), how, captures)
+        expected = decode_packed(model, prompts(), noise(37, 12), how)
+        assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+
+
+@torch.no_grad()
+def test_rows_without_a_prompt_have_ended(monkeypatch):
+    """All responses end in the first step, since every token stops but 0, which rows without noise draw."""
+    steps, captures = [], Captures(CPU)
+    captures_on_a_gpu: Any = SimpleNamespace(
+        on=True, held={}, run=lambda key, step: steps.append(key) or step(), release=captures.release
+    )
+    how = settings(stop_token_ids=tuple(range(1, 25)))
+    decode_captured(make("gpt2"), prompts(3), noise(3), how, captures_on_a_gpu)
+    assert len(steps) == 15  # up to the first look
+
+
+@torch.no_grad()
 def test_a_batch_that_is_larger_or_longer_or_another_models_gets_new_buffers(graphs_on_cpu):
     models, captures = [make("llama").double(), make("gpt2").double()], Captures(CPU)
     for model, count, length in ((0, 10, 20), (0, 37, 20), (0, 37, 60), (1, 37, 60), (0, 20, 20)):
