@@ -159,7 +159,7 @@ def decode_packed(
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = decoder.prefill()
     for step in range(width):
-        token, logprob = sample_step(logits, uniforms[live, step], settings, may_stop(step, settings))
+        token, logprob = sample_step(logits, uniforms[:, step][live], settings, may_stop(step, settings))
         tokens[live, step] = torch.where(has_ended, settings.pad_token_id, token)
         logprobs[live, step] = logprob
         if step + 1 == width:
