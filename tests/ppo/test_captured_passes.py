@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models import forward
-from ppo_rlhf.ppo import loop, rollout, state
+from ppo_rlhf.ppo import captured_sampling, loop, rollout, state
 from ppo_rlhf.ppo.captured_passes import HELD_AS, CapturedPasses
 from ppo_rlhf.ppo.models import build_critic, build_state
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -87,6 +87,12 @@ def train(*runs: Run) -> None:
     for run in runs:
         while not run.state.finished:
             run.iteration()
+
+
+@pytest.fixture(autouse=True)
+def decoded_plainly(monkeypatch) -> None:
+    """Only updates are captured here; tests/ppo/test_captured_sampling.py captures both in one run."""
+    monkeypatch.setattr(captured_sampling, "why_not_captured", lambda model: "it is not asked for")
 
 
 @pytest.fixture

@@ -23,10 +23,13 @@ from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.decoding_in_place import next_size
 from ppo_rlhf.models.preparation import prepare
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import sampling
+from ppo_rlhf.ppo.captured_passes import HELD_AS
 from ppo_rlhf.ppo.captured_sampling import DECODING, CapturedSampler, decode_captured, why_not_captured
 from ppo_rlhf.ppo.sampling import SamplingSettings, decode_packed, generate_responses, responses_of
 from tests.graph_on_cpu import GraphOnCPU, graphs_on_cpu, reads_from_the_device, tensors_of
+from tests.ppo_runs import build_model
 from tests.tiny_models import draw_weights, tiny_model
 
 __all__ = ["graphs_on_cpu"]  # a fixture
@@ -327,7 +330,9 @@ def test_bytes_of_the_buffers_count_as_free_for_the_next_batch(graphs_on_cpu, mo
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_a_runs_rollouts_are_captured_and_its_numbers_are_those_of_plain_ones(make_run, graphs_on_cpu, value):
+def test_a_runs_rollouts_and_updates_are_captured_and_its_numbers_are_those_of_plain_ones(
+    make_run, graphs_on_cpu, value
+):
     run, plain = make_run(total_episodes=24, cuda_graphs=value), make_run(total_episodes=24)
     plain.state.captures = PLAIN
     for _ in range(2):
@@ -336,13 +341,18 @@ def test_a_runs_rollouts_are_captured_and_its_numbers_are_those_of_plain_ones(ma
         assert_close(
             {name: found[name] for name in exact}, {name: expected[name] for name in exact}, rtol=1e-9, atol=1e-9
         )
-    assert (len(run.state.captures) > 0) == (value is None)
+    assert set(run.state.captures.held) == ({DECODING, HELD_AS} if value is None else set())
+    assert (len(run.state.captures) >= 2) == (value is None)
 
 
 def test_the_setting_true_is_refused_where_the_policy_cannot_be_captured(make_run, graphs_on_cpu, monkeypatch):
     assert make_run(cuda_graphs=True, device="auto").state.captures.on
     with pytest.raises(ModelError, match=r"^ppo.cuda_graphs=true: LlamaForCausalLM .*padding.*; leave it out$"):
         make_run(cuda_graphs=True, device="auto", model={"sliding_window": 64})
+    head = torch.nn.Linear(16, 1, bias=False, dtype=torch.float64)
+    reward_model = CausalLMRewardModel.from_parts(build_model(sliding_window=64).base_model, head)
+    with pytest.raises(ModelError, match=r"^ppo.cuda_graphs=true: the critic, a LlamaModel, needs padding"):
+        make_run(cuda_graphs=True, device="auto", value_model="reward_init", reward_model=reward_model)
     monkeypatch.setattr(GraphOnCPU, "__torch_dispatch__", lambda *_: is_full())
     with pytest.raises(ModelError, match=r"LlamaForCausalLM is not decoded by CUDA graphs \(CUDA out of memory"):
         make_run(cuda_graphs=True, device="auto")

@@ -210,7 +210,7 @@ def build_state(
         if config.compile:
             compile_layers(model)
     if config.cuda_graphs:
-        check_captured(policy, config)
+        check_captured(policy, critic, config)
     shared = isinstance(critic, SharedCritic)
     device = join_processes().device if shards_models() else policy.device
     accelerator = make_accelerator(config, device, finds_unused=shared and config.critic_warmup_iterations > 0)
@@ -244,16 +244,17 @@ def captures_of(config: PPOConfig, device: torch.device) -> Captures:
     return Captures(device, wanted=config.cuda_graphs is not False and not shards_models())
 
 
-def check_captured(policy: PreTrainedModel, config: PPOConfig) -> None:
-    """Raise `ModelError` if the policy's decoding steps cannot be captured as CUDA graphs."""
+def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
+    """Raise `ModelError` if the policy's decoding steps, or the update, cannot be captured as CUDA graphs."""
     from ppo_rlhf.ppo.captured_sampling import why_not_captured  # only this setting needs it
 
     with autocast(config, policy.device):
         why = why_not_captured(policy) if decodes(policy) else "it needs padding, or a cache of transformers' own"
-    if why:
-        raise ModelError(
-            f"ppo.cuda_graphs=true: {type(policy).__name__} is not decoded by CUDA graphs ({why}); leave it out"
-        )
+    what = f"{type(policy).__name__} is not decoded by CUDA graphs ({why})" if why else ""
+    if not (what or packs(critic.backbone)):
+        what = f"the critic, a {type(critic.backbone).__name__}, needs padding, so an update is not captured"
+    if what:
+        raise ModelError(f"ppo.cuda_graphs=true: {what}; leave it out")
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:
