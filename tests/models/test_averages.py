@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.averages import WeightAverage, copy_tensors, trained_parameters
-from tests.tiny_models import KINDS, tiny_model
+from tests.tiny_models import KINDS, draw_weights, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12]])
 
@@ -27,6 +28,38 @@ def test_each_step_weighs_by_the_decay_to_the_power_of_its_age():
         average.update(model)
     for name, weight in average.weights.items():
         assert_close(weight, start[name] + 0.8 * 0.2 * 1.0 + 0.2 * 3.0, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.75, 0.1])
+def test_each_number_moves_as_a_plain_float_does_and_to_the_bit_as_lerp_moves_it(decay):
+    model = tiny_model().double()
+    average = WeightAverage(model, decay)
+    plain = {name: weight.flatten().tolist() for name, weight in average.weights.items()}
+    lerped = {name: weight.clone() for name, weight in average.weights.items()}
+    for step in range(3):
+        draw_weights(model, 0.3, seed=step + 1)
+        average.update(model)
+        for name, weight in trained_parameters(model).items():
+            now = zip(plain[name], weight.flatten().tolist(), strict=True)
+            plain[name] = [decay * before + (1.0 - decay) * number for before, number in now]
+            lerped[name].lerp_(weight.detach(), 1.0 - decay)
+    for name, weight in average.weights.items():
+        assert_close(weight.flatten(), torch.tensor(plain[name], dtype=torch.float64), rtol=0.0, atol=1e-15)
+        assert torch.equal(weight, lerped[name])
+
+
+def test_an_update_is_one_launch_for_all_weights():
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launched.append(func)
+            return func(*args, **(kwargs or {}))
+
+    launched: list[object] = []
+    model = tiny_model()
+    average = WeightAverage(model, 0.9)
+    with Launches():
+        average.update(model)
+    assert launched == [torch.ops.aten._foreach_lerp_.Scalar]
 
 
 @pytest.mark.parametrize("kind", KINDS)  # GPT-2's head is its embedding: tied weights stay tied

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.models.sharding import share_of
@@ -27,12 +27,11 @@ class WeightAverage:
         self.decay = decay
         self.weights = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
 
-    @torch.no_grad()
     def update(self, model: PreTrainedModel) -> None:
-        """Move towards the model's weights; call it after each optimiser step."""
+        """Move towards the model's weights, all in one launch; call it after each optimiser step."""
         current = trained_parameters(model)
-        for name, weight in self.weights.items():
-            weight.lerp_(current[name], 1.0 - self.decay)
+        move = get_ema_multi_avg_fn(self.decay)
+        move(list(self.weights.values()), [current[name] for name in self.weights], None)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the model with the averaged weights instead of the trained ones; frozen weights are shared."""
