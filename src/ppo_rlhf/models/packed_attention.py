@@ -56,7 +56,8 @@ class PackedLayout:
     def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
         """Return the layout of sequences of these lengths, on the CPU; None as L takes the longest length."""
         width = max(lengths) if width is None else width
-        slots = torch.cat([torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)])
+        is_real = torch.arange(width) < torch.tensor(lengths)[:, None]
+        slots = is_real.flatten().nonzero()[:, 0]
         sources = torch.zeros(len(lengths) * width, dtype=torch.long)
         sources[slots] = torch.arange(len(slots))
         starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)

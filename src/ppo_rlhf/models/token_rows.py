@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class TokenRows:
         """Take the padded form, which is on the CPU; `fill` adds fillers, so that few shapes occur (`filled_size`)."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
-        ids, positions = (values.flatten()[slots][None] for values in (input_ids, position_ids))
+        ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
         missing = filled_size(len(slots)) - len(slots) if fill else 0
         if missing:  # no filler is longer than the longest sequence: attention stays as wide, and positions as they are
             fillers = [min(max(lengths), missing - done) for done in range(0, missing, max(lengths))]
@@ -67,8 +69,27 @@ def filled_size(count: int) -> int:
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:
     """Return sequences of token ids, padded on the right; `fill` is as in `TokenRows.of`."""
-    width = max(len(ids) for ids in sequences)
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    ids = torch.tensor([[*ids, *[pad_id] * (width - len(ids))] for ids in sequences])
-    mask = (torch.arange(width)[None, :] < lengths[:, None]).long()
-    return TokenRows.of(ids, mask, torch.arange(width).expand(len(sequences), width), fill=fill)
+    return joined_rows([token_parts(sequences)], pad_id, fill=fill)
+
+
+def token_parts(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return the token ids of B sequences one after the other, `[N]`, and their lengths `[B]`."""
+    ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)  # torch.tensor takes several times as long
+    return torch.from_numpy(ids), torch.tensor([len(sequence) for sequence in sequences])
+
+
+def joined_rows(parts: Sequence[tuple[Tensor, Tensor]], pad_id: int, *, fill: bool = False) -> TokenRows:
+    """Return B rows, padded on the right, each of which has its piece of every part, in order.
+
+    A part is the ids of its B pieces one after the other, and their lengths `[B]`, on the CPU. `fill` is as in
+    `TokenRows.of`.
+    """
+    ends = torch.stack([lengths for _, lengths in parts]).cumsum(0)  # [parts, B]
+    columns = torch.arange(int(ends[-1].max()))
+    ids = torch.full((ends.shape[1], len(columns)), pad_id)
+    is_before = torch.zeros(ids.shape, dtype=torch.bool)
+    for (values, _), end in zip(parts, ends, strict=True):
+        is_within = columns < end[:, None]
+        ids.masked_scatter_(is_within & ~is_before, values)
+        is_before = is_within
+    return TokenRows.of(ids, is_before.long(), columns.expand(ids.shape), fill=fill)

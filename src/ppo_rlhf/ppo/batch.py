@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
 from ppo_rlhf.models.packed_attention import place_rows
-from ppo_rlhf.models.token_rows import TokenRows, filled_size, right_padded
+from ppo_rlhf.models.token_rows import TokenRows, filled_size, joined_rows, token_parts
 from ppo_rlhf.processes import dealt_rows, own_rank
 
 
@@ -61,14 +61,14 @@ def make_batch(
     Of the responses `[B, T]` the first `lengths`, `[B]` and at least 1, are read. The pad token is any of the
     vocabulary. `fill`: tokens, states and targets are filled up to a size that other batches have, too.
     """
-    is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
-    pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
-    rows = right_padded([[*prompt, *response] for prompt, response in pairs], pad_token_id, fill=fill)
+    lengths = lengths.cpu()
+    is_response = torch.arange(int(lengths.max())) < lengths[:, None]
+    targets = response_ids.cpu()[:, : is_response.shape[1]].masked_select(is_response)
+    prompts, prompt_lengths = token_parts(prompt_ids)
+    rows = joined_rows([(prompts, prompt_lengths), (targets, lengths)], pad_token_id, fill=fill)
     is_state = nn.functional.pad(is_response, (1, 0), value=True)  # [B, T + 1]
-    first_states = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
-    is_state_token = (rows.position_ids >= first_states[:, None]).flatten()[rows.slots]
-    predicts = nn.functional.pad(is_response, (0, 1), value=False)[is_state]
-    targets = response_ids.cpu()[:, : is_response.shape[1]][is_response]
+    is_state_token = (rows.position_ids >= prompt_lengths[:, None] - 1).take(rows.slots)
+    predicts = nn.functional.pad(is_response, (0, 1), value=False).masked_select(is_state)
     states, predicting = _indices(is_state_token), _indices(predicts)
     if fill:
         states = _filled(states, len(rows.slots))
