@@ -169,6 +169,22 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     assert len({frozenset(map(frozenset, epoch)) for epoch in visited}) == 3
 
 
+def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step(make_run, monkeypatch):
+    """A step waits for the norms of the gradients; until then the device computes, and the processor has time."""
+    run, events = make_run(num_ppo_epochs=3, num_mini_batches=2), []
+    experience = run.before_update()[-1]
+    for name in ("_micro_batches", "take_step"):
+
+        def noted(*args, call=getattr(update, name), name=name):
+            events.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(update, name, noted)
+    update.optimise_policy(run.state, experience)
+    epoch = ["take_step", "_micro_batches", "take_step"]
+    assert events == ["_micro_batches", *epoch, *epoch, "take_step", "take_step"]
+
+
 def test_an_iteration_advances_the_state_and_returns_and_remembers_its_metrics(make_run):
     run = make_run()
     first = run.iteration()

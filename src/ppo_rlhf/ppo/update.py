@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -75,12 +76,16 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
     passes = None
     if experience.rollouts.common_shapes:
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
-    for epoch in experience.rollouts.epochs:
-        pieces = iter(_on_device(state, experience, epoch, mask, advantages))
+    epochs = experience.rollouts.epochs
+    made = _micro_batches(state, experience, epochs[0], mask, advantages)
+    for epoch, next_epoch in zip_longest(epochs, epochs[1:]):
+        pieces = iter(to_device(made, state.device))  # together
         for minibatch in epoch:
             own = [next(pieces) for _ in minibatch.micro_batches]
             step = compute_gradients(state, experience, minibatch, mask, own, passes)
             steps.append(step)
+            if minibatch is epoch[-1] and next_epoch is not None:  # before a wait: the device computes meanwhile
+                made = _micro_batches(state, experience, next_epoch, mask, advantages)
             state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
@@ -94,7 +99,7 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a forward and backward pass reads: b rows with t response columns, on the device of the models.
+    """What a forward and backward pass reads: b rows with t response columns.
 
     Of a batch in common shapes b and t are those of its tables, and no loss counts the further rows.
     """
@@ -110,10 +115,10 @@ class MicroBatch:
     positive: Tensor | None = None  # [b, t] bool, True on the tokens of positive examples, if the loss has their term
 
 
-def _on_device(
+def _micro_batches(
     state: TrainingState, experience: Experience, epoch: list[Minibatch], mask: Tensor, advantages: Tensor
 ) -> list[MicroBatch]:
-    """Return all micro-batches of an epoch, which are copied to the device together."""
+    """Return all micro-batches of an epoch, on the CPU."""
     rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
     batches = rollouts.sequences(groups, state)
@@ -126,11 +131,10 @@ def _on_device(
         experience.returns,
         *(() if positive is None else (positive,)),
     )
-    pieces = [
+    return [
         MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
         for rows, batch in zip(groups, batches, strict=True)
     ]
-    return to_device(pieces, state.device)
 
 
 def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
