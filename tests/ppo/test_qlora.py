@@ -16,6 +16,7 @@ from ppo_rlhf.models.adapters import has_adapter, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
+from ppo_rlhf.models.weight_copies import WeightCopies, copied_weights, linear_weights
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.optimisers import build_optimizer
 from ppo_rlhf.ppo.state import TrainingState
@@ -26,6 +27,7 @@ from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo.test_update import recorded
 from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
 
+__all__ = ["graphs_on_cpu"]  # a fixture
 pytest.importorskip("bitsandbytes")
 __all__ = ["graphs_on_cpu"]  # a fixture
 
@@ -138,6 +140,18 @@ def test_the_first_ratio_is_one_to_the_last_bit(saved, monkeypatch, kind, dtype)
     run.iteration()
     assert torch.equal(calls[0]["new"][calls[0]["mask"]], calls[0]["old"][calls[0]["mask"]])
     assert not torch.equal(calls[-1]["new"][calls[-1]["mask"]], calls[-1]["old"][calls[-1]["mask"]])
+
+
+def test_4_bit_weights_have_no_copies_and_adapters_on_them_do(saved, graphs_on_cpu):
+    run = start(saved(), dtype="bfloat16")
+    policy = run.state.policy
+    adapters = {id(p) for name, p in policy.named_parameters() if ".lora_" in name}
+    assert {id(weight) for weight in linear_weights(policy)} == adapters
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = policy(IDS).logits
+        with copied_weights(policy, run.state.captures):
+            assert torch.equal(policy(IDS).logits, expected)
+    assert run.state.captures.held[WeightCopies].bytes == 2 * sum(p.numel() for p in linear_weights(policy))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

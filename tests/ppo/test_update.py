@@ -173,13 +173,13 @@ def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step
     """A step waits for the norms of the gradients; until then the device computes, and the processor has time."""
     run, events = make_run(num_ppo_epochs=3, num_mini_batches=2), []
     experience = run.before_update()[-1]
-    for name in ("_micro_batches", "take_step"):
 
-        def noted(*args, call=getattr(update, name), name=name):
-            events.append(name)
-            return call(*args)
+    def note(name):
+        call = getattr(update, name)
+        monkeypatch.setattr(update, name, lambda *args: (events.append(name), call(*args))[1])
 
-        monkeypatch.setattr(update, name, noted)
+    note("_micro_batches")
+    note("take_step")
     update.optimise_policy(run.state, experience)
     epoch = ["take_step", "_micro_batches", "take_step"]
     assert events == ["_micro_batches", *epoch, *epoch, "take_step", "take_step"]

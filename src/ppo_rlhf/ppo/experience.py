@@ -76,12 +76,14 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     rows, width = rollouts.responses.response_ids.shape
     groups, hands = first_epoch(rollouts.epochs), first_hands(rollouts.epochs)
     forward = CriticForward(state.critic)
-    found: list[Tensor] = []
     batches = rollouts.sequences(groups, state)
-    with torch.no_grad(), on_device(forward, state.device), deterministic(state.config):
-        for batch in to_device(batches, state.device):
-            with autocast(state.config, state.device):
-                found.append(forward(batch))
+    with (
+        torch.no_grad(),
+        on_device(forward, state.device),
+        deterministic(state.config),
+        autocast(state.config, state.device),  # around all passes, so that each weight is cast once
+    ):
+        found = [forward(batch) for batch in to_device(batches, state.device)]
     values = filled_rows(rows, width + 1, groups, found, state.statistics_dtype)
     return gather_dealt(values[hands[own_rank()]], hands)
 

@@ -24,6 +24,7 @@ from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import to_device
+from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.common_shapes import in_common_shapes
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
@@ -194,7 +195,8 @@ def sample_responses(
     hands = dealt_rows(prompts.lengths)
     mine = hands[own_rank()]
     noise, own_prompts = uniforms[mine], prompts.select(mine)
-    with on_device(policy, policy.device), autocast(config, policy.device):
+    captures = _captured_by(config, captures)
+    with on_device(policy, policy.device), autocast(config, policy.device), copied_weights(policy, captures):
         if sampling.environment is None:
             sample = partial(generate_responses, policy, own_prompts.prompt_ids)
         else:
@@ -202,6 +204,11 @@ def sample_responses(
         own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, captures=captures)
     of_all: Any = {name: rows if rows is None else gather_dealt(rows, hands) for name, rows in vars(own).items()}
     return Responses(**of_all)
+
+
+def _captured_by(config: PPOConfig, captures: Captures | None) -> Captures | None:
+    """Return the graphs that an engine decodes with; None if it captures nothing here."""
+    return captures if config.rollout_engine == "static" else None
 
 
 def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:
@@ -369,10 +376,15 @@ def _first_forward(
     outputs: list[PolicyOutput] = []
     batches = inputs_that_train(state, prompts.prompt_ids, responses, groups, common_shapes=common_shapes)
     waiting = nullcontext() if reference is None else on_device(reference, state.device)
-    with torch.no_grad(), on_device(forward, state.device), waiting:
+    with (
+        torch.no_grad(),
+        on_device(forward, state.device),
+        waiting,
+        autocast(state.config, state.device),  # around all of them, so that each weight is cast once
+        copied_weights(state.policy, _captured_by(state.config, state.captures)),
+    ):
         for batch in to_device(batches, state.device):
-            with autocast(state.config, state.device):
-                outputs.append(forward(batch, with_entropy=True, reference=reference))
+            outputs.append(forward(batch, with_entropy=True, reference=reference))
 
     def of_all(name: str, columns: int) -> Tensor:
         found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
