@@ -15,11 +15,14 @@ from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.memory import MemoryPlan, RunShape, plan_memory, suggestions
+from ppo_rlhf.memory import COPIES, MemoryPlan, RunShape, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import update
+from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import build_prompts, build_run
 
+__all__ = ["graphs_on_cpu"]  # a fixture
 LLAMA = LlamaConfig(
     vocab_size=23,
     hidden_size=16,
@@ -172,6 +175,19 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     weights = plan().held["policy: weights"] // 4
     full, cast = (passing(plan(dtype=dtype), "rollout") for dtype in ("float32", "bfloat16"))
     assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 2}], ids=str)
+def test_copies_of_linear_weights_are_those_of_a_run_to_the_byte(make_run, graphs_on_cpu, settings: dict[str, Any]):
+    run = make_run("llama", dtype="bfloat16", **settings)
+    run.rollouts()
+    on_a_gpu = RunShape(LLAMA, 6, on_cpu=False)
+    planned = plan(on_a_gpu, dtype="bfloat16", **settings)
+    assert planned.held[COPIES] == run.state.captures.held[WeightCopies].bytes > 0
+    assert passing(planned, "rollout") == passing(plan(dtype="float32", **settings), "rollout") // 2  # casts nothing
+    others = [{"cuda_graphs": False}, {"rollout_engine": "hf"}, {"dtype": "float32"}]
+    plans = [plan(on_a_gpu, **{"dtype": "bfloat16", **settings, **other}) for other in others]
+    assert not any(COPIES in each.held for each in [plan(dtype="bfloat16", **settings), *plans])
 
 
 @pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"use_peft": True}], ids=str)

@@ -24,6 +24,7 @@ from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, decoding_
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
+from ppo_rlhf.models.weight_copies import linear_weights
 from ppo_rlhf.ppo.logprobs import LOGITS_HELD
 from ppo_rlhf.ppo.models import build_critic, policy_to_train
 from ppo_rlhf.ppo.optimisers import moment_bytes
@@ -35,6 +36,7 @@ EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
 """Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
 of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
+COPIES = "policy: linear weights in 16 bits"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class RunShape:
 class MemoryPlan:
     """Bytes that one process needs."""
 
-    held: dict[str, int]  # all the time, by name: weights, moments, and the moving average
+    held: dict[str, int]  # all the time, by name: weights, moments, the moving average, and copies of weights
     phases: dict[str, int]  # at the peak of each, `held` included, in the order of an iteration
     on_host: int  # of offloaded models, in the host's memory
     trained: int  # of the weights that train
@@ -88,6 +90,7 @@ class _Sizes(NamedTuple):
     trained: tuple[int, int]  # of the policy, of the critic
     moments: int
     copied: int  # in the type of the computation: autocast's copies, or one layer of 4-bit weights
+    kept: int  # of the policy's linear weights in 16 bits
     exported: int
     activations: int  # of one token
 
@@ -107,6 +110,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     held[MOMENTS] = sizes.moments
     if c.ema_decay is not None:
         held[AVERAGE] = sizes.trained[0]
+    if not shape.on_cpu and c.cuda_graphs is not False and c.rollout_engine == "static" and sizes.kept:
+        held[COPIES] = sizes.kept
 
     text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
     layers, kept = text.num_hidden_layers, sizes.activations
@@ -121,7 +126,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
 
     def rollout(rows: int) -> int:
-        return rows * decoding + sizes.copied
+        return rows * decoding + (0 if COPIES in held and not c.load_in_4bit else sizes.copied)
 
     def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
         return max(rows * tokens * one_layer, logits(rows) * (1 + is_full)) + max([sizes.copied, *offloaded.values()])
@@ -203,8 +208,9 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     copied = 2 * sum(p.numel() for p in policy.parameters()) if is_cast else 0
     if config.load_in_4bit:
         copied = max(module.weight.nbytes for module in linear)
+    kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
-    return _Sizes(weights, (trained[0], trained[1]), moments, copied, exported, activations)
+    return _Sizes(weights, (trained[0], trained[1]), moments, copied, kept, exported, activations)
 
 
 Changes = dict[str, Any]
