@@ -15,7 +15,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
     ours = ("invariances_ours", "our_side", "walks_ours")
-    for name in ("compare", "gpu_report", "inputs", "invariances", "walks", "workload", *ours):
+    for name in ("compare", "gpu_report", "inputs", "invariances", "launches", "walks", "workload", *ours):
         sys.modules.pop(name, None)
 
 
@@ -215,3 +215,27 @@ def test_the_walks_benchmark_counts_iterations_and_seconds_to_the_target():
     assert row == "| ours | 2, – | 2.0, – | 1.00 | 0.905, 0.500 |"
     lines = walks.curves_table({"ours": [curve, never]}, [1, 2]).splitlines()
     assert lines[2].startswith("| ours, seed 1 | 0.800 | 0.950 | 0.900 |  |")
+
+
+def test_a_micro_batchs_scoring_casts_192_weights_of_12_layers_and_the_head_less():
+    """GPT-2 has four linear layers in each, with a weight and a bias; in policy and critic."""
+    import launches
+
+    (_, before, now), (_, by_weight, at_once) = launches.rows(layers=12)
+    assert before.casts - now.casts == 2 * 12 * 4 * 2 + 1
+    assert before.by_name - now.by_name == {"_to_copy": 193}
+    assert (by_weight.total, at_once.total) == (12 * 12 + 4, 1)
+    assert at_once.by_name == {"_foreach_lerp_": 1}
+
+
+def test_autocast_keeps_its_casts_for_a_block_of_passes_as_the_count_says():
+    """On a CPU, where fake tensors are not needed: the second pass of the critic casts no weight."""
+    import torch
+
+    import launches
+    from ppo_rlhf.ppo.logprobs import CriticForward
+
+    parts = launches.Parts(2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        first, second = (launches.count(lambda: CriticForward(parts.critic)(parts.batch)) for _ in range(2))
+    assert first.by_name - second.by_name == {"_to_copy": 2 * 4 * 2}
