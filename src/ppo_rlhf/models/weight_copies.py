@@ -32,12 +32,17 @@ def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterato
     under autocast. Nothing happens where that is off, where nothing is captured, and with a model that has no such
     weights or would compute other numbers.
     """
-    copies = None if captures is None else _copies_of(model, captures)
-    if copies is None:
+    if captures is None or not has_copies(model, captures):
         yield
         return
-    with copies.in_place():
+    with _copies_of(model, captures).in_place():
         yield
+
+
+def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
+    """Return whether a block of `copied_weights` under this autocast has copies."""
+    casts = torch.is_autocast_enabled(model.device.type)
+    return captures.on and casts and bool(_places(model)) and computes_alike(model)
 
 
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -100,15 +105,11 @@ def computes_alike(model: PreTrainedModel) -> bool:
     return False
 
 
-def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies | None:
-    """Return the copies that the run's graphs read; None if there are none."""
-    if not captures.on or not torch.is_autocast_enabled(model.device.type) or not _places(model):
-        return None
+def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
+    """Return the copies that the run's graphs read."""
     held = captures.held.get(WeightCopies)
     if isinstance(held, WeightCopies) and held.model is model:
         return held
-    if not computes_alike(model):
-        return None
     if held is not None:
         captures.release()  # of another model
     copies = captures.held[WeightCopies] = WeightCopies(model)

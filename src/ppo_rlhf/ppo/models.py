@@ -36,6 +36,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.models.weight_copies import has_copies
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
@@ -204,6 +205,10 @@ def build_state(
     packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
     packs(critic.backbone)
     logits_of(policy)
+    device = join_processes().device if shards_models() else policy.device
+    captures = captures_of(config, device)
+    with autocast(config, device):
+        has_copies(policy, captures)
     for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(model)
@@ -212,7 +217,6 @@ def build_state(
     if config.cuda_graphs:
         check_captured(policy, critic, config)
     shared = isinstance(critic, SharedCritic)
-    device = join_processes().device if shards_models() else policy.device
     accelerator = make_accelerator(config, device, finds_unused=shared and config.critic_warmup_iterations > 0)
     policy_forward = wrap(accelerator, PolicyForward(policy, critic, config.temperature))
     critic_forward = None if isinstance(critic, SharedCritic) else wrap(accelerator, CriticForward(critic))
@@ -227,7 +231,7 @@ def build_state(
         tokenizer=tokenizer,
         config=config,
         sampling=sampling,
-        captures=captures_of(config, device),
+        captures=captures,
         accelerator=accelerator,
         policy_forward=policy_forward,
         critic_forward=critic_forward,
