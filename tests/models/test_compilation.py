@@ -74,6 +74,23 @@ def test_neither_other_lengths_nor_more_layers_compile_anything_again() -> None:
     assert counted[0] > 0
 
 
+def test_a_torch_that_has_one_limit_of_compiled_forms_gets_that_one_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's `compile` has no `recompile_limit`."""
+    calls = []
+
+    def older(model: object, *, dynamic: bool | None = None, backend: str = "inductor") -> object:
+        calls.append((dynamic, backend))
+        return model
+
+    compile_layers(tiny_model("gpt2"))  # this torch's own takes the limit with the layer
+    assert torch.compiler.config.recompile_limit < compilation.MOST_FORMS
+    monkeypatch.setattr(torch, "compile", older)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_layers(tiny_model("gpt2"))
+        assert torch.compiler.config.recompile_limit == compilation.MOST_FORMS
+    assert calls == [(True, compilation.BACKEND)] * 2
+
+
 def test_compiled_layers_keep_the_names_of_weights() -> None:
     model = tiny_model("gpt2")
     compile_layers(model)

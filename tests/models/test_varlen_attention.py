@@ -47,13 +47,34 @@ def kernel_everywhere(monkeypatch):
     """Take the kernel's way on this machine, with the kernel's contract in its place."""
     calls = []
 
-    def kernel(*tensors, **options):
+    def kernel(*tensors, enable_gqa=False, **options):
         calls.append(options)
-        return kernel_by_hand(*tensors, **options)
+        return kernel_by_hand(*tensors, **options, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: True)
     return calls
+
+
+@pytest.mark.parametrize("queries", [2, 4])
+def test_a_kernel_that_knows_no_shared_keys_gets_them_repeated(monkeypatch, queries):
+    """torch 2.11's has no `enable_gqa`."""
+
+    def older(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        given = query, key, value, starts_q, starts_k, longest_q, longest_k
+        return kernel_by_hand(*given, scale=scale, window_size=window_size, enable_gqa=False)
+
+    layout, (query, key, value) = PackedLayout.of(LENGTHS), heads(sum(LENGTHS))
+    given = query[:, :queries], key, value
+    expected = layout.attend(*given, None)
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: True)
+    found = layout.attend(*given, None)
+    assert_close(found, expected, rtol=0.0, atol=1e-5)
+    oracle = torch.autograd.grad(expected.square().sum(), (query, key, value))
+    for ours, theirs in zip(torch.autograd.grad(found.square().sum(), (query, key, value)), oracle, strict=True):
+        assert_close(ours, theirs, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.3])

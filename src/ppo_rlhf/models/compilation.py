@@ -6,6 +6,7 @@ without padding stays out of it (`packed_attention`), since it knows lengths as 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import cache
 
@@ -33,8 +34,13 @@ def compile_layers(model: PreTrainedModel) -> None:
     packs(backbone_of(model))  # probed before: of the layers as they are
     if model.get_output_embeddings() is not None:
         logits_of(model)
-    for layer in layers_of(model):
-        layer.compile(backend=BACKEND, dynamic=True, recompile_limit=MOST_FORMS)
+    layers, limit = layers_of(model), {"recompile_limit": MOST_FORMS}
+    known = inspect.signature(torch.compile).parameters
+    if "recompile_limit" not in known:  # torch 2.11 has one limit for the whole process
+        torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_FORMS)
+        limit = {}
+    for layer in layers:
+        layer.compile(backend=BACKEND, dynamic=True, **limit)
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -11,10 +11,11 @@ https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -85,18 +86,16 @@ class PackedLayout:
         if kernel_fits(query_NHD, value_NKD):
             from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and a CPU does not need it
 
-            return varlen_attn(  # type: ignore[return-value]  # a tuple only if more is asked for
-                query_NHD,
-                key_NKD,
-                value_NKD,
-                self.starts,
-                self.starts,
-                self.shape[1],
-                self.shape[1],
-                scale=scaling,
-                window_size=CAUSAL,
-                enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
-            )
+            kernel: Callable[..., Any] = varlen_attn
+            if query_NHD.shape[1] != key_NKD.shape[1]:
+                if _takes_fewer_keys(varlen_attn):
+                    kernel = partial(varlen_attn, enable_gqa=True)
+                else:  # torch 2.11
+                    repeats = query_NHD.shape[1] // key_NKD.shape[1]
+                    key_NKD, value_NKD = (x.repeat_interleave(repeats, dim=1) for x in (key_NKD, value_NKD))
+            given, ends = (query_NHD, key_NKD, value_NKD), (self.starts, self.starts, self.shape[1], self.shape[1])
+            attended: Tensor = kernel(*given, *ends, scale=scaling, window_size=CAUSAL)
+            return attended
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         groups = query.shape[1] // key.shape[1]
         shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
@@ -119,6 +118,11 @@ def kernel_fits(query_NHD: Tensor, value_NKD: Tensor) -> bool:
         and width <= WIDEST_HEAD
         and _has_kernel(query_NHD.device)
     )
+
+
+@cache
+def _takes_fewer_keys(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @cache
