@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -122,14 +123,34 @@ def test_an_epochs_tensors_are_counted_to_a_tenth(make_run):
 
 
 def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
     before = passing(plan(), "update")
+    assert before - passing(plan(on_card, dtype="float32"), "update") == 2 * (8 * 8 * 23 - 100) * 4
     monkeypatch.setattr(memory, "LOGITS_HELD", 100)
     assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(None, 8), (1000, 8), (28, 2), (27, 1), (5, 1)])
 def test_rows_of_a_micro_batch_follow_the_token_budget(tokens: int | None, rows: int):
-    assert memory.micro_batch_rows(PPOConfig(**SETTINGS, max_tokens_per_micro_batch=tokens), 6) == rows
+    planned = plan(max_tokens_per_micro_batch=tokens)
+    assert (planned.update_rows, planned.update_tokens) == (rows, tokens)
+
+
+@pytest.mark.parametrize(("fitting", "rows"), [(8 * 14, 8), (8 * 14 - 1, 7), (100 * 14, 8), (28, 2), (5, 1)])
+def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting: int, rows: int):
+    """By hand: beside what is held there are gradients, an epoch's tensors, and all logits that may be held, twice."""
+    card, kept = 2**20, int(1.5 * 2 * 232) * 4
+    held, gradients = sum(plan().held.values()), plan().held[MOMENTS] // 2
+    logits, epoch = 2 * card // 256 * 4, 8 * (14 * 64 + 8 * 61)
+    free = held + gradients + epoch + logits + math.ceil((fitting + 0.5) * kept / 0.8)
+    shape = RunShape(LLAMA, 6, on_cpu=False, free=free, card=card)
+    planned = plan(shape, dtype="float32")
+    assert (planned.update_tokens, planned.update_rows) == (max(2, fitting), rows)
+    taken = rows * 14 * kept + 2 * min(rows * 8 * 23, card // 256) * 4
+    assert passing(planned, "update") == gradients + epoch + taken
+    assert plan(replace(shape, on_cpu=True), dtype="float32").update_tokens is None
+    assert plan(shape, dtype="float32", deterministic=True).update_tokens is None
+    assert plan(shape, dtype="float32", max_tokens_per_micro_batch=30).update_tokens == 30
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,20 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import linear_weights
-from ppo_rlhf.ppo.logprobs import LOGITS_HELD
+from ppo_rlhf.ppo.logprobs import LOGIT_SHARE, LOGITS_HELD
 from ppo_rlhf.ppo.models import build_critic, policy_to_train
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.token_budget import UpdateBytes, copied_bytes, follows_memory, update_bytes
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
-EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
-"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
-of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 COPIES = "policy: linear weights in 16 bits"
 
@@ -53,7 +52,8 @@ class RunShape:
     evaluation_rows: int = 0  # responses at a time in the evaluations during training; 0 without any
     processes: int = 1  # of the run; all numbers are those of one process
     trust_remote_code: bool = False  # Python code in the models' directories may run
-    free: int | None = None  # bytes that a process has; None: an iteration's responses are decoded together
+    free: int | None = None  # bytes that a process has; None: what follows the free memory is as large as it can be
+    card: int = UNKNOWN_CARD  # bytes of a GPU's memory, free or not
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class MemoryPlan:
     trained: int  # of the weights that train
     exported: int  # of the policy as it is exported
     rollout_rows: int  # a number of responses: those that are decoded at a time
+    update_rows: int  # likewise, of a forward and backward pass
+    update_tokens: int | None  # a number of tokens: most of a forward and backward pass, if something limits them
 
     @property
     def peak(self) -> str:
@@ -121,9 +123,10 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
 
     is_full = c.kl_estimator == "full"  # then the reference policy's logits are there, too
 
+    held_logits = LOGITS_HELD if shape.on_cpu else shape.card // LOGIT_SHARE
+
     def logits(rows: int) -> int:
-        held_at_a_time = LOGITS_HELD * (1 if shape.on_cpu else 16)
-        return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
+        return min(rows * c.response_length * text.vocab_size, held_logits) * number
 
     def rollout(rows: int) -> int:
         return rows * decoding + (0 if COPIES in held and not c.load_in_4bit else sizes.copied)
@@ -131,24 +134,31 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
         return max(rows * tokens * one_layer, logits(rows) * (1 + is_full)) + max([sizes.copied, *offloaded.values()])
 
-    def update(rows: int) -> int:
-        accumulates = c.local_batch_size // c.num_mini_batches > rows  # beside DDP's buckets, which then are apart
+    def update(rows: int) -> UpdateBytes:
+        accumulates = c.local_mini_batch_size > rows  # beside DDP's buckets, which then are apart
         gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
-        activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
-        epoch = c.local_batch_size * (tokens * EPOCH_BYTES + c.response_length * EPOCH_RESPONSE_BYTES)
-        held_logits = logits(rows) * (2 + bool(c.entropy_coef) + 2 * (is_full and c.kl_in == "loss"))
-        return gradients + epoch + rows * tokens * activations + held_logits + sizes.copied
+        counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
+        return update_bytes(c, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    rows, micro = _most_rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
+    most_tokens = c.max_tokens_per_micro_batch
+    if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
+        most_tokens = update(0).tokens_in(shape.free - sum(held.values()))
+    rows, micro = _most_rollout_rows(c), micro_batch_rows(c, tokens, most_tokens)
     if c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
     scored = min(rows, MOST_ON_CPU) if shape.on_cpu and c.local_rollout_forward_batch_size is None else rows
-    passes = {"rollout": rollout(rows), "scoring": scoring(max(scored, micro)), "update": update(micro)}
+    passes = {
+        "rollout": rollout(rows),
+        "scoring": scoring(max(scored, micro)),
+        "update": update(micro).needed(micro * tokens, micro * c.response_length * text.vocab_size),
+    }
     if shape.evaluation_rows:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}
-    return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported, rows)
+    return MemoryPlan(
+        *(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported, rows, micro, most_tokens)
+    )
 
 
 def with_planned_dtype(config: PPOConfig, on_cpu: bool) -> PPOConfig:
@@ -160,12 +170,10 @@ def _most_rollout_rows(config: PPOConfig) -> int:
     return min(config.local_rollout_forward_batch_size or config.local_batch_size, config.local_batch_size)
 
 
-def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
-    """Return the responses of one forward and backward pass if all have full length."""
+def micro_batch_rows(config: PPOConfig, tokens: int, most_tokens: int | None) -> int:
+    """Return the responses of one forward and backward pass if each has so many tokens with its prompt."""
     rows = config.local_micro_batch_size
-    if config.max_tokens_per_micro_batch is None:
-        return rows
-    return max(1, min(rows, config.max_tokens_per_micro_batch // (prompt_length + config.response_length)))
+    return rows if most_tokens is None else max(1, min(rows, most_tokens // tokens))
 
 
 def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
@@ -204,10 +212,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     to_train = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
     trained = [sum(p.nbytes for p in parameters) for parameters in to_train]
     moments = sum(moment_bytes(p, config) for parameters in to_train for p in parameters)
-    is_cast = frozen.itemsize == 2 and not config.use_peft  # under LoRA the weights have 16 bits
-    copied = 2 * sum(p.numel() for p in policy.parameters()) if is_cast else 0
-    if config.load_in_4bit:
-        copied = max(module.weight.nbytes for module in linear)
+    copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
     return _Sizes(weights, (trained[0], trained[1]), moments, copied, kept, exported, activations)

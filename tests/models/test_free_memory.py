@@ -90,13 +90,13 @@ def test_blocks_that_torch_keeps_free_on_a_gpu_count(monkeypatch):
     monkeypatch.setattr(free_memory, "available_memory", lambda _: (100, 7))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    assert free_memory._free(torch.device("cuda")) == 130
-    assert free_memory._free(torch.device("cpu")) == 100
+    assert free_memory.free_bytes(torch.device("cuda")) == 130
+    assert free_memory.free_bytes(torch.device("cpu")) == 100
     captures = Captures(torch.device("cuda"))  # whose pool no other pass can take
     captures._pool_bytes = 7
-    assert free_memory._free(torch.device("cuda")) == 123
+    assert free_memory.free_bytes(torch.device("cuda")) == 123
     captures.release()
-    assert free_memory._free(torch.device("cuda")) == 130
+    assert free_memory.free_bytes(torch.device("cuda")) == 130
 
 
 def test_bytes_that_are_used_again_count_as_free(monkeypatch):

@@ -17,6 +17,7 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
+from ppo_rlhf.ppo import token_budget
 from ppo_rlhf.processes import (
     dealt_rows,
     from_all,
@@ -134,6 +135,17 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {"metrics": {k: v for k, v in metrics.items() if not k.startswith(MEASURED)}, "weights": weight_sums(again)}
 
 
+def settled() -> dict[str, Any]:
+    """Return the number of tokens that processes with unequal memory settle on, and what they train to with it."""
+    fitting = [50, 20, 30, 40][own_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_budget, "UNLIMITED_ON", ())
+        patch.setattr(token_budget.UpdateBytes, "tokens_in", lambda self, free: fitting)
+        run = build({})
+        run.iteration()
+    return {"tokens": run.state.micro_batch_tokens, "weights": weight_sums(run)}
+
+
 def check_gathers() -> None:
     """Gather rows of every type that is gathered, in unequal hands; each row holds its number."""
     for count in (1, 2, 5, 8):
@@ -154,6 +166,7 @@ def main(path: Path, folder: Path) -> None:
         found = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
         found["evaluation"] = evaluation(build({}))
         found["resumed"] = resumed(folder)
+        found["settled"] = settled()
         found["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
         found["supervised"] = process_case.results(folder)
         process_case.check_several()

@@ -34,6 +34,7 @@ def cut_anew(run, experience: Experience) -> Experience:
         rollouts.iteration,
         [len(ids) for ids in rollouts.prompts.prompt_ids],
         rollouts.responses.lengths.tolist(),
+        run.config.max_tokens_per_micro_batch,
         padded=run.state.computes_padding,
     )
     return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs))

@@ -20,6 +20,7 @@ from ppo_rlhf.ppo.batch import cut_batch
 from ppo_rlhf.ppo.precision import resolve_device
 from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
+from tests.ppo_runs import weight_sums
 from tests.supervised import process_case
 
 CLOSE = 1e-9
@@ -82,6 +83,12 @@ def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
 def test_two_processes_learn_from_the_responses_of_one_server_or_of_two_colocated_vllms_as_one_does(by_two, mode):
     expected = json.loads(json.dumps(process_cases.by_vllm(process_cases.BY_VLLM[mode])))
     assert not differences(by_two["vLLM"][mode], expected, close=CLOSE_IN_FLOAT32)
+
+
+def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by_two):
+    found, on_one = by_two["settled"], process_cases.build({"max_tokens_per_micro_batch": 20})
+    on_one.iteration()
+    assert not differences(found, {"tokens": 20, "weights": weight_sums(on_one)})
 
 
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
@@ -229,12 +236,11 @@ def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that
         num_mini_batches=1,
         num_ppo_epochs=1,
         total_episodes=8,
-        max_tokens_per_micro_batch=10,
     )
 
     def micro_batches_of(rank: int, lengths: list[int]) -> list[list[int]]:
         monkeypatch.setenv("RANK", str(rank))
-        [[minibatch]] = cut_batch(config, 1, [1] * 8, [length - 1 for length in lengths], padded=False)
+        [[minibatch]] = cut_batch(config, 1, [1] * 8, [length - 1 for length in lengths], 10, padded=False)
         assert sorted(row for piece in minibatch.micro_batches for row in piece) == sorted(minibatch.hands[rank])
         return minibatch.micro_batches
 

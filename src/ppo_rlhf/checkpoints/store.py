@@ -89,7 +89,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
-    state.ended = values.get("ended", False)
+    state.ended, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
     state.history = read_json(directory / HISTORY)
     state.updating = False
 
@@ -108,6 +108,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "batch_size": state.config.batch_size,
         "origin": state.origin,
         **({"ended": True} if state.ended else {}),
+        **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")

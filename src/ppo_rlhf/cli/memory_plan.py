@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.directories import is_adapter
@@ -94,6 +95,7 @@ def plan(
         processes=count,
         trust_remote_code=policy.trust_remote_code,
         free=free // count - memory.PROCESS_BYTES if on_cpu else free,
+        card=round(memory_gib * 2**30) if memory_gib else card_bytes(device),
     )
     found = memory.plan_memory(config, shape)
     return Planned(policy.source, config, shape, found, device, free, on_host)
@@ -115,13 +117,15 @@ def graphs_line(config: PPOConfig) -> str:
 def table(planned: Planned) -> Iterator[str]:
     """Yield the lines of a plan: what is held all the time, and the peak of each phase."""
     plan, config, shape = planned.plan, planned.config, planned.shape
-    update = memory.micro_batch_rows(config, shape.prompt_length)
     yield ""
     yield f"{planned.model}: {type(shape.policy).__name__}, {config.dtype}, on {planned.device}"
     yield (
         f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {plan.rollout_rows} at a "
-        f"time in the rollout, {update} in the update"
+        f"time in the rollout, {plan.update_rows} in the update"
     )
+    if plan.update_tokens is not None:
+        why = "as set" if config.max_tokens_per_micro_batch else "settled by the free memory when training starts"
+        yield f"At most {plan.update_tokens} tokens in a micro-batch (ppo.max_tokens_per_micro_batch: {why})"
     if shape.processes > 1:
         yield f"Of {shape.processes} processes each needs:"
     yield ""

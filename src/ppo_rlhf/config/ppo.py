@@ -166,8 +166,9 @@ class PPOConfig:
     all score alike (DAPO, arXiv:2503.14476, dynamic sampling); 0 keeps all."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
     """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
-    needs it; a single response that has more is a micro-batch of its own. None: only per_device_train_batch_size
-    sets the limit."""
+    needs it; a single response that has more is a micro-batch of its own. None: on a GPU as many as its free memory
+    holds when training starts (docs/memory.md), unless `deterministic` is set; on a CPU only
+    per_device_train_batch_size sets the limit."""
 
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Most tokens in a response, its stop token included."""

@@ -11,6 +11,7 @@ logits are NaN.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,23 @@ from torch.autograd.function import once_differentiable
 
 from ppo_rlhf.core.checks import check_range, check_shape, compute_dtype
 
-BLOCK_ELEMENTS = 2**20  # logits widened at a time: 4 MiB of float32, small enough for a CPU's cache
-BLOCK_ELEMENTS_CUDA = 2**26  # on an accelerator kernel launches cost more than memory
+BLOCK_ELEMENTS = 2**20
+"""Logits widened at a time on a CPU: 4 MiB of float32, small enough for its cache."""
+BLOCK_SHARE = 1024
+"""Bytes of an accelerator's memory for each logit widened at a time there, where launches cost more than memory: in
+float32 a block takes 1/256 of the card."""
+UNKNOWN_CARD = 64 * 2**30
+"""Bytes of a device whose memory torch does not tell."""
 
 Block = tuple[slice, slice]
+
+
+@cache
+def card_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory, free or not, so that a run computes alike from start to end."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return UNKNOWN_CARD
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -136,9 +150,9 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> Iterator[Block]:
-    """Slices of the first two axes that cover `logits` [B, T, V] in blocks of about BLOCK_ELEMENTS numbers."""
+    """Slices of the first two axes that cover `logits` [B, T, V] in blocks that fit the device."""
     rows, width, vocabulary = logits.shape
-    budget = BLOCK_ELEMENTS_CUDA if logits.is_cuda else BLOCK_ELEMENTS
+    budget = BLOCK_ELEMENTS if logits.device.type == "cpu" else card_bytes(logits.device) // BLOCK_SHARE
     positions = max(1, budget // max(1, vocabulary))  # token positions in a block
     step_B, step_T = max(1, positions // max(1, width)), min(max(1, width), positions)
     for b in range(0, rows, step_B):

@@ -43,7 +43,7 @@ def sequences_at_a_time(
     one_layer = activation_bytes(backbone_of(model), number) // getattr(text, "num_hidden_layers", 1)
     row = tokens * one_layer if decoded_from is None else decoding_bytes(text, decoded_from, tokens, one_layer, number)
     most = MOST_ON_CPU if device.type == "cpu" and decoded_from is None else count
-    return in_equal_parts(count, row, _free(device) + used_again, most)
+    return in_equal_parts(count, row, free_bytes(device) + used_again, most)
 
 
 def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> int:
@@ -97,7 +97,7 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
 
 
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still take on a device; torch's own free blocks count.
 
     Those in the pool of CUDA graphs do not: only a capture can take them.

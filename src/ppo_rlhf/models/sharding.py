@@ -69,6 +69,11 @@ def whole(tensor: Tensor) -> Tensor:
     return full.clone() if has_padding else full
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of it unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def share_of(values: Tensor, like: Tensor) -> Tensor:
     """Return this process's share of values that every process has, if another tensor is sharded; else the values."""
     if not isinstance(like, DTensor) or values.shape != like.shape:

@@ -123,19 +123,26 @@ def first_hands(epochs: Epochs) -> list[list[int]]:
 
 
 def cut_batch(
-    config: PPOConfig, iteration: int, prompt_lengths: Sequence[int], response_lengths: Sequence[int], *, padded: bool
+    config: PPOConfig,
+    iteration: int,
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    most_tokens: int | None,
+    *,
+    padded: bool,
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
     The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
-    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2). `padded`
-    says whether policy or critic compute padding, which then counts in the token budget.
+    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
+    `most_tokens` is the budget of a micro-batch (`token_budget`), None for no limit; `padded` says whether policy or
+    critic compute padding, which then counts in it.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
         hands = [[rows[place] for place in hand] for hand in dealt]
-        budget = config.local_micro_batch_size, prompt_lengths, response_lengths, config.max_tokens_per_micro_batch
+        budget = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
         cuts = [micro_batches(hand, *budget, padded=padded) for hand in hands]
         own = _in_pieces(cuts[own_rank()], max(map(len, cuts)))
         return Minibatch(rows, own, hands, epoch < config.num_ppo_epochs)

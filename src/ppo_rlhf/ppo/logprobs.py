@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.logprobs import token_entropy, token_kl, token_logprobs
+from ppo_rlhf.core.logprobs import card_bytes, token_entropy, token_kl, token_logprobs
 from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic, ValueModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
@@ -24,8 +24,10 @@ from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.batch import SequenceBatch
 
 LOGITS_HELD = 2**24
-"""Logits that may be in memory at a time: 64 MiB of float32; on an accelerator, whose memory is larger, 16 times as
-many. Beyond that, the backward pass recomputes them chunk by chunk (about 2 % of an update)."""
+"""Logits that may be in memory at a time on a CPU: 64 MiB of float32. Beyond that, the backward pass recomputes them
+chunk by chunk (about 2 % of an update)."""
+LOGIT_SHARE = 256
+"""Bytes of an accelerator's memory for each logit that may be there at a time: in 16 bits they take 1/128 of it."""
 
 Reference = PreTrainedModel | None
 """A frozen policy for the KL over the vocabulary from it, with the same vocabulary; None computes no such KL."""
@@ -94,7 +96,7 @@ def response_statistics(
 
     They are differentiable in the model, whose last hidden states at `batch.state_positions` are `states_MH`; the
     reference runs without gradients. Logits are computed only for the states before response tokens, and never more
-    than `LOGITS_HELD` at a time of each model.
+    than `logits_held` at a time of each model.
     """
     head = logits_of(model)
 
@@ -115,8 +117,7 @@ def response_statistics(
         with torch.no_grad():
             reference_MH = hidden_states_at(backbone_of(reference), batch.rows, batch.state_positions)
             inputs.append(take_rows(reference_MH, batch.predicting))
-    held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
-    size = max(1, held // vocabulary_size(model))
+    size = max(1, logits_held(states_RH.device) // vocabulary_size(model))
     if len(targets_R) <= size:
         columns = statistics(*inputs)
     else:
@@ -127,6 +128,11 @@ def response_statistics(
         columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
     scattered = map(batch.scatter_responses, columns)
     return next(scattered), next(scattered) if with_entropy else None, next(scattered, None)
+
+
+def logits_held(device: torch.device) -> int:
+    """Return how many logits may be in a device's memory at a time, of one model."""
+    return LOGITS_HELD if device.type == "cpu" else card_bytes(device) // LOGIT_SHARE
 
 
 def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ from ppo_rlhf.ppo.logprobs import PolicyForward, PolicyOutput, filled_rows, resp
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.token_budget import token_budget
 from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank, process_count
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, ScoredResponses
@@ -243,7 +244,8 @@ def complete_rollouts(
     at that `time.perf_counter()`.
     """
     sampled, iteration, lengths = time.perf_counter(), state.iteration + 1, responses.lengths.tolist()
-    epochs = cut_batch(config, iteration, prompts.lengths, lengths, padded=state.computes_padding)
+    most_tokens = token_budget(state, max(prompts.lengths))
+    epochs = cut_batch(config, iteration, prompts.lengths, lengths, most_tokens, padded=state.computes_padding)
     with deterministic(config):
         reference_logprobs = compute_logprobs(
             reference_policy,

@@ -48,6 +48,7 @@ class TrainingState:
     optimiser_steps: int = 0  # steps taken, without skipped ones; each moves policy and critic
     skipped_steps: int = 0  # steps not taken because of a non-finite gradient
     skipped_in_a_row: int = 0  # consecutive skipped steps, not counting float16 loss-scale overflows
+    micro_batch_tokens: int | None = None  # most of a micro-batch, if a device's free memory said it
     early_stops: int = 0  # iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`

@@ -1,0 +1,147 @@
+"""How many tokens a micro-batch has on an accelerator if no setting says it: as many as the free memory holds.
+
+The bytes of an update are those of `kedro doctor` (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
+from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.ppo.logprobs import logits_held
+from ppo_rlhf.ppo.optimisers import moment_bytes
+from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import from_all, is_main_process, process_count, shards_models
+
+log = logging.getLogger(__name__)
+
+UNLIMITED_ON = ("cpu",)
+"""Types of devices on which only the number of responses limits a micro-batch: smaller ones are as fast there."""
+FEWEST_TOKENS = 2
+"""The least that `ppo.max_tokens_per_micro_batch` may be."""
+EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
+"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
+of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """Bytes of one process's update, beside weights and moments."""
+
+    fixed: int  # gradients, an epoch's tensors, copies of weights in the type of the computation
+    token: int  # activations of one token of a micro-batch
+    logit: int  # one logit, and what is computed from it
+    held: int  # a number of logits: those that are there at a time
+
+    def needed(self, tokens: int, logits: int) -> int:
+        """Return the bytes of a micro-batch of so many tokens with so many logits."""
+        return self.fixed + tokens * self.token + min(logits, self.held) * self.logit
+
+    def tokens_in(self, free: int) -> int:
+        """Return the most tokens of a micro-batch for which so many free bytes suffice."""
+        return max(FEWEST_TOKENS, int(USED * (free - self.needed(0, self.held))) // self.token)
+
+
+def update_bytes(
+    config: PPOConfig,
+    policy: PretrainedConfig,
+    *,
+    tokens: int,
+    gradients: int,
+    copied: int,
+    activations: int,
+    held: int,
+) -> UpdateBytes:
+    """Return what an update of a policy takes.
+
+    Args:
+        config: With the precision that `ppo.dtype=auto` stands for.
+        policy: The configuration of its model.
+        tokens: Of the longest prompt with its response.
+        gradients: Bytes of all gradients.
+        copied: Bytes of copies of weights in the type of the computation.
+        activations: Bytes of one token in all layers.
+        held: Logits that are there at a time.
+    """
+    text, number = policy.get_text_config(), frozen_dtype(config).itemsize
+    if config.gradient_checkpointing:
+        activations = text.num_hidden_layers * text.hidden_size * number + activations // text.num_hidden_layers
+    epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
+    kl_in_loss = config.kl_estimator == "full" and config.kl_in == "loss"
+    copies = 2 + bool(config.entropy_coef) + 2 * kl_in_loss
+    return UpdateBytes(gradients + epoch + copied, activations, number * copies, held)
+
+
+def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
+    """Return the bytes of weights of a policy in the type of the computation: autocast's, or one layer unpacked."""
+    number = frozen_dtype(config).itemsize
+    if config.load_in_4bit:  # 4-bit weights have another shape
+        sizes = [m.in_features * m.out_features for m in backbone.modules() if isinstance(m, nn.Linear)]
+        sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
+        return max(sizes) * number
+    is_cast = number == 2 and not config.use_peft  # under LoRA the weights have 16 bits
+    return 2 * sum(own_part(p).numel() for p in policy.parameters()) if is_cast else 0
+
+
+def follows_memory(config: PPOConfig, device: torch.device) -> bool:
+    """Return whether the free memory says how many tokens a micro-batch has."""
+    return config.max_tokens_per_micro_batch is None and device.type not in UNLIMITED_ON and not config.deterministic
+
+
+def token_budget(state: TrainingState, prompt_length: int) -> int | None:
+    """Return the most tokens of a micro-batch of this run, whose longest prompt has so many; None sets no limit.
+
+    If the free memory says it, the first call settles the number, as the least of all processes, and logs it. All
+    processes call it when the run's models are in their places.
+    """
+    config, device = state.config, state.device
+    if state.micro_batch_tokens is None and follows_memory(config, device):
+        free = free_bytes(device)
+        own = _update_bytes(state, prompt_length + config.response_length).tokens_in(free - _missing_moments(state))
+        state.micro_batch_tokens = min(from_all(own))
+        if is_main_process():
+            log.info(
+                "Micro-batches of at most %d responses have at most %d tokens with their prompts, since %.1f GiB are "
+                "free on %s (ppo.max_tokens_per_micro_batch=null)",
+                *(config.local_micro_batch_size, state.micro_batch_tokens, free / 2**30, device),
+            )
+    return config.max_tokens_per_micro_batch or state.micro_batch_tokens
+
+
+def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
+    config, number = state.config, frozen_dtype(state.config).itemsize
+    backbones = backbone_of(state.policy), state.critic.backbone
+    has_buckets = process_count() > 1 and not shards_models()  # DDP's, beside which gradients accumulate
+    return update_bytes(
+        config,
+        state.policy.config,
+        tokens=tokens,
+        gradients=sum(p.nbytes for p in _trained(state)) * (2 if has_buckets else 1),
+        copied=copied_bytes(config, state.policy, backbones[0]),
+        activations=max(activation_bytes(backbone, number) for backbone in backbones),
+        held=logits_held(state.device),
+    )
+
+
+def _missing_moments(state: TrainingState) -> int:
+    """Return the bytes of the moments that the first optimiser step will make."""
+    if any(optimizer.state for optimizer in (state.policy_optimizer, state.critic_optimizer)):
+        return 0
+    return sum(moment_bytes(parameter, state.config) for parameter in _trained(state))
+
+
+def _trained(state: TrainingState) -> list[Tensor]:
+    """Return this process's part of each parameter that trains."""
+    groups = [*state.policy_optimizer.param_groups, *state.critic_optimizer.param_groups]
+    parameters = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    return [own_part(parameter) for parameter in parameters.values()]
