@@ -125,7 +125,7 @@ def test_an_epochs_tensors_are_counted_to_a_tenth(make_run):
 def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
     on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
     before = passing(plan(), "update")
-    assert before - passing(plan(on_card, dtype="float32"), "update") == 2 * (8 * 8 * 23 - 100) * 4
+    assert before - passing(plan(on_card, dtype="float32", cuda_graphs=False), "update") == 2 * (8 * 8 * 23 - 100) * 4
     monkeypatch.setattr(memory, "LOGITS_HELD", 100)
     assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
@@ -144,13 +144,38 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
     logits, epoch = 2 * card // 256 * 4, 8 * (14 * 64 + 8 * 61)
     free = held + gradients + epoch + logits + math.ceil((fitting + 0.5) * kept / 0.8)
     shape = RunShape(LLAMA, 6, on_cpu=False, free=free, card=card)
-    planned = plan(shape, dtype="float32")
+    planned = plan(shape, dtype="float32", cuda_graphs=False)
     assert (planned.update_tokens, planned.update_rows) == (max(2, fitting), rows)
     taken = rows * 14 * kept + 2 * min(rows * 8 * 23, card // 256) * 4
     assert passing(planned, "update") == gradients + epoch + taken
     assert plan(replace(shape, on_cpu=True), dtype="float32").update_tokens is None
     assert plan(shape, dtype="float32", deterministic=True).update_tokens is None
     assert plan(shape, dtype="float32", max_tokens_per_micro_batch=30).update_tokens == 30
+
+
+def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
+    """By hand: the cache of 8 responses of 14 tokens; gradients, and a micro-batch's activations and logits."""
+    shape, kept = RunShape(LLAMA, 6, on_cpu=False), int(1.5 * 2 * 232) * 4
+    without, captured = (plan(shape, dtype="float32", cuda_graphs=wanted) for wanted in (False, None))
+    cache, gradients = 8 * 14 * (2 * 2 * 1 * 8) * 4, without.held[MOMENTS] // 2
+    passes = gradients + 8 * 14 * kept + 2 * 8 * 8 * 23 * 4
+    assert sum(captured.held.values()) - sum(without.held.values()) == cache + passes
+    assert captured.phases["update"] - without.phases["update"] == cache
+    assert captured.phases["rollout"] - without.phases["rollout"] == passes
+    assert captured.phases["scoring"] - without.phases["scoring"] == cache + passes
+    by_two, on_cpu = (plan(replace(shape, **other), dtype="float32") for other in ({"processes": 2}, {"on_cpu": True}))
+    assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
+    assert on_cpu.held == without.held
+    by_generate = plan(shape, dtype="float32", rollout_engine="hf")
+    assert sum(by_generate.held.values()) - sum(without.held.values()) == passes
+
+
+def test_the_cache_that_graphs_keep_leaves_micro_batches_fewer_tokens():
+    roomy = RunShape(LLAMA, 6, on_cpu=False, free=2**21, card=2**20)
+    without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, None))
+    cache, kept = 8 * 14 * (2 * 2 * 1 * 8) * 4, int(1.5 * 2 * 232) * 4
+    assert without is not None
+    assert captured == pytest.approx(without - 0.8 * cache / kept, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +273,8 @@ def test_a_critic_from_a_reward_model_needs_one():
 def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
     found = list(suggestions(config, shape))
-    assert found[0].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert found[0].changes == {"cuda_graphs": False}
+    assert found[1].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     settings = [next(iter(each.changes)) for each in found]
     assert settings.index("offload_reference_policy") < settings.index("value_model") < settings.index("use_peft")
     for each in found:

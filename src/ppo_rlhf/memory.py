@@ -21,7 +21,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
-from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, decoding_bytes, in_equal_parts
+from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
@@ -36,6 +36,7 @@ PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 COPIES = "policy: linear weights in 16 bits"
+DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gradients, and what passes make"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RunShape:
 class MemoryPlan:
     """Bytes that one process needs."""
 
-    held: dict[str, int]  # all the time, by name: weights, moments, the moving average, and copies of weights
+    held: dict[str, int]  # all the time, by name: weights and copies, moments, the average, what CUDA graphs keep
     phases: dict[str, int]  # at the peak of each, `held` included, in the order of an iteration
     on_host: int  # of offloaded models, in the host's memory
     trained: int  # of the weights that train
@@ -140,18 +141,25 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(c, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    most_tokens = c.max_tokens_per_micro_batch
-    if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
-        most_tokens = update(0).tokens_in(shape.free - sum(held.values()))
-    rows, micro = _most_rollout_rows(c), micro_batch_rows(c, tokens, most_tokens)
+    rows = _most_rollout_rows(c)
     if c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
+    has_graphs = not shape.on_cpu and c.cuda_graphs is not False
+    if has_graphs and c.rollout_engine == "static":
+        held[DECODING] = rows * cache_bytes(text, tokens, number)
+    most_tokens = c.max_tokens_per_micro_batch
+    if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
+        most_tokens = update(0).tokens_in(shape.free - sum(held.values()))  # settled after the first rollout
+    micro = micro_batch_rows(c, tokens, most_tokens)
+    passing = micro * tokens, micro * c.response_length * text.vocab_size
+    if has_graphs and shape.processes == 1:
+        held[PASSES] = update(micro).gradients + update(micro).passing(*passing)
     scored = min(rows, MOST_ON_CPU) if shape.on_cpu and c.local_rollout_forward_batch_size is None else rows
     passes = {
-        "rollout": rollout(rows),
+        "rollout": rollout(rows) - held.get(DECODING, 0),
         "scoring": scoring(max(scored, micro)),
-        "update": update(micro).needed(micro * tokens, micro * c.response_length * text.vocab_size),
+        "update": update(micro).needed(*passing) - held.get(PASSES, 0),
     }
     if shape.evaluation_rows:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
@@ -253,6 +261,7 @@ def _smaller_micro_batches(c: PPOConfig) -> Changes:
 
 
 _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
+    ("the same numbers except for rounding, slower", lambda c: {"cuda_graphs": False}),
     (
         "the same numbers except for rounding, slower rollouts",
         lambda c: {"local_rollout_forward_batch_size": max(1, _most_rollout_rows(c) // 2)},

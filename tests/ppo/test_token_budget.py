@@ -60,7 +60,7 @@ def sizes(run: Run) -> list[int]:
 
 
 def test_the_tokens_that_fit_are_those_worked_out_by_hand():
-    update = UpdateBytes(fixed=100, token=10, logit=2, held=20)
+    update = UpdateBytes(gradients=60, fixed=40, token=10, logit=2, held=20)
     assert update.needed(3, 7) == 100 + 30 + 14
     assert update.needed(3, 70) == 100 + 30 + 40
     assert [update.tokens_in(free) for free in (1140, 1139, 140, 0)] == [80, 79, 2, 2]

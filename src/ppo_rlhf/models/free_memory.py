@@ -72,9 +72,13 @@ def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_
 
     `tokens` are those of prompt and response, `one_layer` a token's bytes of activations, `number` those of a number.
     """
-    cache = tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number
     step = text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
-    return int(cache + max(step, prompt_length * one_layer))
+    return cache_bytes(text, tokens, number) + int(max(step, prompt_length * one_layer))
+
+
+def cache_bytes(text: PretrainedConfig, tokens: int, number: int) -> int:
+    """Return the bytes of the keys and values of so many tokens; `number` is the bytes of one number."""
+    return int(tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number)
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:

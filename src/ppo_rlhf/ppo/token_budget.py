@@ -38,14 +38,19 @@ of all micro-batches of an epoch, which are on the device together (`ppo.update`
 class UpdateBytes:
     """Bytes of one process's update, beside weights and moments."""
 
-    fixed: int  # gradients, an epoch's tensors, copies of weights in the type of the computation
+    gradients: int
+    fixed: int  # an epoch's tensors, copies of weights in the type of the computation
     token: int  # activations of one token of a micro-batch
     logit: int  # one logit, and what is computed from it
     held: int  # a number of logits: those that are there at a time
 
     def needed(self, tokens: int, logits: int) -> int:
-        """Return the bytes of a micro-batch of so many tokens with so many logits."""
-        return self.fixed + tokens * self.token + min(logits, self.held) * self.logit
+        """Return the bytes of an update in micro-batches of so many tokens with so many logits."""
+        return self.gradients + self.fixed + self.passing(tokens, logits)
+
+    def passing(self, tokens: int, logits: int) -> int:
+        """Return the bytes that a micro-batch makes and drops."""
+        return tokens * self.token + min(logits, self.held) * self.logit
 
     def tokens_in(self, free: int) -> int:
         """Return the most tokens of a micro-batch for which so many free bytes suffice."""
@@ -79,7 +84,7 @@ def update_bytes(
     epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
     kl_in_loss = config.kl_estimator == "full" and config.kl_in == "loss"
     copies = 2 + bool(config.entropy_coef) + 2 * kl_in_loss
-    return UpdateBytes(gradients + epoch + copied, activations, number * copies, held)
+    return UpdateBytes(gradients, epoch + copied, activations, number * copies, held)
 
 
 def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
