@@ -99,6 +99,8 @@ def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list
             environment = ENVIRONMENT | (job.peer_environment if side == "trl" else {})
             found[side] = run_side(side, [python, str(HERE / script), str(path)], environment)
             check_work(job, side, found[side])
+            phases = ", ".join(f"{phase} {seconds(found[side], phase):.2f} s" for phase in PHASES)
+            print(f"{side}: {phases}", file=sys.stderr, flush=True)
         results.append(tuple(found[side] for side in commands))
         times = ", ".join(f"{side} {seconds(result, 'iteration'):.2f} s" for side, result in found.items())
         print(f"pair {pair + 1} of {pairs}: {times}", file=sys.stderr, flush=True)

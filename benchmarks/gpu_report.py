@@ -1,17 +1,17 @@
-"""Run everything that needs a GPU, part by part, and print one table: the tests, and the speed beside TRL's.
+"""Measure and test all that needs a GPU, in one call of at most nine minutes, and print one table for docs/speed.md.
 
-python benchmarks/gpu_report.py --minutes 20 --peer-python PATH --json OUT
+python benchmarks/gpu_report.py --out FOLDER --peer-python PATH
 
-Nothing is fetched: the models are of GPT-2's shape with random weights. It takes the environment that it is started in.
-A part that fails, or takes longer than its share of the minutes, leaves the others to run. The exit code is 1 then.
-`--device cpu --preset tiny --tests tests/test_benchmarks.py` tries the command itself on a machine without a GPU.
+The most telling parts come first. Each is a process with a limit of its own; one that fails or takes too long leaves
+the others to run, and the exit code is 1 then. Results are printed as they come, and after each part FOLDER has them,
+too, so that nothing is lost if the call is cut off. Nothing is fetched: models have random weights.
+`--small` tries every part on a CPU with tiny models; what only a GPU can do is then said not to have run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -22,17 +22,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import IO
+
+from gpu_parts import FOUND, NO_GPU
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ENDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+SHARDING_TESTS = "tests/ppo/test_sharding.py"
 ALONE = re.compile(rf"^(?P<test>\S+::.+?) (?P<end>{ENDS})\b(?: \((?P<why>.*)\))?")
 IN_A_WORKER = re.compile(rf"^\[gw\d+\] \[ *\d+%\] (?P<end>{ENDS}) (?P<test>\S+::.+?)(?P<why>) *$")
 REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$")
-STOPPING_S = 20.0
+STOPPING_S = 8.0
 """How long a part that is stopped may take to say what it has found."""
+WITHOUT_HURRY_S = 600.0
+"""Limit of each part of `--small`: what else the machine does must not cut a trial off."""
+LEAST_S = 15.0
+"""A part does not begin with less time left."""
 DEVICE = """
 import os, platform, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
@@ -42,11 +50,11 @@ print(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, CUDA {torch.v
 
 @dataclass(frozen=True)
 class Part:
-    """A command, its share of the minutes, and what of its output goes into the table: pairs of what and result."""
+    """A command, its limit in seconds, and what of its output goes into the table: pairs of what and result."""
 
     name: str
     command: list[str]
-    share: float
+    limit: float
     read: Callable[[list[str]], list[tuple[str, str]]]
 
 
@@ -64,42 +72,77 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--minutes", type=float, default=20.0, help="for all parts together")
+    add("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_report")), help="folder for results; else $OUT")
+    add("--minutes", type=float, default=9.0, help="for all parts together")
+    add("--parts", type=lambda text: text.split(","), help="only these, comma-separated")
     add("--peer-python", help="Python of an environment with TRL 1.12.0; without it only our side is timed")
-    add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--preset", default="gpt2", help="a preset of benchmarks/compare.py")
-    add("--tests", nargs="+", help="tests in place of those marked `gpu`")
-    add("--json", type=Path, help="where to write what was found, anew after each part")
+    add("--small", action="store_true", help="tiny models on a CPU, to try the command itself, without hurry")
     return parser.parse_args(arguments)
 
 
 def parts_of(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     """Return the parts in the order in which they run; files of theirs go to `folder`."""
-    python, speed = sys.executable, [sys.executable, "-u", str(HERE / "compare.py"), "--pairs", "1"]
-    speed += ["--device", arguments.device, "--presets", arguments.preset, "--iterations", "2"]
-    peer = ["--peer-python", arguments.peer_python] if arguments.peer_python else []
-    tests = arguments.tests or marked_tests()
-    marker = [] if arguments.tests else ["-m", "gpu"]
-    pytest = [python, "-u", "-m", "pytest", "-o", "addopts=", *marker, "-v", "-p", "no:cacheprovider", *tests]
-    if importlib.util.find_spec("xdist"):  # most of a small model's time is the processor's
-        pytest += ["-n", "4", "--dist", "worksteal"]
-    types = "bfloat16,float32" if arguments.device == "cuda" else "float32"
-    static, hf = folder / "static.json", folder / "hf.json"
-    sixteen = types.split(",")[0]
-    speed_of_hf = [*speed, "--lengths", "mixed", "--precisions", sixteen, "--set", "rollout_engine=hf"]
-    speed += ["--lengths", "mixed,full", "--precisions", types, *peer]
-    return [
-        Part("device", [python, "-c", DEVICE], 0.05, lambda lines: [("", "".join(lines[-1:]).strip())]),
-        Part("tests", pytest, 0.45, read_tests),
-        Part("speed", [*speed, "--json", str(static)], 0.35, lambda _: read_speed(static)),
-        Part("speed, engine hf", [*speed_of_hf, "--json", str(hf)], 0.15, lambda _: read_speed(hf)),
+    python, small = [sys.executable, "-u"], arguments.small
+    ours = [*python, str(HERE / "gpu_parts.py"), *(["--device", "cpu", "--small"] if small else [])]
+    pytest = [*python, "-m", "pytest", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider"]
+    pytest += ["--collect-only", "-q"] if small else ["-v"]
+    speed = [
+        *python,
+        str(HERE / "compare.py"),
+        "--pairs",
+        "1",
+        "--lengths",
+        "mixed",
+        "--json",
+        str(folder / "speed.json"),
     ]
+    of_gpu = ["--device", "cuda", "--presets", "gpt2", "--precisions", "bfloat16", "--iterations", "2"]
+    of_cpu = ["--device", "cpu", "--presets", "toy", "--precisions", "float32", "--iterations", "1"]
+    speed += of_cpu if small else of_gpu
+    if arguments.peer_python:
+        speed += ["--peer-python", arguments.peer_python]
+    read = read_collected if small else read_tests
+    parts = [
+        Part("device", [*python, "-c", DEVICE], 15, lambda lines: [(commit(), "".join(lines[-1:]).strip())]),
+        Part("launches", [*ours, "launch"], 25, read_found),
+        Part("tests of captures", [*pytest, *(file for file in marked_tests() if "captur" in file)], 65, read),
+        Part("decoding", [*ours, "decode"], 90, read_found),
+        Part("update", [*ours, "update"], 110, read_found),
+        Part("beside TRL", speed, 120, lambda lines: read_speed(folder / "speed.json", lines)),
+        Part("dearest operations", [*ours, "profile"], 30, read_found),
+        Part("FSDP2", [*pytest, SHARDING_TESTS], 40, read),
+        Part("demo", [*ours, "demo"], 40, read_found),
+    ]
+    return [replace(part, limit=WITHOUT_HURRY_S) for part in parts] if small else parts
+
+
+def commit() -> str:
+    """Return what is measured: the commit, if this is a git repository."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return "commit " + subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "commit unknown"
 
 
 def marked_tests() -> list[str]:
     """Return the files with tests that need a GPU: other files may import what this environment lacks."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def read_found(lines: list[str]) -> list[tuple[str, str]]:
+    """Return the results that `gpu_parts.py` has printed so far."""
+    said = [line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)]
+    return [(what, result) for what, result in map(json.loads, said)]
+
+
+def read_collected(lines: list[str]) -> list[tuple[str, str]]:
+    """Return the tests that a machine with a GPU would run."""
+    tests = [line.strip() for line in lines if "::" in line]
+    if not tests:
+        raise ValueError("no test was found")
+    return [(test, NO_GPU) for test in tests]
 
 
 def read_tests(lines: list[str]) -> list[tuple[str, str]]:
@@ -119,10 +162,11 @@ def read_tests(lines: list[str]) -> list[tuple[str, str]]:
     return [*rows, (last, "cut off")] if is_cut_off else rows
 
 
-def read_speed(path: Path) -> list[tuple[str, str]]:
-    """Return a row for each phase that `compare.py` has timed, and for each side that failed."""
+def read_speed(path: Path, lines: list[str]) -> list[tuple[str, str]]:
+    """Return a row for each phase that `compare.py` has timed, and for each side that failed; if cut off, each side."""
     if not path.exists():
-        return []
+        sides = [line.strip().partition(": ") for line in lines if re.match("(ours|trl): experience", line)]
+        return [(side, times) for side, _, times in sides]
     rows, found = list[tuple[str, str]](), json.loads(path.read_text(encoding="utf-8"))
     for row in found["rows"]:
         result = f"ours {row['ours_s']:.2f} s"
@@ -134,15 +178,21 @@ def read_speed(path: Path) -> list[tuple[str, str]]:
     return [*rows, *((failure, "failed") for failure in found["failures"])]
 
 
-def run(part: Part, seconds: float) -> Outcome:
+def run(part: Part, seconds: float, log: IO[str]) -> Outcome:
     """Run a part, print what it prints, and end it with all that it started when its time is over."""
-    print(f"\n=== {part.name}, {seconds:.0f} s at most: {' '.join(part.command)[:300]}", flush=True)
+
+    def tell(text: str) -> None:
+        print(text, end="", flush=True)
+        log.write(text)
+        log.flush()
+
+    tell(f"\n=== {part.name}, {seconds:.0f} s at most: {' '.join(part.command)[:300]}\n")
     started, lines, is_late = time.monotonic(), list[str](), threading.Event()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         part.command,
         cwd=ROOT,
-        env={**environment, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},  # pytest cuts reasons to the width
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},  # pytest cuts reasons to them
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -162,7 +212,7 @@ def run(part: Part, seconds: float) -> Outcome:
         timer.start()
     assert process.stdout is not None
     for line in process.stdout:
-        print(line, end="", flush=True)
+        tell(line)
         lines.append(line)
     status = process.wait()
     for timer in timers:
@@ -171,7 +221,7 @@ def run(part: Part, seconds: float) -> Outcome:
     try:
         found = part.read(lines)
     except (ValueError, KeyError, OSError) as error:  # a file that was cut off
-        found = [("its results", f"cannot be read: {type(error).__name__}: {error}")]
+        state, found = "failed", [("its results", f"cannot be read: {type(error).__name__}: {error}")]
     return Outcome(part.name, state, time.monotonic() - started, found)
 
 
@@ -185,15 +235,32 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all parts and print the table; return 1 if a part did not end well."""
-    options, outcomes = parse_arguments(arguments), list[Outcome]()
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
-        for part in parts_of(options, Path(folder)):
-            outcomes.append(run(part, 60.0 * options.minutes * part.share))
-            if options.json:
-                options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1), encoding="utf-8")
+    """Run the parts and print the table; return 1 if a part did not end well, or found something that failed."""
+    options, outcomes, started = parse_arguments(arguments), list[Outcome](), time.monotonic()
+    seconds = 10 * WITHOUT_HURRY_S if options.small else 60.0 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-report-") as folder,
+        (options.out / "log.txt").open("w", encoding="utf-8") as log,
+    ):
+        parts = parts_of(options, Path(folder))
+        if unknown := {*(options.parts or ())} - {part.name for part in parts}:
+            names = ", ".join(part.name for part in parts)
+            raise SystemExit(f"--parts: there is no {', '.join(sorted(unknown))}; the parts are {names}")
+        for part in parts:
+            if options.parts and part.name not in options.parts:
+                continue
+            left = seconds - (time.monotonic() - started) - STOPPING_S
+            if left < min(LEAST_S, part.limit):
+                outcomes.append(Outcome(part.name, "no time left", 0.0))
+            else:
+                outcomes.append(run(part, min(part.limit, left), log))
+            results = json.dumps([asdict(each) for each in outcomes], indent=1)
+            (options.out / "results.json").write_text(results, encoding="utf-8")
+            (options.out / "table.md").write_text(table(outcomes) + "\n", encoding="utf-8")
     print(f"\n{table(outcomes)}", flush=True)
-    return int(any(outcome.state != "done" for outcome in outcomes))
+    failed = [what for each in outcomes for what, result in each.found if result.startswith("failed")]
+    return int(bool(failed) or any(outcome.state != "done" for outcome in outcomes))
 
 
 if __name__ == "__main__":

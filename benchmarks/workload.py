@@ -35,11 +35,12 @@ class Preset:
 
 
 PRESETS = {
+    "toy": Preset(2, 64, 4, 500, batch=16, minibatch=8, prompt_length=8, response_length=12, epochs=2),
     "tiny": Preset(4, 256, 4, 2000, batch=32, minibatch=8, prompt_length=16, response_length=32),
     "small": Preset(6, 512, 8, 8192, batch=32, minibatch=8, prompt_length=32, response_length=64),
     "gpt2": Preset(12, 768, 12, 50257, batch=256, minibatch=32, prompt_length=64, response_length=128),
 }
-"""gpt2 is GPT-2 124M: for a GPU."""
+"""toy tries the scripts; gpt2 is GPT-2 124M, for a GPU."""
 QUIET_PEER = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",

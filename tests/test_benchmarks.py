@@ -15,7 +15,8 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
     ours = ("invariances_ours", "our_side", "walks_ours")
-    for name in ("compare", "gpu_report", "inputs", "invariances", "launches", "walks", "workload", *ours):
+    reports = "compare", "gpu_parts", "gpu_report", "launches"
+    for name in (*reports, "inputs", "invariances", "walks", "workload", *ours):
         sys.modules.pop(name, None)
 
 
@@ -122,25 +123,69 @@ def test_the_report_names_the_tests_that_did_not_pass_and_the_one_that_was_cut_o
     assert gpu_report.read_tests(["FAILED tests/a.py::test_three - assert 1 == 2"]) == [("tests", "none ran")]
 
 
-def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch, capfd):
+def part_of(name: str, code: str, limit: float = 60.0):
     import gpu_report
 
-    def part(name: str, code: str, share: float = 1.0) -> gpu_report.Part:
-        command = [sys.executable, "-c", code]
-        return gpu_report.Part(name, command, share, lambda lines: [(name, "".join(lines).strip())])
+    return gpu_report.Part(name, [sys.executable, "-c", code], limit, lambda lines: [(name, "".join(lines).strip())])
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch, capfd, tmp_path):
+    import gpu_report
 
     quiet = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # without a traceback
     hangs = quiet + "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"
-    parts = [part("fails", "print('half'); 1 / 0"), part("hangs", hangs, 1 / 60), part("works", "print('whole')")]
+    kept = f"print(len(open({str(tmp_path / 'table.md')!r}).readlines()), 'lines are kept')"  # of the parts before
+    parts = [part_of("fails", "print('half'); 1 / 0"), part_of("hangs", hangs, 1.0), part_of("works", kept)]
     monkeypatch.setattr(gpu_report, "parts_of", lambda *_: parts)
     started = time.monotonic()
-    assert gpu_report.main(["--minutes", "1"]) == 1
+    assert gpu_report.main(["--minutes", "1", "--out", str(tmp_path)]) == 1
     assert time.monotonic() - started < 45  # what the part started ends with it, after a second and not after 60
     rows = capfd.readouterr().out.split("| part | what | result |")[1]
-    for row in ("| status 1 |", "| stopped after 1 s |", "| | hangs | begun |", "| done |", "| | works | whole |"):
+    for row in ("| status 1 |", "| stopped after 1 s |", "| | hangs | begun |", "| done |", "lines are kept |"):
         assert row in rows
-    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: parts[2:])
-    assert gpu_report.main([]) == 0
+    assert (tmp_path / "table.md").read_text().endswith(rows.strip() + "\n")
+    assert [each["name"] for each in json.loads((tmp_path / "results.json").read_text())] == ["fails", "hangs", "works"]
+    assert "begun\n" in (tmp_path / "log.txt").read_text()
+    assert gpu_report.main(["--parts", "works", "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit, match="there is no wrks; the parts are fails, hangs, works"):
+        gpu_report.main(["--parts", "wrks", "--out", str(tmp_path)])
+
+
+def test_a_result_that_failed_ends_the_report_with_status_1(monkeypatch, tmp_path):
+    import gpu_report
+
+    line = gpu_report.FOUND + json.dumps(["update", "failed: RuntimeError: no memory"])
+    part = gpu_report.Part("one", [sys.executable, "-c", f"print({line!r})"], 60.0, gpu_report.read_found)
+    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: [part])
+    assert gpu_report.main(["--out", str(tmp_path)]) == 1
+    assert "| | update | failed: RuntimeError: no memory |" in (tmp_path / "table.md").read_text()
+
+
+def test_parts_end_within_the_minutes_and_those_without_time_are_named(monkeypatch, capfd, tmp_path):
+    import gpu_report
+
+    parts = gpu_report.parts_of(gpu_report.parse_arguments([]), tmp_path)
+    assert sum(part.limit for part in parts) <= 9 * 60
+    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: [part_of("works", "print('whole')")])
+    assert gpu_report.main(["--minutes", "0.2", "--out", str(tmp_path)]) == 1
+    assert "| **works** | 0 s | no time left |" in capfd.readouterr().out
+
+
+def test_a_comparison_that_is_cut_off_has_told_of_each_side(tmp_path):
+    import gpu_report
+
+    lines = ["gpt2, mixed, bfloat16\n", "ours: experience 1.00 s, update 2.00 s, iteration 3.00 s\n", "Loading\n"]
+    found = gpu_report.read_speed(tmp_path / "missing.json", lines)
+    assert found == [("ours", "experience 1.00 s, update 2.00 s, iteration 3.00 s")]
+
+
+def test_settings_of_the_parts_are_a_runs():
+    import gpu_parts
+    from ppo_rlhf.config import PPOConfig
+
+    ways = gpu_parts.Part("cpu", small=True).ways()
+    assert [PPOConfig(**settings, compile=True).cuda_graphs for _, settings in ways] == [False, True]
+    assert gpu_parts.SHAPES.keys() == gpu_parts.SMALL.keys()
 
 
 def test_the_report_runs_every_file_with_a_test_for_a_gpu():
@@ -151,19 +196,30 @@ def test_the_report_runs_every_file_with_a_test_for_a_gpu():
     assert all("gpu" in (HERE.parent / file).read_text() for file in found)
 
 
-@pytest.mark.slow
 def test_the_report_can_be_tried_without_a_gpu(tmp_path, capfd):
     import gpu_report
 
-    name = test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up.__name__
-    tried = [f"{Path(__file__).relative_to(HERE.parent)}::{name}"]
-    arguments = ["--device", "cpu", "--preset", "tiny", "--json", str(tmp_path / "out"), "--tests", *tried]
-    assert gpu_report.main(arguments) == 0
-    rows = capfd.readouterr().out.split("| part | what | result |")[1]
-    assert "| | tests | 1 passed |" in rows
-    assert "tiny, full, float32: iteration | ours" in rows
-    assert rows.index("tiny, mixed, float32") < rows.index("tiny, full, float32")
-    assert len(json.loads((tmp_path / "out").read_text())) == 4
+    assert gpu_report.main(["--small", "--out", str(tmp_path)]) == 0
+    rows = capfd.readouterr().out.split("| part | what | result |")[1].splitlines()
+    parts = [row.split("**")[1] for row in rows if row.startswith("| **")]
+    assert [part.name for part in gpu_report.parts_of(gpu_report.parse_arguments([]), tmp_path)] == parts
+    ways = [row for row in rows if "captured |" in row or "compiled |" in row]
+    assert len(ways) == 5
+    assert all(row.endswith(f"| {gpu_report.NO_GPU} |") for row in ways)  # and not pretended
+    for row in (
+        "| | launch: an addition in place | ",
+        "| | tests/models/test_captures.py::test_on_a_gpu_graphs_",
+        "| | decoding, qwen2-0.5b: plain | 0.",
+        "| | decoding, gpt2: engine hf | 0.",
+        "| | update: plain | ",
+        "| | toy, mixed, float32: iteration | ours ",
+        "| | tests/ppo/test_sharding.py::test_on_a_gpu_",
+        "| | `kedro run --env test` | ",
+        "| | its win rate against SFT | 0.",
+    ):
+        assert len([each for each in rows if each.startswith(row)]) == 1 or row.endswith("_graphs_"), row
+    assert any("first ratio exactly 1" in row for row in rows)
+    assert len([row for row in rows if " of the processor, " in row]) == 25
 
 
 def test_this_project_keeps_the_rules_for_any_trainer(tmp_path):
