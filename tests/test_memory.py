@@ -166,6 +166,9 @@ def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
     by_two, on_cpu = (plan(replace(shape, **other), dtype="float32") for other in ({"processes": 2}, {"on_cpu": True}))
     assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
     assert on_cpu.held == without.held
+    small_cards = [replace(shape, card=4 * (cache + passes - less)) for less in (0, 1)]
+    assert [plan(card, dtype="float32").held == captured.held for card in small_cards] == [True, False]
+    assert plan(small_cards[1], dtype="float32").held == without.held  # a quarter of it is too little: given up
     by_generate = plan(shape, dtype="float32", rollout_engine="hf")
     assert sum(by_generate.held.values()) - sum(without.held.values()) == passes
 

@@ -21,6 +21,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
+from ppo_rlhf.models.captures import CARDS_SHARE
 from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -145,16 +146,18 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     if c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
-    has_graphs = not shape.on_cpu and c.cuda_graphs is not False
-    if has_graphs and c.rollout_engine == "static":
-        held[DECODING] = rows * cache_bytes(text, tokens, number)
+    most_kept = 0 if shape.on_cpu or c.cuda_graphs is False else shape.card // CARDS_SHARE
+    cache = rows * cache_bytes(text, tokens, number) if c.rollout_engine == "static" else 0
+    by_graphs = {DECODING: cache} if 0 < cache <= most_kept else {}
     most_tokens = c.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
-        most_tokens = update(0).tokens_in(shape.free - sum(held.values()))  # settled after the first rollout
+        most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(by_graphs.values()))
     micro = micro_batch_rows(c, tokens, most_tokens)
     passing = micro * tokens, micro * c.response_length * text.vocab_size
-    if has_graphs and shape.processes == 1:
-        held[PASSES] = update(micro).gradients + update(micro).passing(*passing)
+    if shape.processes == 1:
+        by_graphs[PASSES] = update(micro).gradients + update(micro).passing(*passing)
+    if cache <= most_kept and sum(by_graphs.values()) <= most_kept:  # else they are given up
+        held |= by_graphs
     scored = min(rows, MOST_ON_CPU) if shape.on_cpu and c.local_rollout_forward_batch_size is None else rows
     passes = {
         "rollout": rollout(rows) - held.get(DECODING, 0),

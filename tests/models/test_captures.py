@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_rlhf.models import captures as module
 from ppo_rlhf.models.captures import Captures
 from tests.graph_on_cpu import graphs_on_cpu
 
@@ -162,6 +163,24 @@ def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):
     del add
     gc.collect()
     assert alive() is None
+
+
+def test_graphs_that_would_keep_more_than_a_quarter_of_the_card_are_given_up(graphs_on_cpu, monkeypatch, caplog):
+    """Before a capture the buffers count, and after it the pool, too: a run is then plain, and not lost."""
+    monkeypatch.setattr(module, "card_bytes", lambda device: 4 * 100)
+    given_up = []
+    for buffer, pool in ((60, 40), (60, 44), (104, 0)):
+        reserved = iter((0, pool))
+        monkeypatch.setattr(module, "_reserved", lambda device, reserved=reserved: next(reserved))
+        captures, add = Captures(CPU), Counter()
+        captures.held["add"] = Buffers(torch.zeros(buffer // 4))
+        for _ in range(3):
+            captures.run(("add",), add)
+        assert add.total.tolist() == [6.0] * 3
+        given_up.append(not captures.on)
+        assert len(captures.held) == captures.on
+    assert given_up == [False, True, True]
+    assert ["may keep" in record.getMessage() for record in caplog.records] == [True, True]
 
 
 @pytest.mark.gpu

@@ -15,11 +15,14 @@ from weakref import WeakSet
 import torch
 
 from ppo_rlhf.core.errors import in_one_line
+from ppo_rlhf.core.logprobs import card_bytes
 
 log = logging.getLogger(__name__)
 
 CAPTURED_ON = ("cuda",)
 """Types of devices whose work is captured."""
+CARDS_SHARE = 4
+"""Graphs may keep this part of a GPU's memory, a quarter: what large models compute is no matter of launches."""
 
 
 class Held(Protocol):
@@ -86,7 +89,9 @@ class Captures:
         graph = self._graphs[key]
         if graph is None:
             try:
+                self._check_room()
                 graph = self._graphs[key] = self._captured(function)
+                self._check_room()
             except RuntimeError as error:  # out of memory, or an operation that reads from the device
                 self.give_up(in_one_line(error))
                 function()
@@ -141,6 +146,11 @@ class Captures:
     def _say(self) -> None:
         self._said = len(self)
         log.info("captured: %d graphs, %.1f GiB", len(self), self.bytes / 2**30)
+
+    def _check_room(self) -> None:
+        """Raise `RuntimeError` if graphs keep so much that passes which are not captured might lack it."""
+        if self.bytes > (most := card_bytes(self._device) // CARDS_SHARE):
+            raise RuntimeError(f"they would keep {self.bytes / 2**30:.1f} GiB, and may keep {most / 2**30:.1f}")
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, before = torch.cuda.CUDAGraph(), _current_stream(self._device)
