@@ -173,6 +173,17 @@ def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
     assert sum(by_generate.held.values()) - sum(without.held.values()) == passes
 
 
+def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():
+    shape, one_layer = RunShape(LLAMA, 6, on_cpu=False, card=2**30), int(1.5 * 2 * 232) * 4 // 2
+    settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14}
+    held = sum(plan(shape, **settings).held.values())
+    for fitting, rows in ((8, 8), (7, 4)):
+        planned = plan(replace(shape, free=held + math.ceil((fitting + 0.5) * 14 * one_layer / 0.8)), **settings)
+        assert sum(planned.held.values()) == held
+        assert planned.rollout_rows == 8  # the first iteration's, when graphs kept nothing yet
+        assert passing(planned, "scoring") == rows * 14 * one_layer
+
+
 def test_the_cache_that_graphs_keep_leaves_micro_batches_fewer_tokens():
     roomy = RunShape(LLAMA, 6, on_cpu=False, free=2**21, card=2**20)
     without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, None))

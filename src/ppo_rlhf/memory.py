@@ -158,7 +158,12 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         by_graphs[PASSES] = update(micro).gradients + update(micro).passing(*passing)
     if cache <= most_kept and sum(by_graphs.values()) <= most_kept:  # else they are given up
         held |= by_graphs
-    scored = min(rows, MOST_ON_CPU) if shape.on_cpu and c.local_rollout_forward_batch_size is None else rows
+    scored = rows
+    if c.local_rollout_forward_batch_size is None and shape.on_cpu:
+        scored = min(rows, MOST_ON_CPU)
+    elif c.local_rollout_forward_batch_size is None and shape.free is not None:
+        left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
+        scored = in_equal_parts(rows, tokens * one_layer, left, rows)
     passes = {
         "rollout": rollout(rows) - held.get(DECODING, 0),
         "scoring": scoring(max(scored, micro)),
