@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.graph_on_cpu import graphs_on_cpu
+
+__all__ = ["graphs_on_cpu"]  # a fixture
 HERE = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -186,6 +189,17 @@ def test_settings_of_the_parts_are_a_runs():
     ways = gpu_parts.Part("cpu", small=True).ways()
     assert [PPOConfig(**settings, compile=True).cuda_graphs for _, settings in ways] == [False, True]
     assert gpu_parts.SHAPES.keys() == gpu_parts.SMALL.keys()
+
+
+def test_what_the_report_calls_a_captured_update_is_replayed_and_its_first_ratio_is_1(graphs_on_cpu):
+    """On a GPU that is only emulated."""
+    import gpu_parts
+
+    run = gpu_parts.Run(gpu_parts.Part("cpu", small=True), "gpt2")
+    ratios = [run.update()[0].steps[0].mean("ratio") for _ in range(3)]
+    assert ratios == [1.0] * 3
+    assert graphs_on_cpu.replays > 1
+    assert len(run.state.captures) > 0
 
 
 def test_the_report_runs_every_file_with_a_test_for_a_gpu():
