@@ -181,6 +181,8 @@ def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path,
     assert lines[0].endswith(f"on {'cpu' if is_here else device}")
     assert any(line.startswith("ok       Memory") and "of 24.00 GiB free" in line for line in lines)
     assert any(line.startswith("ok       Graphs") for line in lines) is not is_here  # only a GPU has them
+    settled = [line for line in lines if "tokens in a micro-batch (ppo.max_tokens_per_micro_batch: settled by" in line]
+    assert len(settled) == (not is_here)
     lines = said(kedro, own, "--memory", "0.0001", "--params", f"ppo.device={device}", exit_code=1)
     assert any(line.endswith("it does not fit.") for line in lines)
 
