@@ -154,14 +154,15 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
 
 
 def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
-    """By hand: the cache of 8 responses of 14 tokens; gradients, and a micro-batch's activations and logits."""
+    """By hand: a cache of 16 x 64 tokens for 8 x 14; gradients, and a micro-batch's activations and logits."""
     shape, kept = RunShape(LLAMA, 6, on_cpu=False), int(1.5 * 2 * 232) * 4
     without, captured = (plan(shape, dtype="float32", cuda_graphs=wanted) for wanted in (False, None))
-    cache, gradients = 8 * 14 * (2 * 2 * 1 * 8) * 4, without.held[MOMENTS] // 2
+    token = (2 * 2 * 1 * 8) * 4
+    cache, gradients = 16 * 64 * token, without.held[MOMENTS] // 2
     passes = gradients + 8 * 14 * kept + 2 * 8 * 8 * 23 * 4
     assert sum(captured.held.values()) - sum(without.held.values()) == cache + passes
     assert captured.phases["update"] - without.phases["update"] == cache
-    assert captured.phases["rollout"] - without.phases["rollout"] == passes
+    assert captured.phases["rollout"] - without.phases["rollout"] == passes + cache - 8 * 14 * token
     assert captured.phases["scoring"] - without.phases["scoring"] == cache + passes
     by_two, on_cpu = (plan(replace(shape, **other), dtype="float32") for other in ({"processes": 2}, {"on_cpu": True}))
     assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
@@ -187,7 +188,7 @@ def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():
 def test_the_cache_that_graphs_keep_leaves_micro_batches_fewer_tokens():
     roomy = RunShape(LLAMA, 6, on_cpu=False, free=2**21, card=2**20)
     without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, None))
-    cache, kept = 8 * 14 * (2 * 2 * 1 * 8) * 4, int(1.5 * 2 * 232) * 4
+    cache, kept = 16 * 64 * (2 * 2 * 1 * 8) * 4, int(1.5 * 2 * 232) * 4
     assert without is not None
     assert captured == pytest.approx(without - 0.8 * cache / kept, abs=1)
 
@@ -244,7 +245,8 @@ def test_copies_of_linear_weights_are_those_of_a_run_to_the_byte(make_run, graph
     on_a_gpu = RunShape(LLAMA, 6, on_cpu=False)
     planned = plan(on_a_gpu, dtype="bfloat16", **settings)
     assert planned.held[COPIES] == run.state.captures.held[WeightCopies].bytes > 0
-    assert passing(planned, "rollout") == passing(plan(dtype="float32", **settings), "rollout") // 2  # casts nothing
+    uncast, cache = passing(plan(dtype="float32", **settings), "rollout") // 2, 8 * 14 * (2 * 2 * 1 * 8) * 2
+    assert passing(planned, "rollout") == uncast - cache  # which graphs keep all the time
     others = [{"cuda_graphs": False}, {"rollout_engine": "hf"}, {"dtype": "float32"}]
     plans = [plan(on_a_gpu, **{"dtype": "bfloat16", **settings, **other}) for other in others]
     assert not any(COPIES in each.held for each in [plan(dtype="bfloat16", **settings), *plans])

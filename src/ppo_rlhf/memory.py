@@ -22,6 +22,7 @@ from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import CARDS_SHARE
+from ppo_rlhf.models.decoding_in_place import FEWEST_COLUMNS, FEWEST_ROWS, next_size
 from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -147,7 +148,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
     most_kept = 0 if shape.on_cpu or c.cuda_graphs is False else shape.card // CARDS_SHARE
-    cache = rows * cache_bytes(text, tokens, number) if c.rollout_engine == "static" else 0
+    room = -(-rows // FEWEST_ROWS) * FEWEST_ROWS * next_size(tokens, FEWEST_COLUMNS)
+    cache = cache_bytes(text, room, number) if c.rollout_engine == "static" else 0
     by_graphs = {DECODING: cache} if 0 < cache <= most_kept else {}
     most_tokens = c.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
@@ -165,7 +167,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         scored = in_equal_parts(rows, tokens * one_layer, left, rows)
     passes = {
-        "rollout": rollout(rows) - held.get(DECODING, 0),
+        "rollout": rollout(rows) - (rows * cache_bytes(text, tokens, number) if DECODING in held else 0),
         "scoring": scoring(max(scored, micro)),
         "update": update(micro).needed(*passing) - held.get(PASSES, 0),
     }
