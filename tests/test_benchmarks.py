@@ -202,6 +202,22 @@ def test_what_the_report_calls_a_captured_update_is_replayed_and_its_first_ratio
     assert len(run.state.captures) > 0
 
 
+@pytest.mark.parametrize("shape", ["gpt2", "qwen2-0.5b"])
+def test_what_the_report_calls_captured_decoding_is_replayed_and_draws_the_same_tokens(graphs_on_cpu, shape):
+    import gpu_parts
+
+    def tokens(**settings):
+        run = gpu_parts.Run(gpu_parts.Part("cpu", small=True), shape, **settings)
+        for _ in range(3):
+            rollouts = run.rollouts()
+        return rollouts.responses.response_ids
+
+    plain = tokens(cuda_graphs=False)
+    assert graphs_on_cpu.replays == 0
+    assert (tokens() == plain).double().mean() > 0.9  # but for rounding, in float32
+    assert graphs_on_cpu.replays > 12
+
+
 def test_the_report_runs_every_file_with_a_test_for_a_gpu():
     import gpu_report
 
