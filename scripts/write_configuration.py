@@ -56,9 +56,10 @@ Written by `python scripts/write_configuration.py` from the code; a test fails i
 or `conf/base/globals.yml`, not this page.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
-defaults are those of the code. `conf/base/parameters_*.yml` holds the demo's values over them, and your `conf/local`
-goes over both. An unknown name is an error, which names the setting that it misspells, or where another library's
-setting is here. Values outside a typical range are advised on when a run starts, not refused.
+defaults are those of the code. `conf/base/parameters_*.yml` goes over them, and your `conf/local` over both, or in its
+place the environment of `--env`, such as the demo's `conf/demo`. An unknown name is an error, which names the setting
+that it misspells, or where another library's setting is here. Values outside a typical range are advised on when a run
+starts, not refused.
 
 The names of the groups are those of the parameters; where runs are tracked is in `conf/base/mlflow.yml`.
 """
@@ -76,7 +77,7 @@ def _globals() -> str:
     rows = re.findall(r"^(\w+): (.*?) # (.*)$|^(\w+): (.*)$", GLOBALS.read_text(encoding="utf-8"), re.MULTILINE)
     lines = [f"| `{name or bare}` | {_code(value or only)} | {meaning} |" for name, value, meaning, bare, only in rows]
     heading = "## Globals\n\nIn `conf/local/globals.yml`, or with `--params` without a group.\n"
-    return "\n".join([heading, "| setting | demo's value | meaning |", "| --- | --- | --- |", *lines, ""])
+    return "\n".join([heading, "| setting | value in conf/base | meaning |", "| --- | --- | --- |", *lines, ""])
 
 
 def _group(name: str, group: Any) -> str:

@@ -132,11 +132,7 @@ def test_settings_that_are_typed_and_not_read_are_refused(kedro: Kedro, own: Pat
     said(kedro, own, "a", "--params", "sft_model_path=data/06_models/ppo_policy,ppo.temperature=0.5")
 
 
-def test_a_policy_that_is_not_set_or_not_trained_yet_is_named_as_before_a_run(kedro: Kedro, own: Path, tmp_path: Path):
-    globals_yml = own / "conf" / "local" / "globals.yml"
-    globals_yml.write_text("sft_model_path: null\n")
-    assert refused(kedro, own, "a").startswith("Error: sft_model_path is not set. Set it in conf/local/globals.yml")
-    globals_yml.unlink()
+def test_a_policy_that_is_not_trained_yet_is_named_as_before_a_run(kedro: Kedro, own: Path, tmp_path: Path):
     (own / "data/06_models/ppo_policy").rename(tmp_path / "moved")
     assert refused(kedro, own, "a").startswith(
         "Error: data/06_models/ppo_policy: nothing is there yet. Run `kedro run --pipelines ppo` first"

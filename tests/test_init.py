@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
-from ppo_rlhf.cli.init import TEMPLATE
-from ppo_rlhf.evaluation.policy import DEMO_PROMPTS_PATH, is_demo_prompts
 from ppo_rlhf.paths import DOCS, SHIPPED_CONF
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.conftest import REPOSITORY
 from tests.tiny_models import save, tiny_model
 
@@ -32,6 +32,18 @@ def publish(summary: dict) -> dict:
     return {"better": summary["eval/win_rate"] > 0.5}
 """
 ANNOUNCEMENT = "announcement: {type: json.JSONDataset, filepath: data/08_reporting/announcement.json}\n"
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+SHIPPED = [path for path in files_of(REPOSITORY / "conf") if path.startswith(("base/", "accelerate", "logging.yml"))]
+"""The files of conf that a project has, too."""
+
+
+def settings(project: Path) -> OmegaConfigLoader:
+    return OmegaConfigLoader(str(project / "conf"), **CONFIG_LOADER_ARGS)
 
 
 def init(*arguments: str | Path) -> Result:
@@ -63,15 +75,18 @@ def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_p
     assert result.exit_code == 0, result.output
     names = yaml.safe_load((project / "conf/base/globals.yml").read_text())
     given = {"sft_model_path": str(model), "prompts_path": str(prompts), "reward_model_path": "org/reward-model"}
-    assert given.items() <= names.items()
-    assert names.keys() == yaml.safe_load((REPOSITORY / "conf/base/globals.yml").read_text()).keys()
+    shipped = (REPOSITORY / "conf/base/globals.yml").read_text()
+    assert names == yaml.safe_load(shipped) | given | {"experiment": "my_first"}
+    filled_in = (project / "conf/base/globals.yml").read_text()
+    comments = [[line.partition(" # ")[2] for line in text.splitlines()] for text in (filled_in, shipped)]
+    assert comments[0] == comments[1]
     assert "org/reward-model (not here: a name on the hub" in result.output
-    ppo = yaml.safe_load((project / "conf/base/parameters_ppo.yml").read_text())
-    assert ppo["reward"] == {"components": [{"type": "model"}]}
+    assert settings(project)["parameters"]["reward"] == {"components": [{"type": "model"}]}
+    assert settings(project)["mlflow"]["tracking"]["experiment"]["name"] == "my_first"
     written = [path for path in project.rglob("*") if path.is_file()]
     assert not [path for path in written if path.is_symlink()]
     for path in written:
-        assert not re.search(r"\bdemo\b|movie|PROJECT_NAME|REQUIREMENT|REWARD_COMPONENT", path.read_text()), path
+        assert not re.search(r"\bdemo\b|movie|PROJECT_NAME|REQUIREMENT|KEDRO_VERSION", path.read_text()), path
     described = tomllib.loads((project / "pyproject.toml").read_text())
     assert described["tool"]["kedro"]["package_name"] == "my_first"
     assert (project / ".gitignore").is_file()
@@ -92,8 +107,8 @@ def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[st
     assert result.exit_code == 0, result.output
     for setting in ("sft_model_path", "prompts_path"):
         assert f"{setting}: not yet named; set it in {tmp_path}/later/conf/base/globals.yml" in result.output
-    ppo = yaml.safe_load((tmp_path / "later/conf/base/parameters_ppo.yml").read_text())
-    assert ppo["reward"]["components"] == [{"type": "function", "function": "later.rewards:score"}]
+    components = settings(tmp_path / "later")["parameters"]["reward"]["components"]
+    assert components == [{"type": "function", "function": "later.rewards:score"}]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +145,8 @@ def test_an_empty_folder_is_taken_and_a_function_named_as_reward(tmp_path: Path)
     result = init(tmp_path / "get ready", "--reward", "my.rewards:polite")
     assert result.exit_code == 0
     assert f"Next: cd '{tmp_path}/get ready', kedro doctor" in result.output  # as a shell takes it
-    ppo = yaml.safe_load((tmp_path / "get ready/conf/base/parameters_ppo.yml").read_text())
-    assert ppo["reward"]["components"] == [{"type": "function", "function": "my.rewards:polite"}]
+    components = settings(tmp_path / "get ready")["parameters"]["reward"]["components"]
+    assert components == [{"type": "function", "function": "my.rewards:polite"}]
 
 
 @pytest.mark.parametrize(
@@ -152,14 +167,14 @@ def test_a_reward_in_a_module_that_the_project_lacks_is_said_to_be_not_copied(
     assert ("not copied" in result.output) == is_said
 
 
-def test_the_projects_parameters_are_the_groups_of_conf_base(tmp_path: Path) -> None:
-    init(tmp_path / "grouped")
-    ours, theirs = REPOSITORY / "conf/base", tmp_path / "grouped/conf/base"
-    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
-    for path in ours.glob("parameters_*.yml"):
-        assert yaml.safe_load(path.read_text()).keys() == yaml.safe_load((theirs / path.name).read_text()).keys()
-    shown = yaml.safe_load((theirs / "parameters_ppo.yml").read_text())
-    assert shown["prompts"] == yaml.safe_load((ours / "parameters_ppo.yml").read_text())["prompts"]
+def test_of_conf_a_project_has_our_files_and_only_the_globals_are_its_own(tmp_path: Path) -> None:
+    model, prompts = inputs(tmp_path)
+    init(tmp_path / "alike", "--model", model, "--prompts", prompts, "--reward", "mine:score")
+    ours, theirs = REPOSITORY / "conf", tmp_path / "alike/conf"
+    assert {*files_of(theirs)} == {*SHIPPED, "local/.gitkeep"}
+    assert [path for path in SHIPPED if (ours / path).read_bytes() != (theirs / path).read_bytes()] == [
+        "base/globals.yml"
+    ]
 
 
 def test_a_project_runs_with_a_node_of_its_own_and_tells_a_misspelt_name(
@@ -182,13 +197,6 @@ def test_a_project_runs_with_a_node_of_its_own_and_tells_a_misspelt_name(
     assert result.exit_code == 0, result.output
     assert json.loads((project / "data/08_reporting/announcement.json").read_text()).keys() == {"better"}
     assert (project / "data/08_reporting/report.html").is_file()
-
-
-def test_prompts_of_an_own_project_are_not_taken_for_the_demos(tmp_path: Path) -> None:
-    init(tmp_path / "alike")
-    assert not is_demo_prompts(DEMO_PROMPTS_PATH, tmp_path / "alike")
-    assert is_demo_prompts(DEMO_PROMPTS_PATH, REPOSITORY)
-    assert is_demo_prompts(DEMO_PROMPTS_PATH, tmp_path), "the packaged project in a plain folder"
 
 
 @pytest.mark.parametrize(
@@ -306,11 +314,11 @@ def test_each_page_that_a_message_or_a_project_names_is_in_the_wheel() -> None:
         assert {f"docs/{link}" for link in links} <= packaged, page
 
 
-def test_the_shipped_configuration_is_the_projects_own() -> None:
-    """One source: links, of which a wheel holds the files."""
-    for path in ("base", "logging.yml", "accelerate.yaml", "accelerate"):
-        assert (SHIPPED_CONF / path).resolve() == REPOSITORY / "conf" / path
-    assert not (TEMPLATE / "conf/base/globals.yml").exists()
+def test_the_packages_copy_of_the_configuration_is_the_projects_own() -> None:
+    assert files_of(SHIPPED_CONF) == SHIPPED
+    ours = REPOSITORY / "conf"
+    stale = [path for path in SHIPPED if (SHIPPED_CONF / path).read_bytes() != (ours / path).read_bytes()]
+    assert stale == [], f"copy them from conf to {SHIPPED_CONF.relative_to(REPOSITORY)}"
 
 
 def test_kedros_server_may_be_asked_for_our_runner_in_an_own_project(tmp_path: Path, kedro: Kedro) -> None:

@@ -24,7 +24,7 @@ from ppo_rlhf.datasets import (
     RecordsDataset,
     TableDataset,
 )
-from ppo_rlhf.evaluation.policy import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
+from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
@@ -65,7 +65,7 @@ class User:
         self.groups: dict[str, Any] = {
             "ppo": PPOConfig(response_length=4),
             "prompts": PromptsConfig(),
-            "evaluation": EvaluationConfig(prompts_path="prompts.jsonl"),
+            "evaluation": EvaluationConfig(),
         }
         self.write("prompts", *({"prompt": prompt, "genre": "drama"} for prompt in ("a b c", "b c", "c d")))
         self.write_reward("[float(len(text)) for text in completions]")
@@ -277,7 +277,7 @@ def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: U
         pytest.param(reward("1 / 0"), "ZeroDivisionError", id="reward raises"),
         pytest.param(clip_token_rewards, "ppo.reward_clip", id="clip of a reward by token"),
         pytest.param(
-            group("evaluation", EvaluationConfig(judge="no_judge:f", prompts_path="prompts.jsonl")),
+            group("evaluation", EvaluationConfig(judge="no_judge:f")),
             "no_judge:f",
             id="no judge module",
         ),
@@ -352,7 +352,7 @@ def test_functions_are_called_with_each_table_whose_prompts_they_get(user: User)
     (user.folder / "judge_of_answers.py").write_text(
         "def judge(prompts, completions, **columns):\n    return [float(len(text)) for text in columns['answer']]\n"
     )
-    user.groups["evaluation"] = EvaluationConfig(prompts_path="prompts.jsonl", judge="judge_of_answers:judge")
+    user.groups["evaluation"] = EvaluationConfig(judge="judge_of_answers:judge")
     assert user.problems() == []  # the judge gets no training prompts
     user.write_reward("[float(len(text)) for text in genre]")
     (problem,) = user.problems()
@@ -413,7 +413,9 @@ def test_the_audit_has_no_probes_for_episodes(user: User):
     assert problem.startswith("ppo.environment=my_environment:reply: audit_reward ")
 
 
-def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(user: User, models: Path):
+def test_a_policy_of_ones_own_is_not_scored_by_the_reward_model_of_the_projects_own_sft_policy(
+    user: User, models: Path
+):
     made_here = user.folder / "data" / "06_models" / "reward_model"
     shutil.copytree(models / "reward", made_here / "version")
     user.groups["reward"] = RewardConfig(components=[MODEL])
@@ -421,13 +423,6 @@ def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(u
     (problem,) = user.problems()
     assert problem.startswith("reward_model_path=data/06_models/reward_model is ")
     user.paths["reward_model"] = str(made_here / "version")  # this one is meant
-    assert user.problems() == []
-    (user.folder / "data" / "01_raw").mkdir()
-    user.paths["raw_prompts"] = str(shutil.move(user.folder / "prompts.jsonl", user.folder / DEMO_PROMPTS_PATH))
-    user.groups["evaluation"] = EvaluationConfig()
-    (problem,) = user.problems()
-    assert problem.startswith("prompts_path=data/01_raw/prompts.jsonl has the demo's prompts")
-    user.groups["evaluation"] = EvaluationConfig(judge=DEMO_JUDGE)  # the demo's prompts are meant
     assert user.problems() == []
 
 
@@ -527,15 +522,18 @@ def test_chats_without_a_base_model_are_found_also_where_no_prompts_are_read(cha
     assert "base_model_path" in problem
 
 
-def test_the_demos_judge_labels_only_answers_to_the_demos_prompts(chain: User):
-    chain.paths["raw_preferences"] = None
-    chain.groups["reward_modelling"] = RewardModellingConfig(labeller=DEMO_JUDGE)
+def test_what_a_chain_lacks_is_one_line_with_the_ways_that_lack_nothing(chain: User):
+    chain.paths |= dict.fromkeys(("raw_preferences", "raw_demonstrations", "raw_prompts"))
+    chain.made.append("ppo_policy")
+    names = "demonstrations_path, prompts_path and preferences_path (or reward_modelling.labeller)"
+    line = f"{names} are not set. Set them in conf/local/globals.yml or with --params."
+    line += " To align an SFT model by a reward that is there, use `--pipelines align`."
+    assert chain.problems() == [line]
+    (chain.folder / "conf/demo").mkdir(parents=True)
+    assert chain.problems() == [f"{line} To try the whole chain first, use `--env demo`."]
+    chain.groups["reward_modelling"] = RewardModellingConfig(labeller=chain.groups["reward"].components[0].function)
     (problem,) = chain.problems()
-    assert "reward_modelling.labeller" in problem
-    (chain.folder / "data" / "01_raw").mkdir(parents=True)
-    demo = chain.folder / "data" / "01_raw" / "prompts.jsonl"
-    chain.paths["raw_prompts"] = shutil.move(chain.folder / "prompts.jsonl", demo)
-    assert chain.problems() == []
+    assert problem.startswith("demonstrations_path and prompts_path are not set.")
 
 
 @pytest.mark.parametrize(
@@ -583,14 +581,6 @@ def test_evaluation_prompts_of_ones_own_need_no_stored_ones(evaluating: User):
     evaluating.paths["raw_evaluation_prompts"] = None
     (problem,) = evaluation_problems(evaluating)
     assert "stored.parquet: nothing is there yet" in problem
-
-
-def test_the_demos_judge_does_not_judge_the_evaluation_of_a_persons_own_policy(evaluating: User):
-    evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH)
-    (problem,) = evaluation_problems(evaluating)
-    assert problem.startswith(f"prompts_path={DEMO_PROMPTS_PATH}")
-    evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH, judge=DEMO_JUDGE)
-    assert evaluation_problems(evaluating) == []
 
 
 # --- what a configuration and a tokenizer tell without weights --------------------------------------------------------

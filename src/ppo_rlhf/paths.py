@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-SHIPPED_CONF = Path(__file__).parent / "starter" / "shipped"
+SHIPPED_CONF = Path(__file__).parent / "starter" / "project" / "conf"
 """The configuration that this package comes with: links to conf in the repository, files in a wheel."""
 
 DOCS = Path(__file__).parent / "docs"

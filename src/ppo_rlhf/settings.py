@@ -43,4 +43,6 @@ CONFIG_LOADER_ARGS = {
     "config_patterns": {"mlflow": ["mlflow*", "mlflow*/**", "**/mlflow*"]},
     # Kedro's default drops a group's other keys when conf/local sets one of them
     "merge_strategy": {"parameters": "soft", "mlflow": "soft"},
+    # ${first:…,…}: the first value that is not null
+    "custom_resolvers": {"first": lambda *values: next((value for value in values if value is not None), None)},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -15,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_type_hints
 
 import pytest
-import yaml
 from _pytest.logging import LogCaptureHandler
 from huggingface_hub.utils.logging import get_logger
 from kedro.config import OmegaConfigLoader
@@ -179,8 +179,28 @@ def test_every_parameter_is_a_field_of_a_validated_group_and_valid(environment: 
 
 def test_the_page_of_mlflow_is_served_to_this_machine_alone() -> None:
     """MLflow's server asks nobody for a password."""
-    hosts = [yaml.safe_load(path.read_text()).get("ui", {}).get("host") for path in CONF.glob("*/mlflow.yml")]
-    assert set(hosts) == {"127.0.0.1", None}  # an environment that says nothing has base's
+    assert {config(environment)["mlflow"]["ui"]["host"] for environment in ENVIRONMENTS} == {"127.0.0.1"}
+
+
+def test_each_environment_has_an_experiment_of_its_own_but_the_tests() -> None:
+    """Registered models of another experiment are no earlier versions of a recipe's."""
+    names = {each: config(each)["mlflow"]["tracking"]["experiment"]["name"] for each in ENVIRONMENTS}
+    shared = dict.fromkeys(("accelerate", "base", "test"), "ppo_rlhf")
+    assert names == {each: f"ppo_rlhf_{each}" for each in ENVIRONMENTS} | shared
+
+
+def test_what_is_null_in_the_globals_is_the_projects_own_model() -> None:
+    own = {"sft_policy": "sft_model_path", "reward_model": "reward_model_path"}
+    own |= {"pretrained_critic": "critic_path", "ppo_policy": "policy_path"}
+    for environment, root in {"base": "data", "gsm8k": "data/gsm8k"}.items():
+        given = config(environment)["globals"]
+        paths = {name: given[path] or f"{root}/06_models/{name}" for name, path in own.items()}
+        assert {name: catalog_of(environment)[name]["filepath"] for name in own} == paths
+
+
+def test_no_file_of_base_is_of_the_demo() -> None:
+    texts = {path.name: path.read_text() for path in (CONF / "base").iterdir()}
+    assert [name for name, text in texts.items() if re.search(r"(?i)\bdemo\b|\.demo\.|gold|movie", text)] == []
 
 
 def test_a_warning_of_the_hubs_client_is_printed_once(kedro_logging: None) -> None:

@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.evaluation import policy as module
 from ppo_rlhf.evaluation.policy import (
     EvaluationConfig,
     Evaluator,
@@ -176,25 +175,15 @@ def test_an_evaluation_without_prompts_and_a_judge_that_returns_nan_are_refused(
         evaluate(*policies, judge=ResolvedJudge(nan_judge, {}, "broken"))
 
 
-@pytest.mark.parametrize("spelling", ["data/01_raw/prompts.jsonl", "./data/01_raw/../01_raw/prompts.jsonl", "absolute"])
-def test_demo_prompts_are_judged_by_the_demo_judge(spelling, tmp_path):
-    path = str(tmp_path / module.DEMO_PROMPTS_PATH) if spelling == "absolute" else spelling
-    judge = resolve_judge(EvaluationConfig(prompts_path=path), tmp_path)
-    assert judge.judge is not None
-    assert judge.judge.__name__ == "gold_score"
-    assert [function.__name__ for function in judge.rates.values()] == ["is_grammatical"]
-    assert list(judge.rates) == ["grammatical_rate"]
-
-
-@pytest.mark.parametrize("path", ["data/01_raw/my_prompts.jsonl", "prompts.jsonl", None])
-def test_other_prompts_without_a_judge_are_decided_by_the_reward_which_is_said(path, tmp_path):
+@pytest.mark.parametrize("path", ["data/01_raw/prompts.jsonl", None])
+def test_without_a_judge_the_reward_decides_which_is_said(path, tmp_path):
     judge = resolve_judge(EvaluationConfig(prompts_path=path), tmp_path)
     assert judge.judge is None
     assert not judge.rates
     assert "evaluation.judge is not set" in judge.description
 
 
-def test_judge_that_is_set_wins_over_the_demo_judge(tmp_path):
+def test_judge_and_rates_that_are_set_are_found(tmp_path):
     (tmp_path / "own_judges.py").write_text(
         "def brevity(prompts, completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
         "def short(prompts, completions, **columns):\n    return [float(len(text) < 9) for text in completions]\n"

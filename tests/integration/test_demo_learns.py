@@ -19,12 +19,11 @@ pytestmark = pytest.mark.slow
 def test_ppo_beats_sft_by_the_gold_judge_and_stays_grammatical(seed: int, make_project: Callable[[], Path]) -> None:
     project = make_project()
     started = time.monotonic()
-    finished = subprocess.run(
-        [sys.executable, "-m", "kedro", "run", "--params", f"seed={seed}"], cwd=project, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "kedro", "run", "--env", "demo", "--params", f"seed={seed}"]
+    finished = subprocess.run(command, cwd=project, capture_output=True, text=True)
     seconds = time.monotonic() - started
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    reporting = project / "data/08_reporting"
+    reporting = project / "data/demo/08_reporting"
     result = json.loads((reporting / "evaluation_summary.json").read_text())
     reward_model = json.loads((reporting / "reward_model_metrics.json").read_text())[-1]
     print(f"seed {seed}, {seconds:.0f} s:", json.dumps(result | reward_model, indent=1))

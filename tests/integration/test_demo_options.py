@@ -1,7 +1,7 @@
 """The shipped demo with other critics, LoRA and an adaptive penalty, on three seeds. Minutes a seed: marked slow.
 
-The supervised stages run once a seed, with the demo as it is; every other run is `kedro run --pipelines align` on their
-models in a copy of the project. Measured results stand in docs/results.md. A separate critic trains in
+The supervised stages run once a seed, with the demo as it is; every other run is `--pipelines align` on their models
+in a copy of the project. Measured results stand in docs/results.md. A separate critic trains in
 `test_random_walks.py`, where the optimum is known.
 """
 
@@ -19,6 +19,7 @@ from statistics import mean
 
 import pandas as pd
 import pytest
+import yaml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -73,21 +74,23 @@ def run(folder: Path, seed: int, option: str, models: Path | None) -> None:
     for name in ("src", "conf/local"):
         (folder / name).mkdir()
     for name in ("sft_policy", "reward_model") if models else ():
-        shutil.copytree(models / "data/06_models" / name, folder / "data/06_models" / name)
-    (folder / "conf/local/parameters_ppo.yml").write_text(json.dumps({"ppo": OPTIONS[option]}))  # JSON is YAML
-    command = [sys.executable, "-m", "kedro", "run", "--params", f"seed={seed}"]
+        shutil.copytree(models / "data/demo/06_models" / name, folder / "data/demo/06_models" / name)
+    settings = folder / "conf/demo/parameters_ppo.yml"
+    groups = yaml.safe_load(settings.read_text())
+    settings.write_text(yaml.safe_dump(groups | {"ppo": groups["ppo"] | OPTIONS[option]}))
+    command = [sys.executable, "-m", "kedro", "run", "--env", "demo", "--params", f"seed={seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DO_NOT_TRACK": "true"}
     subprocess.run([*command, *(["--pipelines", "align"] if models else [])], cwd=folder, env=environment, check=True)
 
 
 def gain(runs: list[Path]) -> float:
     """Return the gold judge's mean score of PPO's responses less SFT's."""
-    results = [json.loads((folder / "data/08_reporting/evaluation_summary.json").read_text()) for folder in runs]
+    results = [json.loads((folder / "data/demo/08_reporting/evaluation_summary.json").read_text()) for folder in runs]
     return mean(result["eval/judge_score"] - result["eval/judge_score_sft"] for result in results)
 
 
 def kl_over_target(folder: Path) -> pd.Series:
-    history = pd.read_csv(folder / "data/07_model_output/training_history/training_history.csv")
+    history = pd.read_csv(folder / "data/demo/07_model_output/training_history/training_history.csv")
     return history["objective/kl"] / TARGET
 
 

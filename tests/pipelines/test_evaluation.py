@@ -30,6 +30,7 @@ from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.pipelines.reporting.wording import headline
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 
@@ -412,6 +413,7 @@ def load_config(environment, **given):
         default_run_env=environment,
         runtime_params=given,
         merge_strategy={"parameters": "soft"},
+        custom_resolvers=CONFIG_LOADER_ARGS["custom_resolvers"],
     )
 
 
@@ -424,7 +426,7 @@ def test_the_policy_to_evaluate_is_the_projects_own_or_the_users():
 def test_parameters_are_the_settings_and_follow_the_globals(environment):
     group = load_config(environment)["parameters"]["evaluation"]
     settings = EvaluationConfig(**group)
-    assert settings.prompts_path == "data/01_raw/prompts.jsonl"
+    assert settings.prompts_path == {"base": None, "test": "data/01_raw/prompts.jsonl"}[environment]
     assert settings.seed == 42
     assert set(group) == set(EvaluationConfig.__dataclass_fields__)
 

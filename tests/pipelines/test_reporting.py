@@ -32,6 +32,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, write_change, write_value
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from ppo_rlhf.token_view.page import QUANTITIES
 from tests.pipelines.support import outputs_of
 
@@ -399,6 +400,7 @@ def test_printed_path_is_where_the_catalog_writes_the_page(environment):
         base_env="base",
         default_run_env=environment,
         merge_strategy={"parameters": "soft"},
+        custom_resolvers=CONFIG_LOADER_ARGS["custom_resolvers"],
     )
     settings = nodes.ReportingConfig(**config["parameters"]["reporting"])
     assert settings.report_path == config["catalog"]["report"]["dataset"]["filepath"]

@@ -21,40 +21,11 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.paths import DOCS, SHIPPED_CONF
 
-TEMPLATE = SHIPPED_CONF.with_name("project")
+TEMPLATE = SHIPPED_CONF.parent
 HIDDEN = ("gitignore", "telemetry")
 """Files of the template whose names begin with a dot in a project."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 GLOBALS = "conf/base/globals.yml"
-
-CHANGES = {
-    "catalog_data_preparation.yml": {r"; by default the shipped movie reviews": ""},
-    "globals.yml": {
-        r"^demonstrations_path: \S+": "demonstrations_path: null",
-        "# the SFT policy: written by .*": "# your SFT model; it is only read, except data/06_models/sft_policy",
-    },
-    "mlflow.yml": {r"^    name: ppo_rlhf ": "    name: PROJECT_NAME "},
-    "parameters_evaluation.yml": {
-        r"the demo's gold judge while prompts_path is the demo's, otherwise the reward": "the reward",
-        r"^  # With the demo's gold judge .*\n": "",
-    },
-    "parameters_reward_modelling.yml": {
-        r" The values suit the demo's [^.]*\.0e-4[^.]*\.": " The values of training are TRL's.",
-        r"^  labeller: \S+": "  labeller: null",
-        r"^  num_train_epochs: \S+": "  num_train_epochs: 1",
-        r"^  learning_rate: \S+": "  learning_rate: 1.0e-4",
-        r"^  lr_scheduler_type: \S+": "  lr_scheduler_type: linear",
-        r"^  per_device_train_batch_size: \S+": "  per_device_train_batch_size: 8",
-    },
-    "parameters_supervised_finetuning.yml": {
-        r" The values suit the demo's [^.]*\.0e-5[^.]*\.": " The values are TRL's.",
-        r"^  learning_rate: \S+": "  learning_rate: 2.0e-5",
-        r"^  lr_scheduler_type: \S+": "  lr_scheduler_type: linear",
-        r"^  per_device_train_batch_size: \S+": "  per_device_train_batch_size: 8",
-        r"^  # the shape of a model from scratch(.*\n)+": "",
-    },
-}
-"""What is the demo's in conf/base, by file: a regular expression, and what stands there in a project of one's own."""
 
 
 @click.command(cls=Command)
@@ -134,35 +105,36 @@ def named_here(option: str, given: str | None) -> str | None:
 
 
 def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:
-    """Return the project's files, texts by paths; `named` are settings of globals.yml, `reward` is YAML."""
-    shipped = _read(SHIPPED_CONF)
-    texts = {f"conf/{path}": _without_demo(text, CHANGES.get(Path(path).name, {})) for path, text in shipped}
-    for setting, value in named.items():
-        line = f"{setting}: {json.dumps(value, ensure_ascii=False)}"
-        texts[GLOBALS] = _without_demo(texts[GLOBALS], {rf"^{setting}: \S+": line.replace("\\", r"\\")})
-    for path, text in _read(TEMPLATE):
-        texts[f".{path}" if path in HIDDEN else path.replace("src/", f"src/{name}/")] = text
-    texts |= dict.fromkeys((f"src/{name}/__init__.py", "conf/local/.gitkeep", "data/01_raw/.gitkeep"), "")
+    """Return the project's files, texts by paths; `named` are settings of globals.yml, `reward` is YAML.
 
+    Of conf only globals.yml is filled in: the other files there are those of the package.
+    """
+    values = {setting: json.dumps(value, ensure_ascii=False) for setting, value in named.items()}
+    filled = values | {"reward_components": f"[{reward}]", "experiment": name}
     tokens = {
         "PROJECT_NAME": name,
         "REQUIREMENT": f"ppo_rlhf>={ppo_rlhf.__version__}",
         "KEDRO_VERSION": kedro.__version__,
-        "REWARD_COMPONENT": reward,
     }
-    return {path: re.sub("|".join(tokens), lambda found: tokens[found[0]], text) for path, text in texts.items()}
+    texts = {}
+    for path, text in _read(TEMPLATE):
+        if path == GLOBALS:
+            text = "".join(_filled_in(line, filled) for line in text.splitlines(keepends=True))
+        elif not path.startswith("conf/"):
+            text = re.sub("|".join(tokens), lambda found: tokens[found[0]], text)
+        texts[f".{path}" if path in HIDDEN else path.replace("src/", f"src/{name}/")] = text
+    return texts | dict.fromkeys((f"src/{name}/__init__.py", "conf/local/.gitkeep", "data/01_raw/.gitkeep"), "")
 
 
 def _read(folder: Path) -> list[tuple[str, str]]:
-    files = (Path(at, file) for at, _, found in os.walk(folder, followlinks=True) for file in found)
-    return [(str(f.relative_to(folder)), f.read_text(encoding="utf-8")) for f in files if f.suffix != ".pyc"]
+    files = (Path(at, file) for at, _, found in os.walk(folder) for file in found)
+    return [(f.relative_to(folder).as_posix(), f.read_text(encoding="utf-8")) for f in files if f.suffix != ".pyc"]
 
 
-def _without_demo(text: str, changes: dict[str, str]) -> str:
-    for pattern, replacement in changes.items():
-        text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
-        assert count == 1, pattern  # of this package's own files
-    return text
+def _filled_in(line: str, values: dict[str, str]) -> str:
+    """Return a line of globals.yml, `setting: value # comment`, with the value that is given for its setting."""
+    setting, _, rest = line.partition(": ")
+    return f"{setting}: {values[setting]} # {rest.partition(' # ')[2]}" if setting in values else line
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:

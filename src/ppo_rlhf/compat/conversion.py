@@ -21,9 +21,8 @@ TO_FILL_IN = {
     "reward_model_path": "your reward model; or leave null and name a function in reward.components",
     "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
-"""Globals that a run would take from the shipped demo if they were not set."""
+"""Globals of a person's own, without which a run cannot start."""
 _GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}
-_MAY_BE_MISSING = ("total_episodes", "response_length", "missing_eos_penalty")  # the demo sets them, a source may not
 _FINITE = ConfigDict(allow_inf_nan=False)
 _AS_IT_IS = object()
 
@@ -57,8 +56,6 @@ class Conversion:
         self._values: dict[str, Any] = {}
         self._carried: set[str] = set()
         self._reasons: dict[str, str] = {}
-        for name in _MAY_BE_MISSING:
-            self.write(f"ppo.{name}", getattr(PPOConfig, name), "not in the source; PPOConfig's default")
         for name, (target, _) in renamed.items():
             self.carry(target, name)
 
@@ -165,7 +162,7 @@ class Conversion:
     def _file(self, lines: list[str]) -> str:
         heading = (
             f"# Written by `kedro convert-config` from {self.source}. The comment beside a value is the setting it",
-            "# comes from. Defaults of the source are written too: otherwise the shipped demo's values would apply.",
+            "# comes from. Defaults of the source are written too: otherwise those of conf/base would apply.",
         )
         return "\n".join([*heading, *lines]) + "\n"
 

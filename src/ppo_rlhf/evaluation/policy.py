@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,10 +29,6 @@ from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
-
-DEMO_PROJECT, DEMO_PROMPTS_PATH = "ppo_rlhf", "data/01_raw/prompts.jsonl"
-DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
-DEMO_RATES = {"grammatical_rate": "ppo_rlhf.demo.judge:is_grammatical"}
 
 NOISE_STREAM = "evaluation"
 """Every evaluation draws the same uniforms, so two policies that are equal give equal responses."""
@@ -67,7 +62,7 @@ class EvaluationConfig:
 
     judge: Reference | None = None
     """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate.
-    None: the demo's gold judge on the demo's prompts, otherwise the reward decides."""
+    None: the reward decides."""
     judges: Annotated[dict[str, Reference], AfterValidator(_check_judge_names)] = field(default_factory=dict)
     """Further judges of that signature, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
     `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
@@ -90,8 +85,8 @@ class EvaluationConfig:
     """Responses generated, and scored, at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
     """Prompts whose two responses are shown side by side, drawn at random; the widest wins and losses come on top."""
-    prompts_path: str | None = DEMO_PROMPTS_PATH
-    """Where the prompts come from; only whether they are the demo's matters here."""
+    prompts_path: str | None = None
+    """Where the prompts come from, for the model card."""
     seed: Seed = 42
     """Fixes the sampling noise and the choice of samples."""
 
@@ -130,21 +125,18 @@ class ResolvedJudge:
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
-    """Find who judges: the judge that is set, else the demo's on the demo's prompts, else the reward.
+    """Find who judges: the judge that is set, else the reward.
 
-    Relative paths and the user's own modules start at the project's path; None is the current directory.
+    The user's own modules are looked for from the project's path; None is the current directory.
 
     Raises:
         RewardError: If a named function cannot be imported.
     """
-    judge, rates, description = config.judge, dict(config.rates), f"the judge {config.judge}"
-    if judge is None and is_demo_prompts(config.prompts_path, project_path):
-        judge, rates, description = DEMO_JUDGE, DEMO_RATES | rates, "the demo's gold judge"
-    elif judge is None:
-        description = "the reward, as evaluation.judge is not set"
+    judge = config.judge
+    description = "the reward, as evaluation.judge is not set" if judge is None else f"the judge {judge}"
     return ResolvedJudge(
         judge=None if judge is None else load_function(judge, project_path),
-        rates={name: load_function(reference, project_path) for name, reference in rates.items()},
+        rates={name: load_function(reference, project_path) for name, reference in config.rates.items()},
         description=description,
         judges={name: load_function(reference, project_path) for name, reference in config.judges.items()},
         reference=judge,
@@ -293,17 +285,3 @@ def check_vocabularies(policy: PretrainedHandle, sft_policy: PretrainedHandle) -
             f"policy_path: {policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so "
             "they cannot answer the same prompts. Set sft_model_path to the model that it was trained from."
         )
-
-
-def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:
-    """Return whether a path, relative to the project, is that of the shipped prompts.
-
-    A project of another name has prompts of its own there.
-    """
-    root = project_path or Path.cwd()
-    if prompts_path is None or (root / prompts_path).resolve() != (root / DEMO_PROMPTS_PATH).resolve():
-        return False
-    described = root / "pyproject.toml"
-    project = tomllib.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
-    name = project.get("tool", {}).get("kedro", {}).get("package_name", DEMO_PROJECT)
-    return bool(name == DEMO_PROJECT)

@@ -17,7 +17,6 @@ from ppo_rlhf.paths import SHIPPED_CONF
 if TYPE_CHECKING:
     from ppo_rlhf.preflight import RunRequest
 
-RATES = {"learning_rate", "value_learning_rate"}
 PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
 OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
@@ -103,15 +102,12 @@ class OwnSettings:
     def _is_read(self, name: str, datasets: Set[str]) -> bool:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
-        if name == PROMPTS and "evaluation_prompts_path" not in self._given:
-            marked -= {EVALUATION}  # which only takes the judge from them
+        if name == PROMPTS:
+            marked -= {EVALUATION}  # which only notes for the model card where they are
         return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
     def unusual_values(self, run: RunRequest) -> list[str]:
-        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here.
-
-        The demo's learning rates count as set by the user of another model.
-        """
+        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here."""
         if not run.reads("params:ppo"):
             return []
         from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays
@@ -119,8 +115,7 @@ class OwnSettings:
         ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})
         start = run.source(run.start) if run.reads(run.start) else None  # None: it is trained from scratch
         size = None if start is None else run.catalog[run.start].load().empty_causal_lm().num_parameters()
-        foreign = RATES if start is not None and not run.is_ours(start) else set()
-        own = [name for name in ppo.not_default() if name in foreign or shipped.get(name) != getattr(ppo, name)]
+        own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
         unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual

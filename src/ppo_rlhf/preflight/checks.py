@@ -20,7 +20,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
-from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
+from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
@@ -69,7 +69,7 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_sharding, check_start, check_settings, check_sweep, check_protection, check_demo_parts):
+    for first in (check_sharding, check_start, check_settings, check_sweep, check_protection, check_scorer):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -122,8 +122,14 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
         "policy_path": run.is_null("ppo_policy"),
     }
-    for setting in (name for name, missing in is_missing.items() if missing):
-        yield not_set(setting)
+    rewards = run.group("reward_modelling", RewardModellingConfig)
+    is_missing["preferences_path (or reward_modelling.labeller)"] = (
+        rewards is not None and run.samples_pairs and rewards.labeller is None
+    )
+    if missing := [name for name, is_so in is_missing.items() if is_so]:
+        trains = run.writes("sft_policy") or run.writes("reward_model")
+        align = " To align an SFT model by a reward that is there, use `--pipelines align`." if trains else ""
+        yield f"{not_set(*missing)}{align}{run.demo_hint}"
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
@@ -153,8 +159,8 @@ def check_protection(run: RunRequest) -> Iterator[str]:
             )
 
 
-def check_demo_parts(run: RunRequest) -> Iterator[str]:
-    """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a user's own policy."""
+def check_scorer(run: RunRequest) -> Iterator[str]:
+    """Find a user's own policy that would be scored by the reward model of the project's own SFT policy."""
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
@@ -163,14 +169,6 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
             "functions as reward."
-        )
-    evaluation = run.group("evaluation", EvaluationConfig)
-    if evaluation is None or evaluation.judge is not None:
-        return
-    if is_demo_prompts(evaluation.prompts_path, run.project_path):
-        yield (
-            f"prompts_path={evaluation.prompts_path} has the demo's prompts, and the demo's judge would decide how "
-            f"{policy} answers. Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
         )
 
 
@@ -248,23 +246,14 @@ def check_demonstrations(run: RunRequest) -> None:
             next(corpus_texts(run.demonstrations))  # a tokenizer is trained on them
 
 
-def check_preferences(run: RunRequest) -> Iterator[str]:
-    """Find preferences that cannot be read or shown; or none, and only the demo's judge to label other prompts."""
+def check_preferences(run: RunRequest) -> None:
+    """Find preferences that cannot be read or shown."""
     settings = run.group("reward_modelling", RewardModellingConfig)
     if settings is None or not run.reads("raw_preferences"):
         return
     if "raw_preferences" in run.tables:
         table = frame_of(run.tables["raw_preferences"])
         preferences.check_preferences(table, *settings.columns, run.tokenizers.get(run.start))
-    elif run.samples_pairs:
-        prompts = run.source("raw_prompts")
-        by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
-        if by_demo or settings.labeller is None:
-            why = f"the demo's judge cannot label answers to {prompts}" if by_demo else "there is no labeller"
-            yield (
-                f"preferences_path is not set, and {why}. Set preferences_path or reward_modelling.labeller, or run "
-                "`--pipelines align` with a reward of your own."
-            )
 
 
 def check_prompts(run: RunRequest) -> None:

@@ -102,6 +102,13 @@ class RunRequest:
         """The inputs that no node of the run makes and that the settings do not use."""
         return {name for name in self.pipeline.inputs() if not self.needs(name)}
 
+    @property
+    def demo_hint(self) -> str:
+        """A sentence on the environment that needs nothing of a user's; empty in a project without it."""
+        is_whole_chain = self.writes("sft_policy") and self.writes("ppo_policy")
+        is_there = (self.project_path / "conf" / "demo").is_dir()
+        return " To try the whole chain first, use `--env demo`." if is_whole_chain and is_there else ""
+
     def is_null(self, name: str) -> bool:
         """Return whether the run uses a model whose path is null."""
         is_used = self.reads(name) or self.writes(name)
@@ -129,9 +136,12 @@ class RunRequest:
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
 
-def not_set(setting: str) -> str:
-    """Return what to do about a path that is null."""
-    return f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
+def not_set(*settings: str) -> str:
+    """Return what to do about paths that are null."""
+    *others, last = settings
+    if others:
+        return f"{', '.join(others)} and {last} are not set. Set them in conf/local/globals.yml or with --params."
+    return f"{last} is not set. Set it in conf/local/globals.yml or with --params {last.split()[0]}=…"
 
 
 def describe_parts(run: RunRequest) -> str:

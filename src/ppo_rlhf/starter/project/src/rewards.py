@@ -1,4 +1,4 @@
-"""Rewards of this project; conf/base/parameters_ppo.yml names them as PROJECT_NAME.rewards:score."""
+"""Rewards of this project; conf/base/globals.yml names them as PROJECT_NAME.rewards:score."""
 
 from typing import Any
 
