@@ -250,10 +250,14 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     with caplog.at_level(logging.INFO):
-        log.log_advice()
-    assert logged(caplog)[0] == HEADLINE
+        log.log_advice("local")
+        log.log_advice("demo")
+    assert [line for line in logged(caplog) if "says it again" in line] == [
+        HEADLINE,
+        HEADLINE.replace("advise", "advise --env demo"),
+    ]
     assert logged(caplog)[1].startswith("1. [KL: diversity_lost] eval/distinct_2 is 0.1, SFT's 0.23")
-    assert len(logged(caplog)) == 2
+    assert len(logged(caplog)) == 4
 
 
 def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics_are_logged():

@@ -59,7 +59,7 @@ def own(project: Path, tmp_path: Path) -> Path:
 
 def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, project: Path):
     (project / "mlflow.db").unlink()
-    found = examined(kedro, project, exit_code=0)
+    found = examined(kedro, project, "--env", "demo", exit_code=0)
     assert {level for level, _ in found} == {"ok"}
     assert {part for _, part in found} == {"Versions", "Device", "MLflow", "Settings", "Memory"}
     built = Version(torch.__version__)  # PyPI's CUDA build says 2.14.1+cu130 and is installed as 2.14.1
@@ -163,7 +163,8 @@ def test_the_probes_train_a_project_s_settings_and_a_failed_one_is_a_problem(
 ):
     monkeypatch.setattr("ppo_rlhf.probes.ITERATIONS", 8)
     monkeypatch.setattr("ppo_rlhf.probes.CONSTANT_ITERATIONS", 6)
-    found = examined(kedro, own, *ALIGN, "--probe", "--params", "ppo.gamma=0,ppo.temperature=1.0", exit_code=1)
+    changed = "ppo.gamma=0,ppo.temperature=1.0,ppo.kl_coef=0.08,ppo.missing_eos_penalty=1.0"
+    found = examined(kedro, own, *ALIGN, "--probe", "--params", changed, exit_code=1)
     model, sizes, replaced, missing, *outcomes = found["ok", "Probe"]
     assert model == "a tiny random model: LlamaConfig"
     assert "batch 256" in sizes

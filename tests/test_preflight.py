@@ -472,6 +472,8 @@ def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline
         "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines supervised_finetuning` first, or "
         "set sft_model_path."
     )
+    (problem,) = find_problems(replace(user.request(), env="demo"))
+    assert "`kedro run --env demo --pipelines supervised_finetuning`" in problem
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "typed")
     (problem,) = user.problems()
     assert problem.startswith("data/06_models/typed: nothing is there. Correct sft_model_path, or run ")

@@ -19,3 +19,8 @@ TRAINING_KL = "training_kl"
 
 SET = "set"
 """Tag of an MLflow run: what was set on the command line, or for a training of a sweep in its grid."""
+
+
+def env_option(environment: str | None) -> str:
+    """Return what a command is typed with to be of an environment; nothing for conf/local, which is the default."""
+    return f" --env {environment}" if environment not in (None, "local") else ""

@@ -32,7 +32,7 @@ def test_ci_runs_the_readmes_two_commands_and_both_install_the_pinned_versions()
     searches = re.findall(r"^\w+=\$\((grep .* README\.md)\)$", CI, flags=re.M)
     found = [subprocess.run(shlex.split(line), cwd=ROOT, capture_output=True, text=True).stdout for line in searches]
     assert found == [
-        "pip install -e . -c constraints.txt && kedro run\n",
+        "pip install -e . -c constraints.txt && kedro run --env demo\n",
         'pip install -e ".[dev]" -c constraints.txt && pytest -n auto\n',
     ]
 

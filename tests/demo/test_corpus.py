@@ -99,6 +99,14 @@ def test_most_sentences_of_the_demonstrations_occur_once(demonstrations):
     assert sum(count for count in counts.values() if count == 1) > 0.6 * sum(counts.values())
 
 
+def test_no_other_module_imports_the_demo():
+    """Only files of `conf` name its functions: a user's project has none of it."""
+    package = Path(ppo_rlhf.demo.__file__).parents[1]
+    files = [path for path in package.rglob("*.py") if "demo" not in path.parent.parts]
+    assert len(files) > 100
+    assert [path for path in files if "ppo_rlhf.demo" in path.read_text()] == []
+
+
 def test_the_demo_package_imports_the_standard_library_and_itself_only():
     for path in Path(ppo_rlhf.demo.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

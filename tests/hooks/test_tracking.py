@@ -637,7 +637,7 @@ def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TOY_FAIL_AT", "2")
-    monkeypatch.setattr(run_log.RunLog, "log_advice", lambda log: sys.exit(1))
+    monkeypatch.setattr(run_log.RunLog, "log_advice", lambda *_: sys.exit(1))
     assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
     run = last_run(toy_project)
     assert run.info.status == "FAILED"

@@ -28,7 +28,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def test_the_chain_ends_with_the_table_and_where_to_look_next(chain: Run) -> None:
-    for words in ("held-out prompts", "SFT", "PPO", "report.html", "kedro mlflow ui", "kedro viz run"):
+    for words in ("held-out prompts", "SFT", "PPO", "report.html", "kedro mlflow ui", "kedro viz run --env test"):
         assert words in chain.output
 
 

@@ -18,12 +18,12 @@ from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowe
 FLAT = 0.25
 """Standard deviations of the score: two standard errors of 64 responses."""
 USUAL_EOS_PENALTY = 1.0
-"""For scores of standard deviation 1, as of the demo; TRL's examples have 1, too."""
+"""For scores of standard deviation 1; TRL's examples have 1, too."""
 LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
 """policy/approxkl_avg to aim at, nats per token. It grows with the square of the learning rate."""
 UNDONE = 2.0
-"""Times the KL of a policy that has moved. The demo's updates walk 1.0 times its KL at its end, and 66 times that KL
-under sixty times its penalty."""
+"""Times the KL of a policy that has moved. With conf/demo the updates walk 1.0 times the KL at the end, and 66 times
+that KL under sixty times the penalty."""
 
 KL, KL_COEF, ENTROPY = "objective/kl", "objective/kl_coef", "objective/entropy"
 SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/reward"

@@ -66,8 +66,8 @@ def newest_run(client: MlflowClient, experiment: str) -> str:
         if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags:
             return str(run.info.run_id)
     raise DataError(
-        f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run of "
-        "another experiment with --run."
+        f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does. Name another "
+        "experiment by its environment with --env, or a run with --run."
     )
 
 

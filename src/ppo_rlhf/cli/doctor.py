@@ -108,7 +108,7 @@ def _run(
 
     context: Any = session.load_context()
     data_root = context.config_loader["globals"].get("data_root", "data")
-    request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
+    request = RunRequest(Pipeline([]), context.catalog, project_path, data_root, context.env)
     source = request.source("sft_policy")
     trains = "sft_policy" in registered["__default__"].all_outputs()
     if trains and not pipelines and source is not None and not request.is_ours(source):
@@ -116,7 +116,7 @@ def _run(
         yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
     yield from _refusals_found("MLflow", _store(context))
     run = session.prepare(pipeline_names=pipelines or None)
-    request = RunRequest(run.pipeline, run.catalog, project_path, data_root)
+    request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
     found: list[Finding] = []
     if options["model"]:  # the other checks look at the project's own
         refuse_unread(context.config_loader, run.pipeline.datasets())

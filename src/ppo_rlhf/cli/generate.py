@@ -157,7 +157,8 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
     from ppo_rlhf.preflight.request import RunRequest
 
     data_root = context.config_loader["globals"].get("data_root", "data")
-    if why := RunRequest(Pipeline([]), context.catalog, context.project_path, data_root).why_missing(name):
+    project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root, context.env)
+    if why := project.why_missing(name):
         raise ModelError(why)
     handle: PretrainedHandle = context.catalog[name].load()
     return handle

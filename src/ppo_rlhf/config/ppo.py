@@ -95,7 +95,7 @@ class PPOConfig:
     """Target of the adaptive controller in nats: k1 summed over a response."""
     kl_horizon: Annotated[float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000")] = 10_000.0
     """Episodes over which the adaptive controller changes beta by 20 % at most; a fifth of the run or less."""
-    kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "this project's demo: 10")] = 0
+    kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "docs/results.md: 10")] = 0
     """Iterations at the start in which the adaptive controller holds still (KL starts at 0, which would lower beta)."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 15.0
     """Nats per response. A KL above it is warned of once, with the setting to change first."""

@@ -65,7 +65,7 @@ class ChecksHook:
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
-        run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root)
+        run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root, run_params["env"])
         with processes.alone():  # the others wait for the run to be opened
             problems, advice, parts = judge_settings(self._loader, run)
         for line in advice:

@@ -18,7 +18,7 @@ from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
-from ppo_rlhf.names import CHECKPOINT, EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
+from ppo_rlhf.names import CHECKPOINT, EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, POLICY, STATE, env_option
 from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.signals import deferring_signals
 
@@ -130,7 +130,7 @@ class RunLog:
                 self._send_rows(self._catalog[name].load())
         return self._log.close(PATIENCE_AT_THE_END if is_finished else PATIENCE)
 
-    def log_advice(self) -> None:
+    def log_advice(self, environment: str | None = None) -> None:
         """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
         if not self._curves:
             return
@@ -138,7 +138,8 @@ class RunLog:
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
-        for line in ["What to change first (`kedro advise` says it again):", *in_words(config, history)]:
+        again = f"`kedro advise{env_option(environment)}` says it again"
+        for line in [f"What to change first ({again}):", *in_words(config, history)]:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:

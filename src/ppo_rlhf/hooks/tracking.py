@@ -260,7 +260,7 @@ class TrackingHook(MlflowHook):
                 log = self._log
                 self._let_go()
                 if log is not None:
-                    log.log_advice()
+                    log.log_advice(self._context.env)
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
@@ -284,7 +284,7 @@ class TrackingHook(MlflowHook):
                 self._log.close(is_finished=False)
             end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
         if self._log is not None and not is_stopped and not isinstance(project_error(error), RewardError | LaunchError):
-            self._log.log_advice()
+            self._log.log_advice(self._context.env)
         if self._checkpoints is not None:
             logger.info("%s", resume_hint(error, self._checkpoints, project_path, is_sweep=self._is_sweep))
 

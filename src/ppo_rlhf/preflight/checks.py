@@ -79,7 +79,7 @@ def find_problems(run: RunRequest) -> list[str]:
         *MODEL_CHECKS,
         check_model_options,
         check_critic,
-        check_demonstrations,
+        check_sft_data,
         check_preferences,
         check_prompts,
     ):
@@ -129,7 +129,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     if missing := [name for name, is_so in is_missing.items() if is_so]:
         trains = run.writes("sft_policy") or run.writes("reward_model")
         align = " To align an SFT model by a reward that is there, use `--pipelines align`." if trains else ""
-        yield f"{not_set(*missing)}{align}{run.demo_hint}"
+        yield f"{not_set(*missing)}{align}{run.chain_hint}"
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
@@ -236,7 +236,7 @@ def check_critic(run: RunRequest) -> Iterator[str]:
         pretraining_config(pretraining, ppo)
 
 
-def check_demonstrations(run: RunRequest) -> None:
+def check_sft_data(run: RunRequest) -> None:
     """Find demonstrations without the columns that are read, too few, or that the template does not take or show."""
     settings = run.group("data_preparation", DataPreparationConfig)
     if settings is not None and "raw_demonstrations" in run.tables:

@@ -16,6 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.names import env_option
 from ppo_rlhf.paths import path_of, shown
 from ppo_rlhf.rewards.config import RewardConfig
 
@@ -41,6 +42,7 @@ class RunRequest:
     catalog: CatalogProtocol
     project_path: Path
     data_root: str = "data"
+    env: str | None = None
     tables: dict[str, Dataset] = field(default_factory=dict)
     prompts: dict[str, Dataset] = field(default_factory=dict)  # of tables, as `PromptReader.tokenise` gives them
     demonstrations: pd.DataFrame | None = None  # checked, to train on
@@ -103,7 +105,7 @@ class RunRequest:
         return {name for name in self.pipeline.inputs() if not self.needs(name)}
 
     @property
-    def demo_hint(self) -> str:
+    def chain_hint(self) -> str:
         """A sentence on the environment that needs nothing of a user's; empty in a project without it."""
         is_whole_chain = self.writes("sft_policy") and self.writes("ppo_policy")
         is_there = (self.project_path / "conf" / "demo").is_dir()
@@ -126,7 +128,7 @@ class RunRequest:
             return not_set(setting)
         if not self.is_ours(source) or self.catalog[name].exists():
             return ""
-        place, made = self.shown(name), f"`kedro run --pipelines {stage}`"
+        place, made = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stage}`"
         if not self.is_made_here(name):
             return f"{place}: nothing is there. Correct {setting}, or run {made}, which would write it there."
         return f"{place}: nothing is there yet. Run {made} first, or set {setting}."

@@ -56,7 +56,7 @@ class RewardModellingConfig(OptimisationConfig):
     """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from such a model."""
     normalise: bool = True
     """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, in the saved weights.
-    If the responses are samples of the SFT policy, as in the demo, PPO starts at score 0."""
+    If the responses are samples of the SFT policy, PPO starts at score 0."""
 
     labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT

@@ -19,6 +19,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.names import env_option
 from ppo_rlhf.paths import shown
 from ppo_rlhf.pipelines.reporting import charts
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
@@ -170,9 +171,10 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
 
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
     run = mlflow.active_run()
+    environment = env_option(run.data.tags.get("environment")) if run else ""
     return [
         ("Aligned policy", shown(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
-        ("The flow with its data", "kedro viz run"),
+        ("The flow with its data", f"kedro viz run{environment}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
