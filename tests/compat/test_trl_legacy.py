@@ -65,7 +65,6 @@ def test_the_script_of_the_legacy_api_is_converted_as_worked_by_hand():
             "per_device_train_batch_size": 32,
             "gradient_accumulation_steps": 8,  # 8 x 32 = 256 responses an iteration
             "num_mini_batches": 8,  # 256 / 32
-            "response_length": 53,
             "temperature": 1.0,
             "stop_token": "eos",
             "value_model": "shared",

@@ -74,6 +74,7 @@ LEGACY_ALWAYS = {
     "whiten_advantages": True,
     "kl_in": "reward",
     "stop_token": "eos",  # as generate does
+    "missing_eos_penalty": None,
     "temperature": 1.0,  # log-probabilities are not tempered
 }
 LEGACY_REMARK = (
@@ -215,6 +216,7 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
     if c["stop_token_id"] is not None or c["stop_token"] is not None:
         c.carry("ppo.missing_eos_penalty", "missing_eos_penalty")
     else:
+        c.write("ppo.missing_eos_penalty", None, "responses never stop")
         c.remarks.append(
             "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens, and "
             "would pay missing_eos_penalty, which is not carried over. ppo.stop_token=eos lets them end."
