@@ -11,6 +11,7 @@ from click.testing import Result
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
+from kedro.runner import ThreadRunner
 from kedro_datasets.pandas import CSVDataset
 from transformers import PreTrainedModel
 
@@ -201,15 +202,24 @@ def test_a_path_that_begins_with_a_dot_is_no_name_on_the_hub(
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     first = Node(lambda: 1, None, "training_state", name="first")
     step = Node(lambda state: state, "training_state", "next_training_state", name="step", tags="iteration")
-    parallel = {"runner": "<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", "only_missing_outputs": True}
-    check_runner(parallel, Pipeline([first]))
+    threads = {"runner": str(ThreadRunner()), "only_missing_outputs": True}
+    check_runner(threads, Pipeline([first]))
     with pytest.raises(ConfigError, match="only-missing-outputs"):
-        check_runner(parallel, Pipeline([first, step]))
+        check_runner(threads, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r'drop --runner, .* "runner": "ppo_rlhf\.runner\.LoopRunner"'):
-        check_runner({**parallel, "only_missing_outputs": False}, Pipeline([first, step]))
+        check_runner({**threads, "only_missing_outputs": False}, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
         check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
     check_runner({"runner": str(LoopRunner()), "only_missing_outputs": False}, Pipeline([first, step]))
+
+
+def test_parallel_runner_which_cannot_run_our_catalog_is_refused_before_a_run(kedro, project: Path):
+    asked = ("--env", "test", "--pipelines", "data_preparation", "--runner", "ParallelRunner")
+    result = kedro(project, "run", *asked)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ParallelRunner hands the catalog to other processes")
+    assert not (project / "data/test").exists()
 
 
 def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tmp_path: Path):

@@ -126,7 +126,12 @@ def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Se
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
-    """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end."""
+    """Raise ConfigError if a pipeline with the closed loop would not be run as one, or this runner can run none."""
+    if "ParallelRunner" in run_params["runner"]:
+        raise ConfigError(
+            "ParallelRunner hands the catalog to other processes, and entries that MLflow records cannot be: drop "
+            "--runner, or take --runner ThreadRunner for stages without PPO's loop."
+        )
     if not plan_loop(pipeline):
         return
     if run_params.get("only_missing_outputs"):
