@@ -26,7 +26,7 @@ def own(project: Path) -> Path:
         "    return [100.0 * len(c.split()) + sum(bonus or [0]) for c in completions]\n"
     )
     (project / "conf" / "local" / "parameters.yml").write_text(
-        "ppo: {response_length: 6, value_model: separate}\n"
+        "ppo: {response_length: 6, temperature: 1.0, value_model: separate}\n"
         "reward: {components: [{type: function, function: 'my_reward:words'}]}\n"
     )
     return project

@@ -145,31 +145,33 @@ def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path
 
 
 @pytest.fixture
-def after_the_demo(own: Path) -> Path:
-    """The same project with the demo's settings, where a run of the demo left a reward model of other words."""
-    (own / "conf" / "local" / "parameters.yml").write_text("ppo: {response_length: 8}")
+def with_a_reward_model(own: Path) -> Path:
+    """The same project, where an earlier run left a reward model of other words, from which critics start."""
+    (own / "conf" / "local" / "parameters.yml").write_text("ppo: {response_length: 8, value_model: reward_init}")
     reward = tiny_model("gpt2", reward=True, num_labels=1, vocab_size=12)
     save(own / "data/06_models/reward_model/2026-01-01", reward, word_tokenizer())
     return own
 
 
 @pytest.mark.slow
-def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
-    """The demo's critic starts as the reward model, which the other policy could not read."""
+def test_the_projects_reward_model_is_not_planned_for_another_policy(
+    kedro: Kedro, with_a_reward_model: Path, tmp_path: Path
+):
+    """The critic starts as the reward model, which the other policy could not read."""
     other = ("--model", billion_parameters(tmp_path), "--prompt-length", "64", "--batch", "8")
-    lines = said(kedro, after_the_demo, *other)
+    lines = said(kedro, with_a_reward_model, *other)
     sizes = [weights(lines, name) for name in ("reward model", "critic")]
     assert sizes == ["3.87 GiB"] * 2  # 4.11 less 0.24 of the head
 
 
 @pytest.mark.slow
 def test_a_reward_model_that_is_named_or_of_the_projects_own_policy_is_planned(
-    kedro: Kedro, after_the_demo: Path, tmp_path: Path
+    kedro: Kedro, with_a_reward_model: Path, tmp_path: Path
 ):
-    named = f"reward_model_path={after_the_demo / 'data/06_models/reward_model/2026-01-01'}"
-    policy = save(after_the_demo / "data/06_models/sft_policy/2026-01-01", tiny_model())
+    named = f"reward_model_path={with_a_reward_model / 'data/06_models/reward_model/2026-01-01'}"
+    policy = save(with_a_reward_model / "data/06_models/sft_policy/2026-01-01", tiny_model())
     for given in (("--model", str(tmp_path / "own"), "--params", named), ("--model", policy)):
-        [line] = problems(kedro, after_the_demo, *given)
+        [line] = problems(kedro, with_a_reward_model, *given)
         assert "ppo.value_model" in line
 
 
@@ -217,7 +219,7 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_pipelines_without_ppo_have_no_plan(kedro: Kedro, project: Path):
-    result = kedro(project, "doctor", "--pipelines", "data_preparation")
+    result = kedro(project, "doctor", "--env", "test", "--pipelines", "data_preparation")
     assert "these pipelines do not train by PPO" in result.stdout
 
 
