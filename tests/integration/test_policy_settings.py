@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from click.testing import Result
 from mlflow import MlflowClient
 
@@ -24,10 +25,10 @@ def edited(chain: Run, tmp_path: Path, migrated_database: Path, no_mlflow_left_o
     project = Path(shutil.copytree(chain.project, tmp_path / "project", ignore=shutil.ignore_patterns("mlruns")))
     shutil.copy(migrated_database, project / "mlflow.db")  # an experiment holds the absolute path of its artifacts
     conf = project / "conf/test/parameters_ppo.yml"
-    assert "response_length: 16" in conf.read_text()
-    conf.write_text(
-        conf.read_text().replace("response_length: 16", "response_length: 5\n  temperature: 0.3\n  gamma: 0.97")
-    )
+    groups = yaml.safe_load(conf.read_text())
+    assert groups["ppo"]["response_length"] == 16
+    groups["ppo"] |= {"response_length": 5, "temperature": 0.3, "gamma": 0.97}
+    conf.write_text(yaml.safe_dump(groups))
     return project
 
 
