@@ -87,7 +87,7 @@ def test_a_recipe_runs_on_stand_ins(
         again = "evaluation.temperature=1.0,evaluation.samples_per_prompt=2,evaluation.pass_at=[2]"
         mine = project / "mine.jsonl"  # evaluated in place of the prompts that training held out
         mine.write_text(f"{json.dumps(ROWS[recipe](7))}\n{json.dumps(ROWS[recipe](8))}\n")
-        given = f"{paths},evaluation_prompts_path={mine},{SIZES},{again}"
+        given = f"sft_model_path={models['policy']},evaluation_prompts_path={mine},{SIZES},{again}"
         finished = kedro(project, "run", "--env", recipe, "--pipelines", "evaluation", "--params", given)
         assert finished.exit_code == 0, finished.output
         summary = json.loads((root / "08_reporting/evaluation_summary.json").read_text())
