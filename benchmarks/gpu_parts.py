@@ -217,7 +217,7 @@ def profile(part: Part) -> None:
 
 
 def demo(part: Part) -> None:
-    """Run the demo as a user does, in a folder of its own."""
+    """Run the demo's stages with tiny settings (`--env test`) as a user does, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="demo-") as place:
         project = Path(place)
         (project / "src").mkdir()
