@@ -30,7 +30,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
 
     def evaluator(*given: Any) -> SimpleNamespace:
-        return SimpleNamespace(evaluate=lambda *_: measured_now[-1])
+        return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1])
 
     measured_now: list[Any] = []
     monkeypatch.setattr(nodes, "evaluator_of", evaluator)
@@ -41,7 +41,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         measured.kl = np.ones(len(SCORES_AT[iteration]))
         measured_now.append(measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
-        state.config, state.evaluation_asked = PPOConfig(), False
+        state.config, state.captures, state.evaluation_asked = PPOConfig(), None, False
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
