@@ -45,6 +45,10 @@ class GraphOnCPU(TorchDispatchMode):
     def pool(self) -> tuple[int, int]:
         return 0, 1
 
+    def reset(self) -> None:
+        self._calls.clear()
+        self._made.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_from_the_device(func, args):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -81,8 +82,9 @@ def test_a_python_number_that_changes_between_runs_is_not_repeated(graphs_on_cpu
 
 
 def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plain(graphs_on_cpu, caplog):
+    """Other kinds of work go on, and are captured anew."""
     captures, add, total = Captures(CPU), Counter(), torch.zeros(2)
-    captures.held["buffers"] = Buffers(total)
+    captures.held["reads"] = Buffers(total)
     for _ in range(3):
         captures.run(("add",), add)
 
@@ -93,13 +95,30 @@ def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plai
 
     for _ in range(3):
         captures.run(("reads",), reads)
-    captures.run(("add",), add)
+    assert (captures.serves("reads"), len(captures), captures.held) == (False, 0, {})
+    for _ in range(3):
+        captures.run(("add",), add)
     assert total.tolist() == [6.0, 6.0]
-    assert add.total.tolist() == [8.0] * 3
-    assert (captures.on, len(captures), captures.held) == (False, 0, {})
+    assert add.total.tolist() == [12.0] * 3
+    assert (captures.serves("add"), len(captures), add.calls) == (True, 1, 4)
     (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "not permitted when stream is capturing" in line.getMessage()
-    assert "CUDA graphs are off from here on" in line.getMessage()
+    assert "The reads runs without CUDA graphs from here on" in line.getMessage()
+
+
+def test_what_a_failed_capture_made_is_gone_before_the_plain_run(graphs_on_cpu):
+    """Else its activations would be on the device twice, where the memory did not do for them once."""
+    captures, made, alive = Captures(CPU), [], []
+
+    def reads() -> None:
+        alive.append([tensor() is not None for tensor in made])
+        found = torch.ones(3) * 2
+        made.append(weakref.ref(found))
+        found.sum().item()
+
+    for _ in range(2):
+        captures.run(("reads",), reads)
+    assert alive == [[], [False], [False, False]]  # plain, captured in vain, plain
 
 
 def test_what_is_released_can_be_captured_again(graphs_on_cpu, caplog):
@@ -154,6 +173,17 @@ def test_one_kind_of_work_can_be_released_alone(graphs_on_cpu):
     assert [add.total[0].item() for add in counters.values()] == [6.0] * 3
 
 
+def test_a_pool_without_graphs_is_not_used_again(graphs_on_cpu, monkeypatch):
+    """torch refuses a capture into one, as long as a tensor of it is alive; a key that ran once has no graph yet."""
+    captures, add, pools = Captures(CPU), Counter(), []
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: pools.append(how["pool"]) or graph)
+    for key in ("a", "a", "b", "b"):
+        captures.run((key,), add)
+        if len(captures) == 1 and key == "b":
+            captures.release("a")
+    assert pools == [None, None]
+
+
 def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):
     captures, add = Captures(CPU), Counter()
     alive = torch.utils.weak.WeakIdRef(add.total)
@@ -177,8 +207,8 @@ def test_graphs_that_would_keep_more_than_a_quarter_of_the_card_are_given_up(gra
         for _ in range(3):
             captures.run(("add",), add)
         assert add.total.tolist() == [6.0] * 3
-        given_up.append(not captures.on)
-        assert len(captures.held) == captures.on
+        given_up.append(not captures.serves("add"))
+        assert len(captures.held) == captures.serves("add")
     assert given_up == [False, True, True]
     assert ["may keep" in record.getMessage() for record in caplog.records] == [True, True]
 
@@ -228,7 +258,10 @@ def test_on_a_gpu_a_capture_that_fails_leaves_stream_and_numbers_as_they_were():
 
     for _ in range(4):
         captures.run(("reads",), reads)
-    assert not captures.on
+    assert not captures.serves("reads")
+    for _ in range(3):  # torch's allocator takes no second capture into the pool of one that failed
+        captures.run(("adds",), lambda: total.add_(0))
+    assert (len(captures), captures.serves("adds")) == (1, True)
     assert total.tolist() == [8.0, 8.0]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.ones(3, device=device).sum().item() == 3.0

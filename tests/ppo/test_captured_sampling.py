@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models import captures as captures_module
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
 from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.decoding_in_place import next_size
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import sampling
-from ppo_rlhf.ppo.captured_passes import HELD_AS
-from ppo_rlhf.ppo.captured_sampling import DECODING, CapturedSampler, decode_captured, why_not_captured
+from ppo_rlhf.ppo import captured_sampling, sampling
+from ppo_rlhf.ppo.captured_sampling import CapturedSampler, decode_captured, why_not_captured
 from ppo_rlhf.ppo.sampling import SamplingSettings, decode_packed, generate_responses, responses_of
 from tests.graph_on_cpu import GraphOnCPU, graphs_on_cpu, reads_from_the_device, tensors_of
 from tests.ppo_runs import build_model
@@ -128,7 +128,7 @@ def test_replayed_steps_draw_the_tokens_of_plain_ones_also_after_updates(graphs_
         assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
         sizes.update(found.lengths.tolist())
         update(model, iteration)
-    assert captures.trouble is None
+    assert not captures.trouble
     assert graphs_on_cpu.replays > 60
     assert 1 < len(captures) < 20
     assert len(sizes) > 5 or not how.stop_token_ids
@@ -186,7 +186,7 @@ def test_experts_in_a_loop_make_the_processor_wait_and_are_decoded_plainly_with_
     expected = generate_responses(model, prompts(), noise(37), settings())
     assert torch.equal(found.response_ids, expected.response_ids)
     assert torch.equal(again.response_ids, expected.response_ids)
-    assert captures.on
+    assert captures.serves(DECODING)
     assert len(captures) == 0
     (line,) = [line for line in caplog.messages if "CUDA graphs" in line]
     assert line.startswith("Qwen3MoeForCausalLM is decoded without CUDA graphs: operation not permitted")
@@ -248,7 +248,7 @@ def test_rows_without_a_prompt_have_ended(monkeypatch):
     """All responses end in the first step, since every token stops but 0, which rows without noise draw."""
     steps, captures = [], Captures(CPU)
     captures_on_a_gpu: Any = SimpleNamespace(
-        on=True, held={}, run=lambda key, step: steps.append(key) or step(), release=captures.release
+        serves=lambda kind: True, held={}, run=lambda key, step: steps.append(key) or step(), release=captures.release
     )
     how = settings(stop_token_ids=tuple(range(1, 25)))
     decode_captured(make("gpt2"), prompts(3), noise(3), how, captures_on_a_gpu)
@@ -280,6 +280,41 @@ def test_new_buffers_have_room_for_the_old_batches_too(graphs_on_cpu):
         assert captures.held[DECODING].sizes == sizes
 
 
+ROW = 2 * 2 * 2 * 4 * 8  # keys and values, layers, heads, their width, bytes: of one column
+
+
+def card_for(monkeypatch: Any, size: int) -> None:
+    """Let graphs keep four times so many bytes of keys and values."""
+    for place in (captures_module, captured_sampling):
+        monkeypatch.setattr(place, "card_bytes", lambda device: 8 * size)
+
+
+@pytest.mark.parametrize("batch_size", [None, 30])
+@torch.no_grad()
+def test_a_batch_is_cut_so_that_its_keys_and_values_take_half_of_what_graphs_may_keep(
+    graphs_on_cpu, monkeypatch, batch_size
+):
+    """There is room for 20 sequences, so 16 are decoded at a time; graphs were given up for all of them before."""
+    card_for(monkeypatch, 20 * 96 * ROW)
+    model, captures = make("llama").double(), Captures(CPU)
+    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=batch_size)
+    expected = generate_responses(model, prompts(), noise(37), settings())
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert captures.held[DECODING].sizes == (16, 96, 60)
+    assert len(captures) > 1
+    assert not captures.trouble
+
+
+@torch.no_grad()
+def test_buffers_have_room_for_old_batches_only_as_far_as_they_may_be_kept(graphs_on_cpu, monkeypatch):
+    card_for(monkeypatch, 48 * 64 * ROW)
+    model, captures = make("llama").double(), Captures(CPU)
+    for count, length, sizes in ((37, 20, (48, 64, 20)), (10, 80, (16, 96, 80)), (37, 20, (48, 64, 20))):
+        decode_captured(model, prompts(count), noise(count, length), settings(response_length=length), captures)
+        assert captures.held[DECODING].sizes == sizes
+        assert not captures.trouble
+
+
 def is_full(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate 2 GiB")
 
@@ -302,7 +337,7 @@ def test_where_memory_does_not_do_the_batch_is_decoded_plainly_and_nothing_is_lo
     expected = generate_responses(model, prompts(), noise(37), settings(), batch_size=20)
     assert torch.equal(found.response_ids, expected.response_ids)
     assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
-    assert (captures.on, len(captures), captures.held) == (False, 0, {})
+    assert (captures.serves(DECODING), len(captures), captures.held) == (False, 0, {})
     (line,) = caplog.messages
     assert line.endswith("CUDA out of memory. Tried to allocate 2 GiB")
 
@@ -341,8 +376,23 @@ def test_a_runs_rollouts_and_updates_are_captured_and_its_numbers_are_those_of_p
         assert_close(
             {name: found[name] for name in exact}, {name: expected[name] for name in exact}, rtol=1e-9, atol=1e-9
         )
-    assert set(run.state.captures.held) == ({DECODING, HELD_AS} if value is None else set())
+    assert set(run.state.captures.held) == ({DECODING, UPDATE} if value is None else set())
     assert (len(run.state.captures) >= 2) == (value is None)
+
+
+def test_decoding_that_is_given_up_leaves_the_update_captured(make_run, graphs_on_cpu, monkeypatch, caplog):
+    run, plain = make_run(total_episodes=24), make_run(total_episodes=24)
+    plain.state.captures = PLAIN
+    monkeypatch.setattr(CapturedSampler, "sample", is_full)
+    for each in (run, plain):
+        for _ in range(2):
+            each.iteration()
+    (line,) = [line for line in caplog.messages if "from here on" in line]
+    assert line.startswith("The decoding runs without CUDA graphs from here on, its kernels launched one by one: CUDA")
+    assert set(run.state.captures.held) == {UPDATE}
+    assert len(run.state.captures) > 0
+    for name, weight in run.state.policy.state_dict().items():
+        assert_close(weight, plain.state.policy.state_dict()[name], rtol=0.0, atol=1e-9)
 
 
 def test_the_setting_true_is_refused_where_the_policy_cannot_be_captured(make_run, graphs_on_cpu, monkeypatch):
@@ -426,7 +476,7 @@ def test_steps_of_a_size_are_the_same_operations_on_the_same_addresses(monkeypat
             function()
         recorded.setdefault(key, []).append(seen.calls)
 
-    captures: Any = SimpleNamespace(on=True, held={}, run=record, release=lambda kind: None)
+    captures: Any = SimpleNamespace(serves=lambda kind: True, held={}, run=record, release=lambda kind: None)
     with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
         for seed in (1, 2):  # two iterations with one sampler
             decode_captured(model, prompts(), noise(37, seed=seed), settings(**how), captures)
@@ -462,7 +512,7 @@ def test_on_a_gpu_replayed_steps_draw_the_tokens_of_plain_ones(kind, bits):
         assert same.all() if bits == 64 else same.float().mean() > 0.5
         assert (logprobs - expected_logprobs)[same].abs().max() < (1e-9 if bits == 64 else 0.2)
         update(model, iteration)
-    assert captures.trouble is None
+    assert not captures.trouble
     assert 2 < len(captures) < 20
 
 
@@ -488,5 +538,5 @@ def test_on_a_gpu_graphs_hold_compiled_layers():
     for _ in range(2):
         tokens = decode_captured(*given, captures)[0].clone()
         assert (tokens == expected).cumprod(1).float().mean() > 0.9
-    assert captures.trouble is None
+    assert not captures.trouble
     assert len(captures) > 2

@@ -211,7 +211,7 @@ def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkey
     )
     model = make_model("llama")
     in_parts = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=None)
-    assert asked == [(6, 6 + STEPS, {"decoded_from": 6, "used_again": 0})]
+    assert asked == [(6, 6 + STEPS, {"decoded_from": 6, "used_again": 0, "most": None})]
     whole = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=6)
     assert len(asked) == 1  # a number is a limit, and the memory is not asked
     assert sizes == [4, 2, 6]

@@ -7,6 +7,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ CAPTURED_ON = ("cuda",)
 """Types of devices whose work is captured."""
 CARDS_SHARE = 4
 """Graphs may keep this part of a GPU's memory, a quarter: what large models compute is no matter of launches."""
+DECODING, UPDATE = "decoding", "update"
+"""Kinds of work: the first part of their graphs' keys, and the key of their buffers in `Captures.held`."""
 
 
 class Held(Protocol):
@@ -45,8 +48,8 @@ class Captures:
         """Take the device of all graphs; without `wanted`, or on a device that has none, everything runs plainly."""
         self.held: dict[Hashable, Held] = {}
         """Buffers by kind of work, until `release`."""
-        self.trouble: str | None = None
-        """Why nothing is captured any more."""
+        self.trouble: dict[Hashable, str] = {}
+        """Why a kind of work is not captured any more."""
         self._device, self._wanted, self._tells_trouble = device, wanted, tells_trouble
         self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}  # None after the first run
         self._pool: Any = None
@@ -58,9 +61,12 @@ class Captures:
 
     @property
     def on(self) -> bool:
-        """Whether runs are captured."""
-        is_off = self._is_closed or self.trouble is not None
-        return self._wanted and not is_off and self._device.type in CAPTURED_ON
+        """Whether anything is captured."""
+        return self._wanted and not self._is_closed and self._device.type in CAPTURED_ON
+
+    def serves(self, kind: Hashable) -> bool:
+        """Return whether runs of a kind are captured."""
+        return self.on and kind not in self.trouble
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
@@ -73,37 +79,39 @@ class Captures:
         """Bytes on the device of the buffers and of the graphs' pool."""
         return self._pool_bytes + sum(held.bytes for held in self.held.values())
 
-    def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> None:
+    def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> bool:
         """Run the function of a key: plainly the first time, which loads kernels; captured before the second; replayed.
 
-        If it cannot be captured, that is logged, everything is released, and this run and all later ones are plain.
+        If it cannot be captured, its kind is given up, and this run is plain. Returns whether it was plain.
         """
-        if not self.on:
+        kind = key[0]
+        if not self.serves(kind):
             function()
-            return
+            return True
         if key not in self._graphs:
             with self._beside():
                 function()
             self._graphs[key] = None
-            return
+            return True
+        if self._graphs[key] is None and (why := self._why_not_captured(key, function)):
+            self.give_up(kind, why)
+            function()
+            return True
         graph = self._graphs[key]
-        if graph is None:
-            try:
-                self._check_room()
-                graph = self._graphs[key] = self._captured(function)
-                self._check_room()
-            except RuntimeError as error:  # out of memory, or an operation that reads from the device
-                self.give_up(in_one_line(error))
-                function()
-                return
+        assert graph is not None
         graph.replay()
+        return False
 
-    def give_up(self, why: str) -> None:
-        """Release everything and run plainly from now on; the reason is logged, if this object `tells_trouble`."""
-        self.trouble = why
+    def give_up(self, kind: Hashable, why: str) -> None:
+        """Run a kind of work plainly from now on; the reason is logged, if this object `tells_trouble`.
+
+        Everything is released, and other kinds are captured anew: after a capture that failed torch takes no other one
+        into its pool of memory.
+        """
+        self.trouble[kind] = why
         self.release()
         if self._tells_trouble:
-            log.warning("CUDA graphs are off from here on, and kernels are launched one by one: %s", why)
+            log.warning("The %s runs without CUDA graphs from here on, its kernels launched one by one: %s", kind, why)
 
     def release(self, kind: Hashable | None = None) -> None:
         """Let go of all graphs and buffers, or of those of one kind. Later runs are captured anew.
@@ -117,7 +125,7 @@ class Captures:
             del self._graphs[key]
         for held in [held for held in self.held if kind in (None, held)]:
             del self.held[held]
-        if not self._graphs:
+        if not len(self):
             self._pool, self._pool_bytes = None, 0
         if keys and self._device.type == "cuda":
             torch.cuda.empty_cache()  # a pool without graphs serves nobody else until then
@@ -147,6 +155,16 @@ class Captures:
         self._said = len(self)
         log.info("captured: %d graphs, %.1f GiB", len(self), self.bytes / 2**30)
 
+    def _why_not_captured(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> str:
+        """Capture a function; return why that failed, or "". The error is gone then, and the tensors that it keeps."""
+        try:
+            self._check_room()
+            self._graphs[key] = self._captured(function)
+            self._check_room()
+        except RuntimeError as error:  # out of memory, or an operation that reads from the device
+            return in_one_line(error)
+        return ""
+
     def _check_room(self) -> None:
         """Raise `RuntimeError` if graphs keep so much that passes which are not captured might lack it."""
         if self.bytes > (most := card_bytes(self._device) // CARDS_SHARE):
@@ -159,8 +177,13 @@ class Captures:
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, **options):
                 reserved = _reserved(self._device)
-                function()
+                with _waits_are_errors(self._device):
+                    function()
                 self._pool_bytes += _reserved(self._device) - reserved
+        except BaseException:
+            graph.reset()
+            _spoilt.append(graph)
+            raise
         finally:
             if before is not None:
                 torch.cuda.set_stream(before)  # torch leaves the stream of an invalid capture in its place
@@ -189,6 +212,25 @@ def pool_bytes(device: torch.device) -> int:
 
 
 _all: WeakSet[Captures] = WeakSet()
+_spoilt: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed. torch's allocator may still ask them about later captures, so they stay, and are empty.
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
+
+
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Let torch refuse to wait for the device, before the wait spoils a capture; it does not see every wait."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -11,12 +11,16 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from ppo_rlhf.models.captures import CARDS_SHARE
 from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
 
 FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
+CACHES_SHARE = 2
+"""Keys and values may take this part of what graphs may keep: a half, beside micro-batches."""
 
 
 def next_size(needed: int, least: int) -> int:
@@ -25,6 +29,15 @@ def next_size(needed: int, least: int) -> int:
     while size < needed:
         size = size * 3 // 2 if size & (size - 1) == 0 and size * 3 // 2 >= needed else 1 << size.bit_length()
     return size
+
+
+def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> int:
+    """Return the most sequences whose keys and values graphs may keep, a multiple of `FEWEST_ROWS`.
+
+    Each has so many columns; `number` is the bytes of a number, and `card` those of the GPU's memory.
+    """
+    fitting = card // (CARDS_SHARE * CACHES_SHARE) // cache_bytes(text, columns, number)
+    return max(1, fitting // FEWEST_ROWS) * FEWEST_ROWS
 
 
 class InPlaceDecoder(Decoder):

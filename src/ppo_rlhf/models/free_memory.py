@@ -29,21 +29,34 @@ USED = 0.8
 
 
 def sequences_at_a_time(
-    model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None, used_again: int = 0
+    model: PreTrainedModel,
+    count: int,
+    tokens: int,
+    *,
+    decoded_from: int | None = None,
+    used_again: int = 0,
+    most: int | None = None,
 ) -> int:
     """Return how many of `count` sequences to take at a time, in parts of equal size; at least 1.
 
     The longest has so many `tokens`. The model computes them where it is, under the caller's autocast: in whole passes,
     or token by token after the longest prompt's `decoded_from` tokens. Bytes that are taken, and that these passes use
-    again, count as free.
+    again, count as free. `most` is a limit of its own.
     """
     device, text = model.device, model.config.get_text_config()
-    casts = torch.is_autocast_enabled(device.type) and model.dtype != torch.float64
-    number = (torch.get_autocast_dtype(device.type) if casts else model.dtype).itemsize
+    number = number_bytes(model)
     one_layer = activation_bytes(backbone_of(model), number) // getattr(text, "num_hidden_layers", 1)
     row = tokens * one_layer if decoded_from is None else decoding_bytes(text, decoded_from, tokens, one_layer, number)
-    most = MOST_ON_CPU if device.type == "cpu" and decoded_from is None else count
+    if most is None:
+        most = MOST_ON_CPU if device.type == "cpu" and decoded_from is None else count
     return in_equal_parts(count, row, free_bytes(device) + used_again, most)
+
+
+def number_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of one number of a model's activations, keys and values, under the caller's autocast."""
+    device = model.device.type
+    casts = torch.is_autocast_enabled(device) and model.dtype != torch.float64
+    return (torch.get_autocast_dtype(device) if casts else model.dtype).itemsize
 
 
 def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> int:

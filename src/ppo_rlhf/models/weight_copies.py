@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, hidden_states_alone, probe_ids, probed_once
-from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.captures import DECODING, Captures
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of
 
@@ -42,7 +42,7 @@ def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterato
 def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
     """Return whether a block of `copied_weights` under this autocast has copies."""
     casts = torch.is_autocast_enabled(model.device.type)
-    return captures.on and casts and bool(_places(model)) and computes_alike(model)
+    return captures.serves(DECODING) and casts and bool(_places(model)) and computes_alike(model)
 
 
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -12,14 +12,13 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.captures import UPDATE, Captures
 from ppo_rlhf.models.transfers import tensors_of
 
-HELD_AS = "passes of the update"
-"""The key under which a run's captures hold its passes."""
 Inputs = tuple[Any, ...]
 """Dataclasses of tensors, and tensors, on the device."""
 Compute = Callable[[Inputs], Tensor]
@@ -39,12 +38,12 @@ class CapturedPasses:
     @classmethod
     def of(cls, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> CapturedPasses:
         """Return the passes whose buffers `captures` holds, or new ones: none are held, or the weights have moved."""
-        held = captures.held.get(HELD_AS)
+        held = captures.held.get(UPDATE)
         if isinstance(held, cls) and held._places == _places_of(models):
             return held
         if held is not None:
             captures.release()
-        found = captures.held[HELD_AS] = cls(captures, models, optimizers)
+        found = captures.held[UPDATE] = cls(captures, models, optimizers)
         return found
 
     @property
@@ -59,28 +58,33 @@ class CapturedPasses:
         Passes of a kind are the same operations if their inputs have the same shapes, and the same weights take part in
         all of them. All passes of a minibatch are of one kind, and before its first `.grad` is None.
         """
-        if not self._captures.on:
+        if not self._captures.serves(UPDATE):
             return compute(inputs)
-        key = self, kind, tuple(tensor.shape for tensor in _tensors_of(inputs))
+        key = UPDATE, kind, tuple(tensor.shape for tensor in _tensors_of(inputs))
         if key not in self._buffers:
             self._buffers[key] = _Buffers(inputs)
         buffers, learners = self._buffers[key], self._learners.get(kind)
         buffers.take(inputs)
-        if learners is not None:
-            self._put_gradients(learners)
-        self._captures.run(key, lambda: buffers.compute(compute))
+        put = self._put_gradients(learners or [])
+        if self._captures.run(key, lambda: buffers.compute(compute)):
+            for parameter, gradient, version in put:
+                if gradient._version == version:  # this pass went without the weight, as one that no graph holds may
+                    parameter.grad = None
         if learners is None:
             self._learners[kind] = self._kept_gradients()
         return buffers.result.clone()
 
-    def _put_gradients(self, learners: list[nn.Parameter]) -> None:
-        """Let the weights that take part have gradients in their places: of zeros, if this is a minibatch's first."""
-        missing = [parameter for parameter in learners if parameter.grad is None]
-        for parameter in missing:
-            parameter.grad = self._gradients[parameter]
+    def _put_gradients(self, learners: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, int]]:
+        """Let the weights that take part have gradients in their places: of zeros, if this is a minibatch's first.
+
+        Returns which got one, that, and its version, which each change raises.
+        """
+        missing = {parameter: self._gradients[parameter] for parameter in learners if parameter.grad is None}
+        for parameter, gradient in missing.items():
+            parameter.grad = gradient
         if missing:
-            for optimizer in self._optimizers:
-                optimizer.zero_grad(set_to_none=False)
+            torch._foreach_zero_(tuple(missing.values()))  # torch has no public one for many tensors
+        return [(parameter, gradient, gradient._version) for parameter, gradient in missing.items()]
 
     def _kept_gradients(self) -> list[nn.Parameter]:
         """Return the weights that took part in a kind's first pass; their gradients get places, or move into them."""

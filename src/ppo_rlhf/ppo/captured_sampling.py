@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import in_one_line
+from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
-from ppo_rlhf.models.captures import Captures
-from ppo_rlhf.models.decoding_in_place import FEWEST_COLUMNS, FEWEST_ROWS, InPlaceDecoder, addresses, next_size
+from ppo_rlhf.models.captures import DECODING, Captures
+from ppo_rlhf.models.decoding_in_place import (
+    FEWEST_COLUMNS,
+    FEWEST_ROWS,
+    InPlaceDecoder,
+    addresses,
+    next_size,
+    rows_kept,
+)
+from ppo_rlhf.models.free_memory import number_bytes
 from ppo_rlhf.ppo import sampling
 from ppo_rlhf.ppo.sampling import SamplingSettings
 
 log = logging.getLogger(__name__)
-
-DECODING = "decoding"
-"""The kind of work that this is for `Captures`."""
 
 
 class CapturedSampler:
@@ -128,6 +131,11 @@ def columns_of(tokens: int) -> int:
     return next_size(tokens, FEWEST_COLUMNS)
 
 
+def most_rows(model: PreTrainedModel, columns: int) -> int:
+    """Return the most sequences of so many columns for which there are buffers."""
+    return rows_kept(model.config.get_text_config(), columns, number_bytes(model), card_bytes(model.device))
+
+
 def decode_captured(
     model: PreTrainedModel,
     prompt_ids: list[list[int]],
@@ -142,22 +150,27 @@ def decode_captured(
     rows, tokens = -(-len(prompt_ids) // FEWEST_ROWS) * FEWEST_ROWS, max(len(ids) for ids in prompt_ids)
     length = settings.response_length
     needed = rows, columns_of(tokens + length), length
-    if captures.on:
+    if captures.serves(DECODING):
         try:
             return _sampler(model, needed, captures).sample(prompt_ids, uniforms[:, :length], settings, captures)
         except torch.OutOfMemoryError as error:
-            captures.give_up(in_one_line(error))
+            why = in_one_line(error)
+        captures.give_up(DECODING, why)
     return sampling.decode_packed(model, prompt_ids, uniforms, settings)
 
 
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:
-    """Return a sampler with the room that is needed: the one that is held, if it has it, or one with room for both."""
+    """Return a sampler with the room that is needed: the one that is held, if it has it, or one with room for both.
+
+    Together they may be too large; then the new one has only its own.
+    """
     held = captures.held.get(DECODING)
     if isinstance(held, CapturedSampler) and held.is_of(model):
         rows, columns, length = map(max, held.sizes, needed)
-        needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
-        if needed == held.sizes:
+        if (rows, columns, length) == held.sizes:
             return held
+        if rows <= most_rows(model, columns):
+            needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
     captures.release(DECODING)
     del held  # both would not fit
     sampler = captures.held[DECODING] = CapturedSampler(model, *needed)
@@ -179,7 +192,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
     try:
         with torch.no_grad():
             expected, found = (_states(model, prompts, tokens, each) for each in (plain, captures))
-        why = captures.trouble or ("" if are_close(found, expected) else "replayed steps give other states")
+        why = captures.trouble.get(_PROBE) or ("" if are_close(found, expected) else "replayed steps give other states")
     except PROBE_ERRORS as error:
         why = in_one_line(error)
     captures.release()
@@ -188,6 +201,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
     return why
 
 
+_PROBE = "probe"
 _PROBED_STEPS = 4  # one plain, one captured, two replayed
 
 
@@ -201,29 +215,12 @@ def _states(model: PreTrainedModel, prompts: list[list[int]], tokens: Tensor, ca
             states.copy_(decoder.advance(token, decoder.columns))
 
     found = []
-    for number, drawn in enumerate(tokens):
+    for drawn in tokens:
         token.copy_(drawn)
-        # a wait is an error in the plain run, before it can spoil a capture
-        with _waits_are_errors(model.device) if number == 0 and captures.on else nullcontext():
-            captures.run(("probe",), step)
+        captures.run((_PROBE,), step)
         decoder.count_step()
         found.append(states.clone())
     return torch.stack(found)
-
-
-@contextmanager
-def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not see every wait: a capture fails at the others
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _autocast_now(device: torch.device) -> torch.dtype | None:

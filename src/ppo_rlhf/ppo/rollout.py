@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.captures import UPDATE, Captures
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
@@ -30,7 +30,7 @@ from ppo_rlhf.ppo.common_shapes import in_common_shapes
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses, generates
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.token_budget import token_budget
 from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank, process_count
@@ -349,13 +349,16 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
 
     The reference is that of the KL over the vocabulary, if it is computed.
     """
-    if not state.captures.on:
+    if not state.captures.serves(UPDATE):
         return False
     why = None
     if process_count() > 1:
         why = "several processes train"
     elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
         why = "an architecture needs padding"
+    elif state.sampling.engine is None and generates(state.policy, state.config.rollout_engine):
+        # torch's own graphs take the memory away that cuBLAS works in (clear_cublas_manager in its cudagraph_trees.py)
+        why = "generate is compiled with graphs of its own, beside which others compute wrong numbers"
     if why is not None and why != state.plain_update:
         log.info("The update runs without CUDA graphs: %s.", why)
     state.plain_update = why

@@ -22,7 +22,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.capabilities import argument_of
-from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.models.captures import DECODING, Captures
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
@@ -107,30 +107,39 @@ def generate_responses(
     The model has dropout off. A process may have no prompts; each has at least one token. The uniforms are `[N, T]`
     float64 in [0, 1), one for each (episode, step). The engine is `static` or `hf`, which also decodes architectures
     that need padding. `batch_size` prompts are decoded at a time, on which tokens depend only by rounding; None: what
-    memory allows. With `captures` the steps of `static` are CUDA graphs, where the model allows it.
+    memory allows. With `captures` the steps of `static` are CUDA graphs, where the model allows it, of so many
+    sequences at most as their buffers may hold.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)
     logprobs = torch.zeros(tokens.shape, dtype=dtype)
     with torch.no_grad():
-        decode = decode_packed if engine == "static" and decodes(model) else _decode_with_generate
-        columns, used_again = longest + settings.response_length, 0
-        if captures is not None and captures.on and decode is decode_packed:
+        decode = _decode_with_generate if generates(model, engine) else decode_packed
+        columns, used_again, most = longest + settings.response_length, 0, None
+        if captures is not None and captures.serves(DECODING) and decode is decode_packed:
             from ppo_rlhf.ppo import captured_sampling  # it imports this module, and a CPU does not need it
 
             if not captured_sampling.why_not_captured(model):
                 decode = partial(captured_sampling.decode_captured, captures=captures)
                 columns, used_again = captured_sampling.columns_of(columns), captured_sampling.held_bytes(captures)
+                most = captured_sampling.most_rows(model, columns)
         if batch_size is None:
-            sizes = {"decoded_from": longest, "used_again": used_again}
+            sizes: dict[str, Any] = {"decoded_from": longest, "used_again": used_again, "most": most}
             batch_size = sequences_at_a_time(model, len(prompt_ids), columns, **sizes)
+        elif most is not None:
+            batch_size = min(batch_size, most)
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             found, found_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
             place = slice(start, start + batch_size), slice(found.shape[1])
             tokens[place], logprobs[place] = found.cpu(), found_logprobs.cpu()
     return responses_of(tokens, logprobs, settings)
+
+
+def generates(model: PreTrainedModel, engine: str) -> bool:
+    """Return whether an engine is transformers' `generate` for a model: `hf`, or `static` if it does not decode it."""
+    return engine == "hf" or not decodes(model)
 
 
 def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -> Responses:
