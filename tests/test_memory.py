@@ -16,7 +16,7 @@ from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.memory import COPIES, MemoryPlan, RunShape, plan_memory, suggestions
+from ppo_rlhf.memory import COPIES, DECODING, MemoryPlan, RunShape, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import update
@@ -167,11 +167,23 @@ def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
     by_two, on_cpu = (plan(replace(shape, **other), dtype="float32") for other in ({"processes": 2}, {"on_cpu": True}))
     assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
     assert on_cpu.held == without.held
-    small_cards = [replace(shape, card=4 * (cache + passes - less)) for less in (0, 1)]
-    assert [plan(card, dtype="float32").held == captured.held for card in small_cards] == [True, False]
-    assert plan(small_cards[1], dtype="float32").held == without.held  # a quarter of it is too little: given up
-    by_generate = plan(shape, dtype="float32", rollout_engine="hf")
-    assert sum(by_generate.held.values()) - sum(without.held.values()) == passes
+    small_cards = [replace(shape, card=4 * size) for size in (cache + passes, cache + passes - 1, cache - 1)]
+    kept_by = [sum(plan(card, dtype="float32").held.values()) - sum(without.held.values()) for card in small_cards]
+    assert kept_by == [cache + passes, cache, 0]  # each kind of work is given up by itself
+    assert plan(shape, dtype="float32", rollout_engine="hf").held == without.held
+
+
+@pytest.mark.parametrize("rows", [None, 64])
+def test_a_rollout_is_cut_so_that_its_cache_takes_half_of_what_graphs_may_keep(rows):
+    """By hand: an eighth of the card has room for 47 responses, so 32 are decoded at a time."""
+    row = 64 * (2 * 2 * 1 * 8) * 4
+    settings = {"dtype": "float32", "local_rollout_forward_batch_size": rows, "per_device_train_batch_size": 64}
+    shape = RunShape(LLAMA, 6, on_cpu=False, free=2**30, card=8 * 48 * row - 1)
+    without, captured = (plan(shape, cuda_graphs=wanted, **settings) for wanted in (False, None))
+    assert (without.rollout_rows, captured.rollout_rows) == (64, 32)
+    assert captured.held[DECODING] == 32 * row
+    larger = plan(replace(shape, card=8 * 64 * row), **settings)
+    assert (larger.rollout_rows, larger.held[DECODING]) == (64, 64 * row)
 
 
 def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():

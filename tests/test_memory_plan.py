@@ -229,7 +229,8 @@ def test_pipelines_without_ppo_have_no_plan(kedro: Kedro, project: Path):
         ({}, "decoding steps are captured if a probe of the policy passes at the run's start"),
         ({"cuda_graphs": True}, "decoding steps are captured, or the run is refused"),
         ({"cuda_graphs": False}, "none (ppo.cuda_graphs=false)"),
-        ({"rollout_engine": "hf"}, "no decoding step is captured (ppo.rollout_engine=hf)"),
+        ({"rollout_engine": "hf"}, "none but those of generate (ppo.rollout_engine=hf)"),
+        ({"rollout_engine": "vllm"}, "no decoding step is captured (ppo.rollout_engine=vllm)"),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import CARDS_SHARE
-from ppo_rlhf.models.decoding_in_place import FEWEST_COLUMNS, FEWEST_ROWS, next_size
+from ppo_rlhf.models.decoding_in_place import FEWEST_COLUMNS, FEWEST_ROWS, next_size, rows_kept
 from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -143,29 +143,32 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(c, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    rows = _most_rollout_rows(c)
+    most_kept = 0 if shape.on_cpu or c.cuda_graphs is False else shape.card // CARDS_SHARE
+    columns = next_size(tokens, FEWEST_COLUMNS)
+    rows = scored = most_rows = _most_rollout_rows(c)
+    if most_kept and c.rollout_engine == "static":
+        most_rows = min(rows, rows_kept(text, columns, number, shape.card))
     if c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
-        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
-    most_kept = 0 if shape.on_cpu or c.cuda_graphs is False else shape.card // CARDS_SHARE
-    room = -(-rows // FEWEST_ROWS) * FEWEST_ROWS * next_size(tokens, FEWEST_COLUMNS)
-    cache = cache_bytes(text, room, number) if c.rollout_engine == "static" else 0
-    by_graphs = {DECODING: cache} if 0 < cache <= most_kept else {}
+        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, most_rows)
+    rows = min(rows, most_rows)
+    cache = cache_bytes(text, -(-rows // FEWEST_ROWS) * FEWEST_ROWS * columns, number)
+    by_graphs = {DECODING: cache} if c.rollout_engine == "static" and cache <= most_kept else {}
     most_tokens = c.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
         most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(by_graphs.values()))
     micro = micro_batch_rows(c, tokens, most_tokens)
     passing = micro * tokens, micro * c.response_length * text.vocab_size
-    if shape.processes == 1:
-        by_graphs[PASSES] = update(micro).gradients + update(micro).passing(*passing)
-    if cache <= most_kept and sum(by_graphs.values()) <= most_kept:  # else they are given up
-        held |= by_graphs
-    scored = rows
+    by_passes = update(micro).gradients + update(micro).passing(*passing)
+    has_room = sum(by_graphs.values()) + by_passes <= most_kept  # else they are given up
+    if has_room and shape.processes == 1 and c.rollout_engine != "hf":
+        by_graphs[PASSES] = by_passes
+    held |= by_graphs
     if c.local_rollout_forward_batch_size is None and shape.on_cpu:
         scored = min(rows, MOST_ON_CPU)
     elif c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
-        scored = in_equal_parts(rows, tokens * one_layer, left, rows)
+        scored = in_equal_parts(scored, tokens * one_layer, left, scored)
     passes = {
         "rollout": rollout(rows) - (rows * cache_bytes(text, tokens, number) if DECODING in held else 0),
         "scoring": scoring(max(scored, micro)),

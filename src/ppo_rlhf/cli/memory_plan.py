@@ -105,6 +105,8 @@ def graphs_line(config: PPOConfig) -> str:
     """Return whether a run on CUDA captures its decoding steps as CUDA graphs."""
     if config.cuda_graphs is False:
         return "none (ppo.cuda_graphs=false)"
+    if config.rollout_engine == "hf":
+        return "none but those of generate (ppo.rollout_engine=hf)"
     if config.rollout_engine != "static":
         return f"no decoding step is captured (ppo.rollout_engine={config.rollout_engine})"
     if shards_models():
