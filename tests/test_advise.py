@@ -132,10 +132,12 @@ def test_all_advice_is_shown_on_request(kedro: Kedro, toy_project: Path):
         "policy/clipfrac_avg": curve(0.5),
         "response/truncated_fraction": curve(0.9),
     }
-    record(toy_project, history(spoilt))
+    run_id = record(toy_project, history(spoilt))
     few, many = advised(kedro, toy_project), advised(kedro, toy_project, "--all")
     assert few[-1] == "1 more after that: kedro advise --all"
     assert [line[:2] for line in many[1:]] == ["1.", "2.", "3.", "4."]
+    assert advised(kedro, toy_project, "--env", "other")[-1] == "1 more after that: kedro advise --env other --all"
+    assert advised(kedro, toy_project, "--run", run_id)[-1] == f"1 more after that: kedro advise --run {run_id} --all"
 
 
 def test_settings_and_curves_come_back_as_they_were_logged(toy_project: Path):
@@ -186,7 +188,8 @@ def test_without_any_run_the_command_says_so_and_makes_no_store(kedro: Kedro, to
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_judged_is_refused(kedro: Kedro, toy_project: Path):
-    assert "has trained a policy" in refused(kedro, toy_project)
+    assert "has trained a policy yet: `kedro run` does." in refused(kedro, toy_project)
+    assert "has trained a policy yet: `kedro run --env other` does." in refused(kedro, toy_project, "--env", "other")
     untrained = record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
     assert "has trained a policy" in refused(kedro, toy_project)
     assert untrained in refused(kedro, toy_project, "--run", untrained)

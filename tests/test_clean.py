@@ -124,6 +124,7 @@ def test_without_yes_everything_is_listed_with_its_size_and_nothing_is_deleted(k
     assert f"       0.0 MB  data/06_models/ppo_checkpoints/{old}" in lines
     assert f"       0.0 MB  mlartifacts/{old}" in lines
     assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: kedro clean --yes deletes them.", "Left: 1 newest."]
+    assert "kedro clean --env demo --yes deletes them." in cleaned(kedro, recorded.folder, "--env", "demo")[-2]
 
 
 def test_the_newest_finished_runs_stay_and_of_older_ones_all_goes(kedro: Kedro, recorded: Recorded):
@@ -413,4 +414,5 @@ def test_without_a_tracking_database_there_is_nothing_to_clean(kedro: Kedro, pro
     result = kedro(project, "clean", "--yes")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("Error: There is no run yet: ")
+    assert "`kedro run --env demo` makes it." in kedro(project, "clean", "--env", "demo").stderr
     assert not (project / "mlflow.db").exists()

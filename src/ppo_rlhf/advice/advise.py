@@ -46,10 +46,10 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     ]
 
 
-def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> list[str]:
+def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, command: str = "kedro advise") -> list[str]:
     """Return the advice for a run as numbered lines, each setting once; and whether the run was long enough to judge.
 
-    `most` is how many settings are named at most; None names all.
+    `most` is how many settings are named at most; None names all. `command` is what is typed for these lines.
     """
     lines, history = [], list(history)
     advice = advise(config, history)
@@ -67,7 +67,7 @@ def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> l
         lines.append(f"{place}. [{first.rule.stage.value}: {first.rule.name}] {first}")
         lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.rule.meaning}." for other in others)
     if most is not None and len(groups) > most:
-        lines.append(f"{len(groups) - most} more after that: kedro advise --all")
+        lines.append(f"{len(groups) - most} more after that: {command} --all")
     return lines
 
 

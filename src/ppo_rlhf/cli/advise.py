@@ -18,6 +18,7 @@ from ppo_rlhf.config.ppo import on_processes
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.hooks.resume import as_last_resumed
 from ppo_rlhf.hooks.run_description import PROCESSES
+from ppo_rlhf.names import env_option
 
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
@@ -30,7 +31,7 @@ _KNOWN = {field.name for field in fields(PPOConfig)}
 @click.command(cls=Command)
 @click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the project's newest that trained.")
 @click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
-@click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
+@click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
 def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[str]:
     """Say what to change first after a run of PPO, in the order of tuning: KL, then learning rates and batch sizes,
     then epochs and clipping. docs/tuning.md has every rule.
@@ -38,9 +39,10 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[st
     from ppo_rlhf.advice import SHOWN, in_words  # heavy: other commands do not wait for it
 
     with recorded_runs(env) as (client, experiment):
-        run = recorded_run(client, run_id or newest_run(client, experiment))
+        run = recorded_run(client, run_id or newest_run(client, experiment, env))
     yield from run.heading
-    yield from in_words(run.config, run.history, most=None if everything else SHOWN)
+    command = f"kedro advise{env_option(env)}{f' --run {run_id}' if run_id else ''}"
+    yield from in_words(run.config, run.history, most=None if everything else SHOWN, command=command)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class RecordedRun:
     """Which run it is, its last iteration, and its settings that this version does not know."""
 
 
-def newest_run(client: MlflowClient, experiment: str) -> str:
+def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:
     """Return the id of the newest run of an experiment that trained; the trainings of a study can only be named.
 
     Raises:
@@ -66,8 +68,8 @@ def newest_run(client: MlflowClient, experiment: str) -> str:
         if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags:
             return str(run.info.run_id)
     raise DataError(
-        f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does. Name another "
-        "experiment by its environment with --env, or a run with --run."
+        f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run{env_option(env)}` does. "
+        "Name another experiment by its environment with --env, or a run with --run."
     )
 
 

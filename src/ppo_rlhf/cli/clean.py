@@ -24,6 +24,7 @@ from ppo_rlhf.hooks.run_description import CHECKPOINTS, HOST, NONE, PROJECT_PATH
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
+from ppo_rlhf.names import env_option
 
 OUTSIDE = "outside the project"
 ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"
@@ -64,7 +65,7 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
     project: Path = context.project_path
-    mlflow.set_tracking_uri(existing_store(context.mlflow))
+    mlflow.set_tracking_uri(existing_store(context.mlflow, context.env))
     catalog = context.catalog  # which is made anew at each access
     entries = [catalog.get(name) for name in list(catalog)]
     homes = {file.parent / "runs" for entry in entries if (file := file_of(entry))}
@@ -92,7 +93,7 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
         yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
         if yes:
             shutil.rmtree(folder)
-    done = "deleted" if yes else "kedro clean --yes deletes them"
+    done = "deleted" if yes else f"kedro clean{env_option(context.env)} --yes deletes them"
     yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
     yield from _what_is_left(runs, folders, why)
 

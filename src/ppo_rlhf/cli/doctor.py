@@ -23,6 +23,7 @@ from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password
+from ppo_rlhf.names import env_option
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ def _run(
     source = request.source("sft_policy")
     trains = "sft_policy" in registered["__default__"].all_outputs()
     if trains and not pipelines and source is not None and not request.is_ours(source):
-        pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
-        yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
+        pipelines, start = ["align"], f"`kedro run{env_option(context.env)} --pipelines align`"
+        yield "advice", "Settings", f"sft_model_path is a model of your own: start with {start}, which is checked here"
     yield from _refusals_found("MLflow", _store(context))
     run = session.prepare(pipeline_names=pipelines or None)
     request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
@@ -183,7 +184,7 @@ def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[F
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)
     if not problems:
-        names = ", ".join(run.run_params["pipeline_names"] or ["plain `kedro run`"])
+        names = ", ".join(run.run_params["pipeline_names"] or [f"`kedro run{env_option(context.env)}`"])
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 

@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
+from ppo_rlhf.names import env_option
 
 
 def project_here() -> Path:
@@ -38,11 +39,12 @@ def context_here(env: str | None, params: dict[str, Any] | None = None) -> Any:
     return session.load_context()
 
 
-def existing_store(settings: KedroMlflowConfig) -> str:
+def existing_store(settings: KedroMlflowConfig, env: str | None) -> str:
     """Return the tracking store's URI; raise PPORLHFError if it is a file that is not there. MLflow would make one."""
     uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
-        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
+        made = f"`kedro run{env_option(env)}` makes it"
+        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. {made}.")
     return uri
 
 
@@ -54,7 +56,7 @@ def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
         ConfigError: The store fails within the block.
     """
     settings = context_here(env).mlflow
-    uri = existing_store(settings)
+    uri = existing_store(settings, env)
     with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
         yield MlflowClient(uri), settings.tracking.experiment.name
 

@@ -13,6 +13,7 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.hooks.run_log import POLICY, WRITTEN
+from ppo_rlhf.names import env_option
 
 
 @click.command(cls=Command)
@@ -22,7 +23,7 @@ from ppo_rlhf.hooks.run_log import POLICY, WRITTEN
 @click.option("--license", metavar="NAME", help="For the model card; without it that of the model it started from.")
 @click.option("--public", is_flag=True, help="Let everybody see a new repository.")
 @click.option("--dry-run", is_flag=True, help="List the files; send nothing.")
-@click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
+@click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
 def push(repository: str, name: str, run_id: str | None, env: str | None, **options: Any) -> Iterator[str]:
     """Send the exported policy of a run to the repository ORG/NAME of the Hugging Face hub, as one commit.
 
@@ -37,7 +38,8 @@ def push(repository: str, name: str, run_id: str | None, env: str | None, **opti
         runs = [client.get_run(run_id)] if run_id else [run for run in finished if _written(run, name)]
     if not runs or not (folder := _written(runs[0], name)):
         where = f"MLflow run {run_id}" if run_id else f"any finished run of the MLflow experiment {experiment}"
-        raise DataError(f"{name}: there is none of {where}; `kedro run` writes one, and --run names another run.")
+        made = f"`kedro run{env_option(env)}` writes one"
+        raise DataError(f"{name}: there is none of {where}; {made}, and --run names another run.")
     if not folder.is_dir():
         raise DataError(f"{name}: MLflow run {runs[0].info.run_id} wrote it to {folder}, which is not there any more.")
     message = f"{name} of MLflow run {runs[0].info.run_id}"

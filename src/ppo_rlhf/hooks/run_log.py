@@ -138,8 +138,8 @@ class RunLog:
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
-        again = f"`kedro advise{env_option(environment)}` says it again"
-        for line in [f"What to change first ({again}):", *in_words(config, history)]:
+        command = f"kedro advise{env_option(environment)}"
+        for line in [f"What to change first (`{command}` says it again):", *in_words(config, history, command=command)]:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:

@@ -24,6 +24,7 @@ from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
+from ppo_rlhf.names import env_option
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards, completion_rows
 from ppo_rlhf.ppo.models import (
@@ -259,7 +260,9 @@ def export_policy(
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
     card = render_card(next_training_state, rewards, evaluation.prompts_path, run_id)
-    card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} `kedro run --pipelines evaluation` writes the result here.")
+    environment = "" if run is None else env_option(run.data.tags.get("environment"))
+    command = f"`kedro run{environment} --pipelines evaluation`"
+    card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} {command} writes the result here.")
     return replace(exported_policy(next_training_state), card=card)
 
 

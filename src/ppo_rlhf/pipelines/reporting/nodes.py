@@ -93,7 +93,7 @@ def write_report(
         distribution=charts.score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
         panels=[(panel, charts.panel_figure(panel, training_history)) for panel in panels],
-        advice=in_words(ppo, curves) if curves else [],
+        advice=in_words(ppo, curves, command=f"kedro advise{_environment()}") if curves else [],
         samples=sample_pairs.to_dict("records"),
         token_view=render_view(token_samples) if token_samples and panels else None,
         settings=_settings(ppo, reward, evaluation),
@@ -171,10 +171,15 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
 
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
     run = mlflow.active_run()
-    environment = env_option(run.data.tags.get("environment")) if run else ""
     return [
         ("Aligned policy", shown(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
-        ("The flow with its data", f"kedro viz run{environment}"),
+        ("The flow with its data", f"kedro viz run{_environment()}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
+
+
+def _environment() -> str:
+    """Return what the run's next commands are typed with."""
+    run = mlflow.active_run()
+    return env_option(run.data.tags.get("environment")) if run else ""

@@ -1,0 +1,31 @@
+"""The card of an exported policy says what writes its result."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.pipelines.ppo import nodes
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from tests.tiny_models import tiny_model, word_tokenizer
+
+
+@pytest.mark.parametrize(("environment", "option"), [("demo", " --env demo"), ("local", "")])
+def test_the_command_that_writes_the_result_is_of_the_runs_environment(
+    environment: str, option: str, monkeypatch: pytest.MonkeyPatch
+):
+    run = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(tags={"environment": environment}))
+    monkeypatch.setattr(nodes.mlflow, "active_run", lambda: run)
+    monkeypatch.setattr(nodes, "render_card", lambda *_: f"# A policy\n\n{NOT_EVALUATED}\n")
+    monkeypatch.setattr(nodes, "exported_policy", lambda _: TrainedModel(tiny_model(), word_tokenizer()))
+    state: Any = None
+    card = nodes.export_policy(
+        state, None, RewardConfig([RewardComponentConfig(type="model")]), EvaluationConfig()
+    ).card
+    expected = f"{NOT_EVALUATED} `kedro run{option} --pipelines evaluation` writes the result here."
+    assert card == f"# A policy\n\n{expected}\n"
