@@ -463,17 +463,18 @@ def test_a_link_out_of_the_projects_models_is_outside(user: User):
     user.made = ["sft_policy"]
     (problem,) = user.problems()
     assert problem.startswith("sft_model_path=data/06_models/sft_policy is outside data/06_models")
+    assert problem.endswith("To train one, leave sft_model_path null, and set base_model_path to start from yours.")
 
 
 def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline_that_does(user: User):
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "sft_policy")
     (problem,) = user.problems()
     assert problem == (
-        "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines supervised_finetuning` first, or "
-        "set sft_model_path."
+        "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines "
+        "data_preparation,supervised_finetuning` first, or set sft_model_path."
     )
     (problem,) = find_problems(replace(user.request(), env="demo"))
-    assert "`kedro run --env demo --pipelines supervised_finetuning`" in problem
+    assert "`kedro run --env demo --pipelines data_preparation,supervised_finetuning`" in problem
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "typed")
     (problem,) = user.problems()
     assert problem.startswith("data/06_models/typed: nothing is there. Correct sft_model_path, or run ")

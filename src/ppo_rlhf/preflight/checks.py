@@ -154,8 +154,8 @@ def check_protection(run: RunRequest) -> Iterator[str]:
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (
                 f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
-                f"never written. To use it as it is, run `{reading}`. To train one, set {setting} to a folder "
-                f"in {layer}{', and base_model_path to start from yours' if name == 'sft_policy' else ''}."
+                f"never written. To use it as it is, run `{reading}`. To train one, leave {setting} null"
+                f"{', and set base_model_path to start from yours' if name == 'sft_policy' else ''}."
             )
 
 

@@ -128,7 +128,8 @@ class RunRequest:
             return not_set(setting)
         if not self.is_ours(source) or self.catalog[name].exists():
             return ""
-        place, made = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stage}`"
+        stages = f"data_preparation,{stage}" if name == "sft_policy" else stage  # SFT reads what data_preparation makes
+        place, made = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
         if not self.is_made_here(name):
             return f"{place}: nothing is there. Correct {setting}, or run {made}, which would write it there."
         return f"{place}: nothing is there yet. Run {made} first, or set {setting}."
