@@ -68,6 +68,11 @@ def add_own_node(project: Path) -> None:
     (project / "conf/base/catalog_own.yml").write_text(ANNOUNCEMENT)
 
 
+def test_a_name_that_yaml_reads_as_no_text_is_the_experiments_name(tmp_path: Path) -> None:
+    assert init(tmp_path / "null").exit_code == 0
+    assert yaml.safe_load((tmp_path / "null/conf/base/globals.yml").read_text())["experiment"] == "null"
+
+
 def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_path: Path) -> None:
     model, prompts = inputs(tmp_path)
     project = tmp_path / "My-First"

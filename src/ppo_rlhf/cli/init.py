@@ -109,8 +109,9 @@ def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[
 
     Of conf only globals.yml is filled in: the other files there are those of the package.
     """
-    values = {setting: json.dumps(value, ensure_ascii=False) for setting, value in named.items()}
-    filled = values | {"reward_components": f"[{reward}]", "experiment": name}
+    values = named | {"experiment": name}
+    filled = {setting: json.dumps(value, ensure_ascii=False) for setting, value in values.items()}
+    filled["reward_components"] = f"[{reward}]"
     tokens = {
         "PROJECT_NAME": name,
         "REQUIREMENT": f"ppo_rlhf>={ppo_rlhf.__version__}",
