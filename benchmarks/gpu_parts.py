@@ -28,7 +28,7 @@ FOUND = "found: "
 """What a line with a result begins with; a pair of what and result follows as JSON."""
 NO_GPU = "no GPU: not run"
 DEMO = ("run", "--env", "test")
-"""The arguments of `kedro` that run the demo."""
+"""The arguments of `kedro` that run the demo's stages with tiny settings."""
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "qwen2-0.5b": {

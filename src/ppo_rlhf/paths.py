@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED_CONF = Path(__file__).parent / "starter" / "project" / "conf"
-"""The configuration that this package comes with: links to conf in the repository, files in a wheel."""
+"""The configuration that this package comes with: a copy of the repository's conf/base and of the files beside it."""
 
 DOCS = Path(__file__).parent / "docs"
 """The pages that messages name as docs/…, likewise."""
