@@ -13,13 +13,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.tracking_store import (
-    one_line,
-    place_in_project,
-    short_timeouts,
-    store_errors_as_config_errors,
-    without_password,
-)
+from ppo_rlhf.datasets.tracking_errors import one_line, short_timeouts, without_password
+from ppo_rlhf.hooks.tracking_store import place_in_project, store_errors_as_config_errors
 
 RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 

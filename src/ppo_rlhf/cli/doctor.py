@@ -20,9 +20,10 @@ from packaging.requirements import Requirement
 
 from ppo_rlhf.cli.errors import Command, one_line_each
 from ppo_rlhf.cli.project import project_here, split_params
+from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
-from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password
+from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors
 from ppo_rlhf.names import env_option
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 

@@ -15,7 +15,8 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
 
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
+from ppo_rlhf.datasets.tracking_errors import without_password
+from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors
 from ppo_rlhf.names import env_option
 
 

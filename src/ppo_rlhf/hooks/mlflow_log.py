@@ -15,7 +15,7 @@ from mlflow.entities import Metric
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
-from ppo_rlhf.hooks.tracking_store import one_line
+from ppo_rlhf.datasets.tracking_errors import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,10 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
+from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
-from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
+from ppo_rlhf.hooks.tracking_store import log_store_errors
 from ppo_rlhf.names import CHECKPOINT, EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, POLICY, STATE, env_option
 from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.signals import deferring_signals

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
+from ppo_rlhf.datasets.tracking_errors import short_timeouts, without_password
 from ppo_rlhf.hooks.abandoned import end_abandoned
 from ppo_rlhf.hooks.run_description import (
     CHECKPOINTS,
@@ -45,9 +46,7 @@ from ppo_rlhf.hooks.tracking_store import (
     make_database,
     name_slow_store,
     place_in_project,
-    short_timeouts,
     store_errors_as_config_errors,
-    without_password,
 )
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.locks import lock_run, one_at_a_time

@@ -13,17 +13,15 @@ from tempfile import TemporaryFile
 import mlflow
 from kedro_mlflow.config.kedro_mlflow_config import ExperimentOptions, KedroMlflowConfig
 from mlflow.entities import RunStatus
-from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
-from mlflow.exceptions import MlflowException
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 from sqlalchemy import create_engine, inspect
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.whole_files import written_whole
 
@@ -32,8 +30,6 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prin
 
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
-STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
-"""What a store that cannot be read or written raises."""
 SLOW_S = 5.0
 """A call that takes longer says which store it waits for: MLflow itself says nothing for minutes."""
 
@@ -137,12 +133,6 @@ def make_database(database: Path) -> None:
                 SqlAlchemyStore(f"{SQLITE}{draft}", str(database.parent / ARTIFACTS)).engine.dispose()
 
 
-def without_password(text: str) -> str:
-    """Return a text in which URIs show neither a user nor a password or token, however they are written."""
-    text = re.sub(r"://(?!/)\S*@", "://***@", text)
-    return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)
-
-
 def name_slow_store(uri: str) -> AbstractContextManager[None]:
     """Log which store is waited for if the block takes long."""
     advice = "MLflow keeps asking; Ctrl-C twice stops at once."
@@ -171,27 +161,3 @@ def store_errors_as_config_errors(complaint: str) -> Iterator[None]:
         yield
     except STORE_ERRORS as error:
         raise ConfigError(f"{complaint}: {one_line(error)}") from error
-
-
-@contextmanager
-def short_timeouts() -> Iterator[None]:
-    """Let this process ask a tracking server twice at most, and wait 5 seconds for each answer.
-
-    For the end of a run: MLflow waits 120 seconds for each answer of a server that hangs.
-    """
-    limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
-    before = {variable: variable.get_raw() for variable in limits}
-    for variable, limit in limits.items():
-        variable.set(min(limit, variable.get()))
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            variable.unset() if value is None else variable.set(value)
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without passwords and without SQLAlchemy's statement, link and hint."""
-    text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
-    text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
-    return without_password(" ".join(text.split()))

@@ -1,0 +1,390 @@
+"""MLflow's review queues. No other module calls `mlflow.genai.review_queues` and `label_schemas`, which MLflow 3.17
+marks as experimental.
+
+A pair of responses is a trace; its span's attributes hold the texts exactly, and the page shows them as a conversation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+from mlflow.entities import AssessmentSourceType, SpanType
+from mlflow.exceptions import MlflowException
+from mlflow.tracing.constant import TraceMetadataKey
+
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.core.visible import visible
+from ppo_rlhf.data.chats import Chat, Tools, is_text
+from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
+
+if TYPE_CHECKING:
+    from mlflow.entities import Trace
+    from mlflow.genai.review_queues import ReviewQueue
+
+QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
+"""The name under which MLflow keeps an answer, and the answers that the page offers."""
+TITLE = "Which response is better?"
+QUEUE = "feedback.queue"
+"""Tag of a trace: the queue that it is made for."""
+PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
+    "feedback.prompt",
+    "feedback.tools",
+    "feedback.response_a",
+    "feedback.response_b",
+)
+NUMBER = "feedback.number"
+"""Attributes of a trace's span; the last counts the pairs of a queue and tells nothing of the sides."""
+_PAGE = 100
+_SQLITE = "sqlite:///"
+_MISSING, _UNKNOWN_ADDRESS = "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one person said of a pair."""
+
+    value: str  # one of ANSWERS
+    person: str
+    when: str  # ISO 8601, UTC
+    rationale: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A pair of responses to one prompt, as people see it, with their answers."""
+
+    number: int
+    prompt: str | Chat
+    response_a: str
+    response_b: str
+    tools: Tools = None
+    answers: tuple[Answer, ...] = ()  # one a person, the newest
+    trace_id: str = ""
+    run_id: str = ""  # of the run that collected it
+    others: tuple[str, ...] = field(default=(), repr=False)  # answers that are none of ANSWERS
+
+
+class ReviewQueues:
+    """The queues of one experiment of a tracking store."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        """Take the store's address and the experiment's name; nothing is asked yet."""
+        self.uri, self.experiment = uri, experiment
+
+    def read(self, queue: str) -> list[Comparison]:
+        """Return the pairs of a queue with their answers, in the order in which they were made.
+
+        A trace that holds no pair is left out with a warning, as is an answer that is none of `ANSWERS`. MLflow takes
+        a deleted trace out of its queues.
+
+        Raises:
+            DataError: There is no such queue in this experiment, or it has no pairs.
+            ConfigError: The store cannot be read, or has no review queues.
+        """
+        with self._asked(queue):
+            found = self._find(queue)
+            items = self._items(found)
+            traces = self._traces(queue, found.experiment_id)
+            for item in items:
+                if item not in traces and (trace := _trace(item)) is not None:
+                    traces[item] = trace
+        read = [each for item in items if item in traces and (each := _comparison(traces[item])) is not None]
+        if lost := len(items) - len(read):
+            logger.warning("mlflow:%s: %d of %d traces hold no pair and are left out.", queue, lost, len(items))
+        if not read:
+            raise DataError(f"mlflow:{queue}: this queue has no pairs. Run `kedro run --pipelines collect_feedback`.")
+        others = [other for each in read for other in each.others]
+        if others:
+            given = ", ".join(sorted(set(others))[:3])
+            logger.warning(
+                "mlflow:%s: %d answers are none of %s and are left out: %s.",
+                *(queue, len(others), ", ".join(ANSWERS), given),
+            )
+        return sorted(read, key=lambda each: each.number)
+
+    def exists(self, queue: str) -> bool:
+        """Return whether the experiment has this queue."""
+        with self._asked(queue):
+            try:
+                self._find(queue)
+            except DataError:
+                return False
+        return True
+
+    def open(self, queue: str, instruction: str) -> None:
+        """Make a queue that asks which response is better, if it is not there; keep the question's instruction new.
+
+        Raises:
+            ConfigError: The experiment has a question of this name with other answers, or the store has no queues.
+        """
+        from mlflow.genai import label_schemas, review_queues
+
+        with self._asked(queue):
+            experiment = self._experiment_id(queue)
+            question = next(
+                iter(s for s in _pages(label_schemas.list_label_schemas, experiment) if s.name == QUESTION), None
+            )
+            if question is None:
+                question = label_schemas.create_label_schema(
+                    QUESTION,
+                    type="feedback",
+                    input=label_schemas.InputCategorical([*ANSWERS]),
+                    instruction=instruction,
+                    enable_comment=True,
+                    experiment_id=experiment,
+                )
+            given = getattr(question.input, "options", None)
+            if given != [*ANSWERS]:
+                raise ConfigError(
+                    f"MLflow's experiment {self.experiment} has a question `{QUESTION}` with other answers ({given}) "
+                    f"than {[*ANSWERS]}. Rename it, or set another tracking.experiment.name in conf/local/mlflow.yml."
+                )
+            if question.instruction != instruction:
+                label_schemas.update_label_schema(str(question.schema_id), instruction=instruction)
+            try:
+                asked = review_queues.get_review_queue(name=queue, experiment_id=experiment).schema_ids
+            except MlflowException as error:
+                if error.error_code != _MISSING:
+                    raise
+                asked = review_queues.create_review_queue(
+                    queue, queue_type="custom", schema_ids=[question.schema_id], experiment_id=experiment
+                ).schema_ids
+            if question.schema_id not in asked:
+                raise ConfigError(
+                    f"MLflow's queue {queue} does not ask `{QUESTION}`: it was made by somebody else. Set "
+                    "feedback.queue to another name."
+                )
+
+    def write(self, queue: str, comparisons: Sequence[Comparison]) -> list[str]:
+        """Make a trace of each pair and return their ids; no queue has them yet.
+
+        Raises:
+            ConfigError: MLflow's tracing is off, or the store did not take a trace.
+        """
+        with self._asked(queue):
+            experiment = self._experiment_id(queue)
+            made = []
+            for each in comparisons:
+                span = mlflow.start_span_no_context(
+                    TITLE,
+                    span_type=SpanType.CHAT_MODEL,
+                    inputs={"messages": _messages(each.prompt)},
+                    attributes=_attributes(each),
+                    tags={QUEUE: queue},
+                    experiment_id=experiment,
+                )
+                shown = {"role": "assistant", "content": _side_by_side(each.response_a, each.response_b)}
+                span.end(outputs={"choices": [{"message": shown}]})
+                made.append(span.trace_id)
+            mlflow.flush_trace_async_logging()
+            written = self._traces(queue, experiment)
+        missing = [trace_id for trace_id in made if trace_id not in written]
+        if missing:
+            raise ConfigError(
+                f"MLflow did not keep {len(missing)} of {len(made)} traces. Tracing must be on, and sample all: unset "
+                "MLFLOW_TRACE_SAMPLING_RATIO, and call no mlflow.tracing.disable()."
+            )
+        return made
+
+    def attach(self, queue: str, trace_ids: Sequence[str]) -> None:
+        """Put traces into a queue, all or none; one that is there keeps its state."""
+        from mlflow.genai import review_queues
+
+        if trace_ids:
+            with self._asked(queue):
+                review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=[*trace_ids])
+
+    def waiting(self, queue: str) -> list[Comparison]:
+        """Return the whole pairs that were made for a queue and are not in it: the run that made them was stopped."""
+        with self._asked(queue):
+            experiment = self._experiment_id(queue)
+            attached = {*self._items(self._find(queue))} if self.exists(queue) else set()
+            traces = self._traces(queue, experiment)
+        made = [_comparison(trace) for trace_id, trace in traces.items() if trace_id not in attached]
+        return sorted(filter(None, made), key=lambda each: each.number)
+
+    def address(self, queue: str, ui: str) -> str:
+        """Return where people answer a queue: at the store's server, or at `ui`, the address of `kedro mlflow ui`."""
+        server = without_password(self.uri).replace("***@", "").rstrip("/") if self.has_server else ui
+        with self._asked(queue):
+            found = self._find(queue)
+            page = f"experiments/{found.experiment_id}/review-queue?selectedQueueId={found.queue_id}"
+        return f"{server}/#/{page}"
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the store is a server, which shows the page itself."""
+        return self.uri.startswith("http")
+
+    def _find(self, queue: str) -> ReviewQueue:
+        from mlflow.genai import review_queues
+
+        experiment = self._experiment_id(queue)
+        try:
+            return review_queues.get_review_queue(name=queue, experiment_id=experiment)
+        except MlflowException as error:
+            if error.error_code != _MISSING:
+                raise
+        named = [each.name for each in _pages(review_queues.list_review_queues, experiment)]
+        elsewhere = [
+            each.name
+            for each in mlflow.search_experiments(max_results=_PAGE)
+            if any(other.name == queue for other in _pages(review_queues.list_review_queues, each.experiment_id))
+        ]
+        hint = f"; it has {', '.join(named)}" if named else ""
+        if elsewhere:
+            hint += (
+                f". One of experiment {elsewhere[0]} has this name: set tracking.experiment.name to that in mlflow.yml"
+            )
+        raise DataError(f"mlflow:{queue}: no such queue in MLflow's experiment {self.experiment}{hint}.")
+
+    def _experiment_id(self, queue: str) -> str:
+        experiment = mlflow.get_experiment_by_name(self.experiment)
+        if experiment is None or experiment.lifecycle_stage != "active":
+            raise DataError(
+                f"mlflow:{queue}: the store {without_password(self.uri)} has no experiment {self.experiment}."
+            )
+        return str(experiment.experiment_id)
+
+    def _items(self, queue: ReviewQueue) -> list[str]:
+        from mlflow.genai import review_queues
+
+        items: list[str] = []
+        token = None
+        while True:
+            page = review_queues.list_review_queue_items(queue.queue_id, max_results=_PAGE, page_token=token)
+            items += [item.item_id for item in page]
+            token = page.token
+            if not token:
+                return items
+
+    def _traces(self, queue: str, experiment: str) -> dict[str, Trace]:
+        """Return the traces made for a queue, by id."""
+        client, traces, token = mlflow.MlflowClient(), dict[str, Any](), None
+        while True:
+            page = client.search_traces(
+                locations=[experiment],
+                filter_string=f"tags.`{QUEUE}` = '{queue}'",
+                max_results=_PAGE,
+                page_token=token,
+            )
+            traces |= {trace.info.trace_id: trace for trace in page}
+            token = page.token
+            if not token:
+                return traces
+
+    @contextmanager
+    def _asked(self, queue: str) -> Iterator[None]:
+        """Ask this store; raise what it cannot do as one line."""
+        shown = without_password(self.uri)
+        if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():  # MLflow would make it
+            raise DataError(f"mlflow:{queue}: there is no {shown} yet. Run `kedro run --pipelines collect_feedback`.")
+        before = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+        if before != self.uri:
+            mlflow.set_tracking_uri(self.uri)
+        try:
+            with short_timeouts():
+                yield
+        except (NotImplementedError, AttributeError, ImportError) as error:
+            raise ConfigError(self._without_queues(shown)) from error
+        except STORE_ERRORS as error:
+            if getattr(error, "error_code", "") == _UNKNOWN_ADDRESS or " 404 " in str(error):
+                raise ConfigError(self._without_queues(shown)) from error
+            raise ConfigError(
+                f"mlflow:{queue}: the tracking store {shown} cannot be used: {one_line(error)}"
+            ) from error
+        finally:
+            if before != self.uri:
+                mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None: the default again
+
+    def _without_queues(self, shown: str) -> str:
+        return (
+            f"The tracking store {shown} has no review queues: MLflow has them since 3.14, in a database. Upgrade the "
+            "server, or set server.mlflow_tracking_uri in mlflow.yml to a database."
+        )
+
+
+def _pages(listing: Any, experiment: str) -> Iterator[Any]:
+    token = None
+    while True:
+        page = listing(experiment_id=experiment, max_results=_PAGE, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _trace(trace_id: str) -> Trace | None:
+    try:
+        return mlflow.MlflowClient().get_trace(trace_id)
+    except MlflowException as error:
+        if error.error_code == _MISSING:
+            return None
+        raise
+
+
+def _attributes(each: Comparison) -> dict[str, Any]:
+    tools = {} if each.tools is None else {TOOLS: each.tools}
+    texts = {PROMPT: each.prompt, RESPONSE_A: each.response_a, RESPONSE_B: each.response_b}
+    return {**texts, **tools, NUMBER: each.number}
+
+
+def _comparison(trace: Trace) -> Comparison | None:
+    """Return the pair that a trace holds; None if its span is not there, as of a run that was killed."""
+    span = next((span for span in trace.data.spans if span.parent_id is None), None)
+    held = {} if span is None else span.attributes
+    if not {PROMPT, RESPONSE_A, RESPONSE_B, NUMBER} <= held.keys():
+        return None
+    newest: dict[str, Any] = {}
+    given: list[Any] = [each for each in trace.info.assessments if each.name == QUESTION and each.valid is not False]
+    for each in sorted(given, key=lambda each: each.last_update_time_ms):
+        if each.source.source_type == AssessmentSourceType.HUMAN and each.feedback is not None:
+            newest[each.source.source_id] = each
+    return Comparison(
+        int(held[NUMBER]),
+        held[PROMPT],
+        held[RESPONSE_A],
+        held[RESPONSE_B],
+        held.get(TOOLS),
+        tuple(_answer(person, each) for person, each in newest.items() if each.feedback.value in ANSWERS),
+        trace.info.trace_id,
+        trace.info.trace_metadata.get(TraceMetadataKey.SOURCE_RUN, ""),
+        tuple(str(each.feedback.value) for each in newest.values() if each.feedback.value not in ANSWERS),
+    )
+
+
+def _answer(person: str, given: Any) -> Answer:
+    when = datetime.fromtimestamp(given.last_update_time_ms / 1000, UTC).isoformat(timespec="seconds")
+    return Answer(given.feedback.value, person, when, given.rationale or "")
+
+
+def _messages(prompt: str | Chat) -> list[dict[str, str]]:
+    """Return a prompt as the messages that the page shows."""
+    if is_text(prompt):
+        return [{"role": "user", "content": visible(str(prompt))}]
+    return [
+        {
+            "role": str(message["role"]),
+            "content": visible(str(message.get("content") or message.get("tool_calls") or "")),
+        }
+        for message in prompt
+        if isinstance(message, dict)
+    ]
+
+
+def _side_by_side(response_a: str, response_b: str) -> str:
+    """Return both responses as one Markdown text, each in a quotation, out of which no heading and no fence leads."""
+    quoted = (
+        "\n".join(f"> {line}" for line in visible(text.replace("\r\n", "\n")).split("\n"))
+        for text in (response_a, response_b)
+    )
+    return "## Response A\n\n{}\n\n## Response B\n\n{}\n".format(*quoted)

@@ -1,0 +1,44 @@
+"""What a tracking store that cannot be read or written raises, in one line, and how long it is waited for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
+"""What a store that cannot be read or written raises."""
+
+
+@contextmanager
+def short_timeouts() -> Iterator[None]:
+    """Let this process ask a tracking server twice at most, and wait 5 seconds for each answer.
+
+    MLflow waits 120 seconds for each answer of a server that hangs.
+    """
+    limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
+    before = {variable: variable.get_raw() for variable in limits}
+    for variable, limit in limits.items():
+        variable.set(min(limit, variable.get()))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            variable.unset() if value is None else variable.set(value)
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's text in one line, without passwords and without SQLAlchemy's statement, link and hint."""
+    text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
+    text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
+    return without_password(" ".join(text.split()))
+
+
+def without_password(text: str) -> str:
+    """Return a text in which URIs show neither a user nor a password or token, however they are written."""
+    text = re.sub(r"://(?!/)\S*@", "://***@", text)
+    return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)

@@ -1,0 +1,187 @@
+"""MLflow's review queues: what is written comes back exactly, tells no side, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow.entities import AssessmentSource
+
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
+
+HARD = {
+    "markdown": "# Response B\n\n- a\n- b\n\n**bold** `code` ---\n\n---\n> quoted",
+    "html": "<script>alert(1)</script><div>&lt; &amp; <b>open",
+    "fence": "```python\nprint(1)\n\nnever closed\n~~~\n````",
+    "right to left": "مرحبا بالعالم \u202e reversed \u200f שלום",
+    "escape codes": "\x1b[31mred\x1b[0m \t tab \r carriage \r\n windows\u2028separator",
+    "long": "word \u00e9\U0001f600" * 500,
+    "empty": "",
+    "spaces": "  leading and trailing  \n\n",
+}
+
+
+@pytest.fixture
+def queues(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -> ReviewQueues:
+    copy(migrated_database, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.MlflowClient(uri).create_experiment("own", artifact_location=str(tmp_path / "artifacts"))
+    return ReviewQueues(uri, "own")
+
+
+def filled(queues: ReviewQueues, pairs: list[Comparison], queue: str = "sft") -> list[str]:
+    queues.open(queue, "Which response is better?")
+    ids = queues.write(queue, pairs)
+    queues.attach(queue, ids)
+    return ids
+
+
+def answer(queues: ReviewQueues, trace_id: str, value: str, person: str = "anna", kind: str = "HUMAN") -> None:
+    mlflow.set_tracking_uri(queues.uri)
+    mlflow.log_feedback(trace_id=trace_id, name="preferred", value=value, source=AssessmentSource(kind, person))
+
+
+def test_texts_of_any_kind_come_back_exactly_in_their_order(queues: ReviewQueues) -> None:
+    texts = [*HARD.values()]
+    pairs = [Comparison(n, text, text, texts[n - 1]) for n, text in enumerate(texts)]
+    filled(queues, pairs)
+    read = queues.read("sft")
+    assert [(c.number, c.prompt, c.response_a, c.response_b) for c in read] == [
+        (n, text, text, texts[n - 1]) for n, text in enumerate(texts)
+    ]
+    assert len(HARD["long"]) > 3000
+
+
+def test_a_chat_comes_back_with_its_messages_and_tools(queues: ReviewQueues) -> None:
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi\nthere"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    filled(queues, [Comparison(0, chat, "a", "b", tools)])
+    [read] = queues.read("sft")
+    assert (read.prompt, read.tools) == (chat, tools)
+
+
+@pytest.mark.parametrize("text", HARD.values(), ids=HARD)
+def test_no_response_leads_out_of_its_place_on_the_page(queues: ReviewQueues, text: str) -> None:
+    [trace_id] = filled(queues, [Comparison(0, "p", text, "second")])
+    mlflow.set_tracking_uri(queues.uri)
+    shown = mlflow.get_trace(trace_id).data.spans[0].outputs["choices"][0]["message"]["content"]
+    outside = [line for line in shown.split("\n") if line and not line.startswith(">")]
+    assert outside == ["## Response A", "## Response B"]
+
+
+def test_the_newest_answer_of_each_person_counts_and_only_peoples(queues: ReviewQueues) -> None:
+    [trace_id] = filled(queues, [Comparison(0, "p", "a", "b")])
+    for value, person, kind in (("A", "anna", "HUMAN"), ("tie", "ben", "HUMAN"), ("B", "gpt", "LLM_JUDGE")):
+        answer(queues, trace_id, value, person, kind)
+    answer(queues, trace_id, "both bad")
+    [read] = queues.read("sft")
+    assert {each.person: each.value for each in read.answers} == {"anna": "both bad", "ben": "tie"}
+
+
+def test_an_answer_that_is_none_of_the_four_is_left_out_and_named(queues: ReviewQueues, caplog: Any) -> None:
+    [trace_id] = filled(queues, [Comparison(0, "p", "a", "b")])
+    answer(queues, trace_id, "C")
+    [read] = queues.read("sft")
+    assert read.answers == ()
+    assert "1 answers are none of A, B, tie, both bad and are left out: C." in caplog.text
+
+
+def test_a_deleted_trace_takes_no_other_with_it(queues: ReviewQueues) -> None:
+    first, _ = filled(queues, [Comparison(0, "p", "a", "b"), Comparison(1, "p", "c", "d")])
+    mlflow.set_tracking_uri(queues.uri)
+    mlflow.MlflowClient().delete_traces(experiment_id="1", trace_ids=[first])
+    assert [each.response_a for each in queues.read("sft")] == ["c"]
+
+
+def test_a_pair_whose_tag_a_person_changed_is_still_read(queues: ReviewQueues) -> None:
+    [trace_id] = filled(queues, [Comparison(0, "p", "a", "b")])
+    mlflow.set_tracking_uri(queues.uri)
+    mlflow.MlflowClient().set_trace_tag(trace_id, "feedback.queue", "other")
+    assert [each.response_a for each in queues.read("sft")] == ["a"]
+
+
+def test_pairs_that_no_queue_has_wait_and_are_attached_once(queues: ReviewQueues) -> None:
+    queues.open("sft", "?")
+    ids = queues.write("sft", [Comparison(0, "p", "a", "b"), Comparison(1, "p", "c", "d")])
+    assert [each.trace_id for each in queues.waiting("sft")] == ids
+    queues.attach("sft", ids)
+    queues.attach("sft", ids)
+    assert queues.waiting("sft") == []
+    assert [each.trace_id for each in queues.read("sft")] == ids
+
+
+def test_a_queue_that_is_not_there_is_refused_with_those_that_are(queues: ReviewQueues) -> None:
+    filled(queues, [Comparison(0, "p", "a", "b")])
+    with pytest.raises(DataError, match=r"^mlflow:sfd: no such queue in MLflow's experiment own; it has sft\.$"):
+        queues.read("sfd")
+    mlflow.MlflowClient(queues.uri).create_experiment("second")
+    with pytest.raises(DataError, match=r"^mlflow:sft: .* second\. One of experiment own has this name: set tracking"):
+        ReviewQueues(queues.uri, "second").read("sft")
+    with pytest.raises(DataError, match=r"has no experiment none\.$"):
+        ReviewQueues(queues.uri, "none").read("sft")
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^mlflow:sft: there is no sqlite:///\S+ yet\. Run `kedro run"):
+        ReviewQueues(f"sqlite:///{tmp_path}/none.db", "own").read("sft")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_question_of_this_name_with_other_answers_is_refused(queues: ReviewQueues) -> None:
+    from mlflow.genai import label_schemas
+
+    mlflow.set_tracking_uri(queues.uri)
+    label_schemas.create_label_schema(
+        "preferred", type="feedback", input=label_schemas.InputCategorical(["yes", "no"]), experiment_id="1"
+    )
+    with pytest.raises(ConfigError, match=r"has a question `preferred` with other answers \(\['yes', 'no'\]\)"):
+        queues.open("sft", "?")
+
+
+def test_the_store_of_the_caller_is_put_back(queues: ReviewQueues) -> None:
+    mlflow.set_tracking_uri("sqlite:///other.db")
+    queues.exists("sft")
+    assert mlflow.get_tracking_uri() == "sqlite:///other.db"
+
+
+@pytest.fixture
+def old_server() -> Iterator[str]:
+    """A tracking server that knows experiments and no review queues, as MLflow before 3.14."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = "experiments/get-by-name" in self.path
+            body = b'{"experiment": {"experiment_id": "1", "name": "own", "lifecycle_stage": "active"}}'
+            self.send_response(200 if is_known else 404)
+            self.end_headers()
+            self.wfile.write(body if is_known else b"<html>Not Found</html>")
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_server_without_review_queues_is_refused_in_one_line(old_server: str, no_mlflow_left_over: None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^The tracking store http://\S+ has no review queues: MLflow has them since"
+    ):
+        ReviewQueues(old_server, "own").read("sft")
+
+
+def test_a_server_that_cannot_be_reached_is_named_without_its_password(no_mlflow_left_over: None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^mlflow:sft: the tracking store http://\*\*\*@127.0.0.1:9 cannot be used: "
+    ):
+        ReviewQueues("http://me:secret@127.0.0.1:9", "own").read("sft")
