@@ -26,6 +26,7 @@ from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.studies.kl_study import KLStudyConfig
 from ppo_rlhf.studies.reward_audit import AuditConfig
 from ppo_rlhf.studies.sweep import SweepConfig
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
@@ -49,6 +50,7 @@ GROUPS = {
     "audit": AuditConfig,
     "kl_study": KLStudyConfig,
     "sweep": SweepConfig,
+    "feedback": FeedbackConfig,
 }
 INTRODUCTION = """# Configuration reference
 

@@ -4,6 +4,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import (
     audit_reward,
+    collect_feedback,
     critic_pretraining,
     data_preparation,
     evaluation,
@@ -16,7 +17,7 @@ from ppo_rlhf.pipelines import (
 )
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
-BESIDE = (critic_pretraining, audit_reward, kl_study, sweep)
+BESIDE = (critic_pretraining, audit_reward, kl_study, sweep, collect_feedback)
 ALIGN = ("ppo", "evaluation", "reporting")
 
 

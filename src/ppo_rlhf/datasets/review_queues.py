@@ -23,6 +23,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.data.chats import Chat, Tools, is_text
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
+from ppo_rlhf.processes import is_main_process
 
 if TYPE_CHECKING:
     from mlflow.entities import Trace
@@ -73,6 +74,43 @@ class Comparison:
     others: tuple[str, ...] = field(default=(), repr=False)  # answers that are none of ANSWERS
 
 
+@dataclass
+class Place:
+    """Where a project tracks its runs, as its mlflow.yml says. A hook sets it when a context is made."""
+
+    uri: str = ""
+    experiment: str = ""
+    ui: str = "http://127.0.0.1:5000"  # of `kedro mlflow ui`
+
+
+place = Place()
+
+
+def queues_here() -> ReviewQueues:
+    """Return the queues of the project's experiment.
+
+    Raises:
+        ConfigError: No context of a project was made in this process.
+    """
+    if not place.uri:
+        raise ConfigError("Review queues are read in a Kedro session of the project, which knows its mlflow.yml.")
+    return ReviewQueues(place.uri, place.experiment)
+
+
+def queues_of_run() -> ReviewQueues:
+    """Return the queues of the project's experiment, for a run that MLflow tracks.
+
+    Raises:
+        ConfigError: The run is not tracked: no run would know which response is whose.
+    """
+    if mlflow.active_run() is None and is_main_process():
+        raise ConfigError(
+            "collect_feedback keeps the pairs and their sides in its MLflow run, and tracking is off for it. Take it "
+            "out of tracking.disable_tracking.pipelines in mlflow.yml."
+        )
+    return queues_here()
+
+
 class ReviewQueues:
     """The queues of one experiment of a tracking store."""
 
@@ -119,6 +157,11 @@ class ReviewQueues:
             except DataError:
                 return False
         return True
+
+    def has_pairs(self, queue: str) -> bool:
+        """Return whether the experiment has this queue, and something is in it."""
+        with self._asked(queue):
+            return self.exists(queue) and bool(self._items(self._find(queue)))
 
     def open(self, queue: str, instruction: str) -> None:
         """Make a queue that asks which response is better, if it is not there; keep the question's instruction new.
@@ -212,9 +255,9 @@ class ReviewQueues:
         made = [_comparison(trace) for trace_id, trace in traces.items() if trace_id not in attached]
         return sorted(filter(None, made), key=lambda each: each.number)
 
-    def address(self, queue: str, ui: str) -> str:
-        """Return where people answer a queue: at the store's server, or at `ui`, the address of `kedro mlflow ui`."""
-        server = without_password(self.uri).replace("***@", "").rstrip("/") if self.has_server else ui
+    def address(self, queue: str) -> str:
+        """Return where people answer a queue: at the store's server, or at that of `kedro mlflow ui`."""
+        server = without_password(self.uri).replace("***@", "").rstrip("/") if self.has_server else place.ui
         with self._asked(queue):
             found = self._find(queue)
             page = f"experiments/{found.experiment_id}/review-queue?selectedQueueId={found.queue_id}"

@@ -29,7 +29,9 @@ def use_policy_settings(
     Raises:
         ModelError, ConfigError: As `training_record.settings_of`.
     """
-    if not {POLICY, f"{PREFIX}ppo"} <= pipeline.inputs():
+    feedback = parameter(catalog, "feedback") if f"{PREFIX}feedback" in pipeline.inputs() else None
+    is_unused = feedback is not None and not feedback.names(POLICY)
+    if not {POLICY, f"{PREFIX}ppo"} <= pipeline.inputs() or is_unused:
         return []
     from ppo_rlhf.config import PPOConfig  # heavy: only a run pays for them
     from ppo_rlhf.datasets import PretrainedModelDataset

@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -70,6 +70,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     unused = [] if getattr(groups.get("reward"), "needs_model", True) else ["reward_model"]
     unused += ["evaluation_prompts"] if path_of(catalog.get("raw_evaluation_prompts")) else []
     unused += [] if getattr(ppo, "value_model", "") == "pretrained" else ["pretrained_critic"]
+    feedback: Any = groups.get("feedback")
+    unused += [name for name in ("sft_policy", POLICY) if feedback is not None and not feedback.names(name)]
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
@@ -91,10 +93,10 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags, _name(run_params, pipeline, catalog), chosen_here)
+    return RunDescription(params, tags, _name(run_params, pipeline.inputs().difference(unused), catalog), chosen_here)
 
 
-def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
+def _name(run_params: Mapping[str, Any], inputs: Set[str], catalog: CatalogProtocol) -> str:
     """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
     The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` are named only if
@@ -102,7 +104,7 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     """
     changed = _given(run_params)
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
-    start = next((name for name in (POLICY, "base_model") if name in pipeline.inputs()), "sft_policy")
+    start = next((name for name in (POLICY, "base_model") if name in inputs), "sft_policy")
     path = path_of(catalog.get(start))
     model = "scratch" if path is None else last_name(path)
     parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")

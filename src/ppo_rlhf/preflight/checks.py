@@ -115,7 +115,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         yield f"data_root={run.data_root}: ~ is not expanded here, so all would be written to a folder ~. Write it out."
     is_missing = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
-        "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
+        "prompts_path": (run.writes("prompt_dataset") or run.writes("feedback_pairs"))
+        and run.source("raw_prompts") is None,
         "sft_model_path": run.is_null("sft_policy"),
         "reward_model_path": run.is_null("reward_model") and run.needs("reward_model"),
         "critic_path": run.is_null("pretrained_critic")

@@ -19,6 +19,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.names import env_option
 from ppo_rlhf.paths import path_of, shown
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
 
 T = TypeVar("T")
 
@@ -91,6 +92,9 @@ class RunRequest:
     def needs(self, name: str) -> bool:
         """Return whether the settings use an input: a reward may need no model, and a user may give the prompts."""
         ppo, reward = self.group("ppo", PPOConfig), self.group("reward", RewardConfig)
+        feedback = self.group("feedback", FeedbackConfig)
+        if feedback is not None and name in ("sft_policy", "ppo_policy"):
+            return feedback.names(name)
         is_needed = {
             "reward_model": reward is None or reward.needs_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",

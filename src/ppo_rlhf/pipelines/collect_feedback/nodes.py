@@ -1,0 +1,148 @@
+"""Nodes of the pipeline `collect_feedback`."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+from datasets import Dataset
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
+from ppo_rlhf.datasets.pretrained_model import newest_version
+from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues, queues_of_run
+from ppo_rlhf.evaluation.policy import check_vocabularies
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.paths import shown
+from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.processes import on_main
+from ppo_rlhf.supervised import comparisons
+from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
+
+log = logging.getLogger(__name__)
+
+
+def find_queued_pairs(feedback: FeedbackConfig) -> dict[str, Any]:
+    """Find the pairs that the queue has, and those that a stopped run has made for it, so that none is made twice."""
+    return on_main(lambda: _find(queues_of_run(), feedback.queue_name))
+
+
+def sample_pairs(
+    queued_pairs: dict[str, Any],
+    sft_policy: PretrainedHandle | None,
+    ppo_policy: PretrainedHandle | None,
+    raw_prompts: Dataset,
+    raw_evaluation_prompts: Dataset | None,
+    ppo: PPOConfig,
+    prompts: PromptsConfig,
+    feedback: FeedbackConfig,
+) -> pd.DataFrame:
+    """Sample two responses to each prompt, of one policy or one of each of two, and draw which of them is A.
+
+    Returns:
+        One row a pair (`comparisons.COLUMNS`), and in `policy` and `against` the models; None for one policy.
+    """
+    given = {"sft_policy": sft_policy, "ppo_policy": ppo_policy}
+    policy = policy_named(feedback.policy, given)
+    against = None if feedback.against is None else policy_named(feedback.against, given)
+    if against is not None:
+        check_vocabularies(policy, against)
+    tokenizer, device = policy.tokenizer(), device_of(ppo)
+    first: Any = policy.causal_lm(frozen_dtype(ppo)).to(device)  # type: ignore[arg-type]
+    second: Any = first if against is None else against.causal_lm(frozen_dtype(ppo)).to(device)  # type: ignore[arg-type]
+    parts = PromptReader.of(policy, ppo).read_split(raw_prompts, raw_evaluation_prompts, prompts)
+    wanted = max(0, feedback.pairs - len(queued_pairs["waiting"]))
+    log.info("Sampling %d pairs of responses from %s …", wanted, " and ".join(map(shown, _sources(policy, against))))
+    table, equal = comparisons.sample_comparisons(
+        (first, second),
+        tokenizer,
+        parts[feedback.held_out],
+        sampling_settings(ppo, tokenizer, first),
+        ppo,
+        feedback,
+        start=queued_pairs["next"],
+        pairs=wanted,
+        known=set(queued_pairs["known"]),
+    )
+    if equal:
+        log.info("%d of %d pairs are of equal responses and left out.", equal, wanted)
+    return table.assign(policy=policy.source, against=None if against is None else against.source)
+
+
+def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feedback: FeedbackConfig) -> dict[str, Any]:
+    """Put the pairs into the queue, all or none, with those that a stopped run left; say where they are answered."""
+    made = [_comparison(row) for row in feedback_pairs.to_dict("records")]
+
+    def put() -> dict[str, Any]:
+        queues, queue = queues_of_run(), feedback.queue_name
+        queues.open(queue, feedback.instruction)
+        added = [*queued_pairs["waiting"], *queues.write(queue, made)]
+        queues.attach(queue, added)
+        found = queues.read(queue) if added or queued_pairs["known"] else []
+        answered = sum(bool(each.answers) for each in found)
+        return {"queue": queue, "address": queues.address(queue), "added": len(added), "pairs": len(found)} | {
+            "answered": answered
+        }
+
+    done = on_main(put)
+    served = "" if queues_of_run().has_server else "`kedro mlflow ui`, then "
+    log.info("%d pairs added to the queue %s: it has %d, %d answered.", *(done[key] for key in _COUNTS))
+    log.info("People answer them here: %s%s", served, done["address"])
+    if feedback.against is None:
+        log.info(
+            "Then: kedro run --pipelines reward_modelling,align --params %s", _quoted("preferences_path=mlflow:", done)
+        )
+    else:
+        log.info("Then: kedro run --pipelines human_evaluation --params %s", _quoted("feedback.queue=", done))
+    return done
+
+
+_COUNTS = ("added", "queue", "pairs", "answered")
+
+
+def policy_named(name: str, given: Mapping[str, PretrainedHandle | None]) -> PretrainedHandle:
+    """Return the policy of this name in the catalog, or at this path or hub id, checked.
+
+    Raises:
+        ModelError: It is not there, or no causal language model.
+    """
+    policy = given.get(name)
+    if policy is None:
+        like = next(handle for handle in given.values() if handle is not None)
+        policy = replace(like, source=newest_version(name))
+    policy.check_causal_lm()
+    return policy
+
+
+def _find(queues: ReviewQueues, queue: str) -> dict[str, Any]:
+    waiting = queues.waiting(queue)
+    held = [*waiting, *(queues.read(queue) if queues.has_pairs(queue) else [])]
+    if waiting:
+        log.info("%d pairs of a run that was stopped are taken over.", len(waiting))
+    return {
+        "next": max((each.number for each in held), default=-1) + 1,
+        "known": [pair_key(each.prompt, each.response_a, each.response_b) for each in held],
+        "waiting": [each.trace_id for each in waiting],
+    }
+
+
+def _comparison(row: Mapping[str, Any]) -> Comparison:
+    is_chat = isinstance(row["prompt_chat"], str)
+    return Comparison(
+        int(row["number"]),
+        json.loads(row["prompt_chat"]) if is_chat else row["prompt"],
+        row["response_a"],
+        row["response_b"],
+        json.loads(row["tools"]) if is_chat else None,
+    )
+
+
+def _sources(*policies: PretrainedHandle | None) -> list[str]:
+    return [each.source for each in policies if each is not None]
+
+
+def _quoted(setting: str, done: Mapping[str, Any]) -> str:
+    return f'"{setting}{done["queue"]}"'
