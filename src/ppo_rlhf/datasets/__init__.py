@@ -1,5 +1,6 @@
 """The Kedro datasets that kedro-datasets does not have."""
 
+from ppo_rlhf.datasets.answers import MlflowAnswersDataset
 from ppo_rlhf.datasets.checkpoints import (
     CheckpointDataset,
     CompletionsDataset,
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointDataset",
     "CompletionsDataset",
     "EvaluationLogDataset",
+    "MlflowAnswersDataset",
     "ModelCardDataset",
     "OptionalTableDataset",
     "PretrainedModelDataset",

@@ -10,7 +10,9 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError, kind_and_text
+from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
+from ppo_rlhf.datasets.answers import SCHEME, load_answers
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.own_process import guarded
 from ppo_rlhf.paths import expand_home, restore_hub_name
@@ -25,6 +27,8 @@ _PREVIEW_ROWS = 5
 
 class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     """A table of a user's, memory-mapped; None where nothing was named (an optional input).
+
+    `mlflow:<queue>` is what people answered in a review queue of MLflow (`answers.load_answers`), read once a run.
 
     It is a file, a glob or a folder of .jsonl, .json, .csv, .parquet, .arrow or .txt (one row a line), plain or
     compressed; a folder that `save_to_disk` wrote; a data set on the hub by its name, with `@<revision>`,
@@ -58,6 +62,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         name = None if place is None else restore_hub_name(place)
         self._source = name if name is not None and is_hub_name(name) else place
         self._text_column, self._prepare = text_column, prepare
+        self._answers: Dataset | None = None
         self.cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata
 
@@ -69,6 +74,9 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         """
         if self._source is None:
             return None
+        if self._source.startswith(SCHEME):
+            table = self._answers = self._answers or load_answers(self._source)  # in one run the same ones
+            return table if self._prepare is None else _prepared(table, self._prepare, self._source)
         table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
@@ -83,7 +91,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the files on this machine; None without any, and for a name on the hub."""
+        """Return the SHA-256 of the files on this machine, or of a queue's answers; None for a name on the hub."""
+        if self._source is not None and self._source.startswith(SCHEME):
+            self.load()
+            assert self._answers is not None
+            return hashlib.sha256(as_json(self._answers.to_list()).encode("utf-8", "surrogatepass")).hexdigest()
         files = files_of(str(self._source)) if self._exists() else None
         if files is None:
             return None
@@ -97,7 +109,8 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
 
     def _exists(self) -> bool:
         try:
-            return self._source is not None and not self._source.startswith(HUB) and bool(files_of(self._source))
+            is_elsewhere = self._source is None or self._source.startswith((HUB, SCHEME))
+            return not is_elsewhere and bool(files_of(str(self._source)))
         except DataError:
             return False
 

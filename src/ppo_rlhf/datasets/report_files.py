@@ -15,7 +15,7 @@ Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")
 
 
-class _ReportFile(AbstractDataset[Saved, Loaded]):
+class ReportFile(AbstractDataset[Saved, Loaded]):
     """A text file, written whole. A run gives it a place of its own by `_filepath`."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
@@ -29,7 +29,7 @@ class _ReportFile(AbstractDataset[Saved, Loaded]):
         return {"filepath": str(self._filepath)}
 
 
-class ModelCardDataset(_ReportFile[tuple[str | None, str], str]):
+class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
     """The model card of an exported policy: a page of text, also written as README.md into the policy's own directory.
 
     That is done only below `path`, where the project exports its policies. A policy elsewhere is the user's, and its
@@ -59,7 +59,7 @@ class ModelCardDataset(_ReportFile[tuple[str | None, str], str]):
         return self._filepath.read_text(encoding="utf-8")
 
 
-class TokenSamplesDataset(_ReportFile[TokenSamples, list[TokenSamples]]):
+class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
     """Sample responses token by token, of a run's first iteration and of its newest.
 
     Saving an empty dict (no samples were due) changes nothing. Without a file, loading gives an empty list. Example:

@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 
+import mlflow
 import pandas as pd
 from datasets import Dataset
 
@@ -17,6 +18,7 @@ from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised import reward_training
+from ppo_rlhf.supervised.answers import AGREEMENT, ALPHA, TRACE
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,19 @@ def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardM
     if raw_preferences is None:
         return pd.DataFrame()
     return pairs.check_preferences(frame_of(raw_preferences), *reward_modelling.columns)
+
+
+def keep_answers(raw_preferences: Dataset | None, checked_preferences: pd.DataFrame) -> pd.DataFrame:
+    """Keep the preferences that people gave in MLflow, with who gave them, when and why; of others keep nothing.
+
+    With them the reward model can be trained again when the traces are gone.
+    """
+    if raw_preferences is None or TRACE not in raw_preferences.column_names:
+        return pd.DataFrame()
+    rows = frame_of(raw_preferences).loc[checked_preferences.index]
+    if ALPHA in rows and mlflow.active_run() is not None and pd.notna(rows[ALPHA].iloc[0]):
+        mlflow.log_metric(AGREEMENT, float(rows[ALPHA].iloc[0]))
+    return rows
 
 
 def collect_preferences(

@@ -1,0 +1,115 @@
+"""Preferences that people gave in a review queue, as a table; and the rows of it that a reward model was trained on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+import pandas as pd
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.chats import ASSISTANT, is_text
+from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.datasets.report_files import ReportFile
+from ppo_rlhf.datasets.review_queues import Comparison, queues_here
+from ppo_rlhf.models.quiet import said
+from ppo_rlhf.supervised.answers import ALPHA, PEOPLE, RATIONALES, TRACE, WHEN, agreement, majority
+from ppo_rlhf.whole_files import written_whole
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SCHEME = "mlflow:"
+"""A path that begins so names a review queue."""
+
+log = logging.getLogger(__name__)
+
+
+def load_answers(source: str) -> Dataset:
+    """Return the preferences of `mlflow:<queue>`, one row a pair of which most people prefer one response.
+
+    Columns are `prompt`, `chosen`, `rejected` (texts, or chats as messages), `tools` if there are any, and beside them
+    `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model is shown.
+
+    Raises:
+        DataError, ConfigError: As `ReviewQueues.read`; or no answer prefers a response; or the queue has both texts and
+            chats.
+    """
+    found = queues_here().read(source.removeprefix(SCHEME))
+    answers = [{each.person: each.value for each in comparison.answers} for comparison in found]
+    chosen = [majority(each) for each in answers]
+    alpha = agreement(answers)
+    rows = [_row(*each, alpha) for each in zip(found, chosen, strict=True) if each[1] in ("A", "B")]
+    _tell(source, answers, chosen, alpha)
+    if not rows:
+        raise DataError(f"{source}: nobody has preferred a response yet in {len(found)} pairs. Answer some in MLflow.")
+    if len({is_text(row["chosen"]) for row in rows}) > 1:
+        raise DataError(
+            f"{source}: this queue has pairs of texts and of chats. Collect each kind in a queue of its own."
+        )
+    has_tools = any(row["tools"] is not None for row in rows)
+    return table_of({name: [row[name] for row in rows] for name in rows[0] if name != "tools" or has_tools})
+
+
+def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dict[str, Any]:
+    better, worse = comparison.response_a, comparison.response_b
+    if chosen == "B":
+        better, worse = worse, better
+    given = sorted(comparison.answers, key=lambda each: each.when)
+    is_chat = not is_text(comparison.prompt)
+    sides = [[{"role": ASSISTANT, "content": text}] if is_chat else text for text in (better, worse)]
+    return {
+        **dict(zip(("prompt", "chosen", "rejected"), (comparison.prompt, *sides), strict=True)),
+        "tools": None if comparison.tools is None else as_json(comparison.tools),
+        TRACE: comparison.trace_id,
+        PEOPLE: [each.person for each in given],
+        WHEN: [each.when for each in given],
+        RATIONALES: [each.rationale for each in given],
+        ALPHA: alpha,
+    }
+
+
+def _tell(source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None) -> None:
+    """Log once in a run how many pairs are used, and why the others are not."""
+    unanswered = sum(not each for each in answers)
+    counts = Counter(each for each, given in zip(chosen, answers, strict=True) if given)
+    used, people = counts["A"] + counts["B"], len({person for each in answers for person in each})
+    line = (
+        f"{source}: {used} of {len(answers)} pairs are used; {counts['tie']} ties, {counts['both bad']} both bad, "
+        f"{counts[None]} without a majority, {unanswered} unanswered. {people} people"
+        + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
+    )
+    if line not in said:
+        said.add(line)
+        log.info("%s", line)
+
+
+class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
+    """The answered pairs that a reward model was trained on, as JSON lines, and an artifact of the run.
+
+    The file can be `preferences_path` itself, when the traces are gone. Saving no rows changes nothing. Example:
+
+    ```yaml
+    answered_preferences:
+      type: ppo_rlhf.datasets.MlflowAnswersDataset
+      filepath: data/06_models/answered_preferences.jsonl
+    ```
+    """
+
+    def save(self, data: pd.DataFrame) -> None:
+        """Write the rows, and log the file in the MLflow run that is open."""
+        if data.empty:
+            return
+        with written_whole(self._filepath) as draft:
+            draft.write_text("".join(f"{as_json(row)}\n" for row in data.to_dict("records")), encoding="utf-8")
+        if mlflow.active_run() is not None:
+            mlflow.log_artifact(str(self._filepath), "preferences")
+
+    def load(self) -> pd.DataFrame:
+        """Return the rows of the newest such training."""
+        lines = self._filepath.read_text(encoding="utf-8").split("\n")
+        return pd.DataFrame([json.loads(line) for line in lines if line])

@@ -1,0 +1,46 @@
+"""What most people said of a pair, and how far they agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_rlhf.supervised.answers import agreement, majority
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("", None),
+        ("A", "A"),
+        ("AB", None),
+        ("AAB", "A"),
+        ("ABt", None),
+        ("AABB", None),
+        ("AABt", None),  # half is no majority
+        ("AAABt", "A"),
+        ("ttB", "t"),
+    ],
+)
+def test_a_majority_is_more_than_half_of_those_who_answered(answers: str, expected: str | None) -> None:
+    assert majority(dict(enumerate(answers))) == expected  # type: ignore[arg-type]
+
+
+def by_pair(table: list[str]) -> list[dict[str, str]]:
+    """Turn rows of people (one character a pair, `*` for no answer) into one mapping a pair."""
+    return [
+        {str(person): value for person, value in enumerate(pair) if value != "*"} for pair in zip(*table, strict=True)
+    ]
+
+
+def test_agreement_is_that_of_the_tables_which_krippendorff_worked_by_hand() -> None:
+    # Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, examples A (binary), B (nominal) and C (with gaps)
+    assert agreement(by_pair(["0100000010", "1110010000"])) == pytest.approx(0.095, abs=5e-4)
+    assert agreement(by_pair(["aabbdcccedda", "babbbccceddd"])) == pytest.approx(0.692, abs=5e-4)
+    four = ["123321412***", "1233224125*3", "*3332342251*", "12332441251*"]
+    assert agreement(by_pair(four)) == pytest.approx(0.743, abs=5e-4)
+
+
+def test_agreement_of_all_is_one_and_without_a_pair_answered_twice_there_is_none() -> None:
+    assert agreement(by_pair(["AAAA", "AAAA"])) == 1.0
+    assert agreement(by_pair(["AB**", "**AB"])) is None
+    assert agreement([{}, {}]) is None
