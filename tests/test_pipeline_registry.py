@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppo_rlhf.pipeline_registry import ALIGN, register_pipelines
 
 STAGES = {"data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting"}
-BESIDE_THE_CHAIN = {"audit_reward", "critic_pretraining", "kl_study", "sweep", "collect_feedback"}
+BESIDE_THE_CHAIN = {"audit_reward", "critic_pretraining", "kl_study", "sweep", "collect_feedback", "human_evaluation"}
 
 
 def test_each_stage_has_a_name_and_the_chain_has_them_all():

@@ -8,6 +8,7 @@ from ppo_rlhf.pipelines import (
     critic_pretraining,
     data_preparation,
     evaluation,
+    human_evaluation,
     kl_study,
     ppo,
     reporting,
@@ -17,7 +18,7 @@ from ppo_rlhf.pipelines import (
 )
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
-BESIDE = (critic_pretraining, audit_reward, kl_study, sweep, collect_feedback)
+BESIDE = (critic_pretraining, audit_reward, kl_study, sweep, collect_feedback, human_evaluation)
 ALIGN = ("ppo", "evaluation", "reporting")
 
 

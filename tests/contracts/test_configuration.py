@@ -220,7 +220,7 @@ def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:
 
 def test_every_pipeline_of_the_design_is_registered() -> None:
     chain = ["data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting"]
-    beside_it = ["audit_reward", "collect_feedback", "critic_pretraining", "kl_study", "sweep"]
+    beside_it = ["audit_reward", "collect_feedback", "critic_pretraining", "human_evaluation", "kl_study", "sweep"]
     assert sorted(pipelines.keys()) == sorted([*chain, *beside_it, "align", "__default__"])
     for name in chain:
         with_report = {"reporting"} if name == "evaluation" else set()

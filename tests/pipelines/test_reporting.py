@@ -75,6 +75,7 @@ def run_reporting(prompts=6, **changed):
         "before_after": before_after(),
         "sample_pairs": sample_pairs(),
         "token_samples": [],
+        "human_evaluation": {},
         "sft_evaluation": evaluation,
         "ppo_evaluation": evaluation.assign(reward=scores + 1.0),
         "reward_model": None,
@@ -260,6 +261,13 @@ def test_an_expected_curve_is_drawn_beside_the_runs_own_where_its_metric_was_mea
     outputs = run_reporting(training_history=table, **{"params:reporting": settings})
     assert "a published run" in Page(outputs["report"]).text
     assert "expected" in [trace.name for trace in outputs["training_curves_plot"].data]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_people_decided_of_this_policy_is_on_the_page_and_of_another_is_not(version):
+    said = {"result": "PPO beats SFT, decided by 3 people on 120 pairs", "policy": f"/policies/{version}"}
+    page = Page(run_reporting(human_evaluation=said, ppo_policy=PretrainedHandle("/policies/1"))["report"])
+    assert ("By people: PPO beats SFT, decided by 3 people on 120 pairs" in page.text) is (version == 1)
 
 
 def test_page_fetches_nothing_and_is_whole_after_one_iteration():

@@ -28,6 +28,7 @@ OF_A_CHAT = """\
 # inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
 """
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
+PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
 """Between them is the result, which an evaluation replaces."""
 INDEXED = {
     "eval/win_rate": "Win rate over SFT",
@@ -122,6 +123,19 @@ def with_result(card: str, result: str) -> str | None:
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
+
+
+def with_people(card: str, result: str) -> str | None:
+    """Return the card with what people decided after its result, in place of what they decided before.
+
+    None if the text is no card of ours.
+    """
+    before, end, after = card.partition(END)
+    if not end:
+        return None
+    if PEOPLE in after and END_OF_PEOPLE in after:
+        after = after.partition(PEOPLE)[0].rstrip() + after.partition(END_OF_PEOPLE)[2]
+    return f"{before}{end}\n\n{PEOPLE}\n\nBy people: {result}\n\n{END_OF_PEOPLE}{after}"
 
 
 def with_index(card: str, summary: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from ppo_rlhf.datasets.checkpoints import (
 )
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
-from ppo_rlhf.datasets.report_files import ModelCardDataset, TokenSamplesDataset
+from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
 from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "EvaluationLogDataset",
     "MlflowAnswersDataset",
     "ModelCardDataset",
+    "OptionalJSONDataset",
     "OptionalTableDataset",
     "PretrainedModelDataset",
     "RecordsDataset",

@@ -84,3 +84,25 @@ class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
 
     def _exists(self) -> bool:
         return True  # no file is no samples, with which a report is made as well
+
+
+class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
+    """A JSON file that one run needs and another does not: it loads as an empty dict until it is written. Example:
+
+    ```yaml
+    human_evaluation:
+      type: ppo_rlhf.datasets.OptionalJSONDataset
+      filepath: data/08_reporting/human_evaluation.json
+    ```
+    """
+
+    def save(self, data: dict[str, Any]) -> None:
+        """Write the file."""
+        with written_whole(self._filepath) as draft:
+            draft.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
+
+    def load(self) -> dict[str, Any]:
+        return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else {}
+
+    def _exists(self) -> bool:
+        return True  # no file is an empty dict

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import mlflow
+import pandas as pd
 from mlflow.entities import AssessmentSourceType, SpanType
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.constant import TraceMetadataKey
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
 """The name under which MLflow keeps an answer, and the answers that the page offers."""
 TITLE = "Which response is better?"
+TABLE = "feedback/feedback_pairs.parquet"
+"""Artifact of a collecting run: its pairs and whose each response is."""
 QUEUE = "feedback.queue"
 """Tag of a trace: the queue that it is made for."""
 PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
@@ -148,6 +152,20 @@ class ReviewQueues:
                 *(queue, len(others), ", ".join(ANSWERS), given),
             )
         return sorted(read, key=lambda each: each.number)
+
+    def table_of_run(self, run_id: str) -> pd.DataFrame | None:
+        """Return the table of pairs and sides that a run collected; None if the run or its table was deleted."""
+        with self._asked(TABLE), TemporaryDirectory() as folder:
+            try:
+                names = [file.path for file in mlflow.MlflowClient().list_artifacts(run_id, "feedback")]
+            except MlflowException as error:
+                if error.error_code != _MISSING:
+                    raise
+                return None
+            if TABLE not in names:
+                return None
+            place = mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=TABLE, dst_path=folder)
+            return pd.read_parquet(place)
 
     def exists(self, queue: str) -> bool:
         """Return whether the experiment has this queue."""

@@ -80,6 +80,12 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
     more pairs wins the prompt. `by_trained_reward` says that the reward that was trained is the judge.
     """
     decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
+    several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
+    return {**conclude_outcomes(decisions, by_trained_reward=by_trained_reward), **several}
+
+
+def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool) -> dict[str, Any]:
+    """Return what `conclude` does, without `samples_per_prompt`, of outcomes [N, n]."""
     rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
     prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
     verdict = ((LOSS, WIN), (FELL, ROSE))[by_trained_reward][rate.low > 0.5]
@@ -89,8 +95,7 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
         verdict = NO_DIFFERENCE
     elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
         verdict = TOO_FEW_PROMPTS
-    several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
-    counts = {"prompts": prompts, "wins": wins, "losses": losses, **several, "eval/verdict": LEVELS.get(verdict, 0.0)}
+    counts = {"prompts": prompts, "wins": wins, "losses": losses, "eval/verdict": LEVELS.get(verdict, 0.0)}
     return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
 
 

@@ -43,7 +43,8 @@ def sample_pairs(
     """Sample two responses to each prompt, of one policy or one of each of two, and draw which of them is A.
 
     Returns:
-        One row a pair (`comparisons.COLUMNS`), and in `policy` and `against` the models; None for one policy.
+        One row a pair (`comparisons.COLUMNS`), and the models' sources in `policy` and `against` (None for one policy),
+        with the names that the settings give them in `policy_name` and `against_name`.
     """
     given = {"sft_policy": sft_policy, "ppo_policy": ppo_policy}
     policy = policy_named(feedback.policy, given)
@@ -69,7 +70,8 @@ def sample_pairs(
     )
     if equal:
         log.info("%d of %d pairs are of equal responses and left out.", equal, wanted)
-    return table.assign(policy=policy.source, against=None if against is None else against.source)
+    sources = {"policy": policy.source, "against": None if against is None else against.source}
+    return table.assign(**sources, policy_name=feedback.policy, against_name=feedback.against)
 
 
 def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feedback: FeedbackConfig) -> dict[str, Any]:

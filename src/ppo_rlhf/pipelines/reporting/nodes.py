@@ -62,6 +62,7 @@ def write_report(
     token_samples: list[TokenSamples],
     sft_evaluation: pd.DataFrame,
     ppo_evaluation: pd.DataFrame,
+    human_evaluation: dict[str, Any],
     ppo_policy: PretrainedHandle,
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
@@ -81,10 +82,12 @@ def write_report(
     models = [("SFT policy", shown(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", shown(reward_model.source)))
+    is_of_policy = human_evaluation.get("policy") == ppo_policy.source
+    by_people = f" By people: {human_evaluation['result']}" if is_of_policy else ""
     return render_page(
         title=reporting.title,
         verdict=evaluation_summary["verdict"],
-        headline=headline(evaluation_summary),
+        headline=f"{headline(evaluation_summary)}{by_people}",
         win_rate=[evaluation_summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")],
         remarks=remarks(evaluation_summary, before_after, accuracy),
         measures=table_rows(before_after),

@@ -19,7 +19,11 @@ def create_pipeline() -> Pipeline:
             "training_curves_plot",
         ),
         named(nodes.plot_scores, evaluations, "score_distribution_plot"),
-        named(nodes.write_report, ["training_history", *result, *samples, *evaluations, *models, *settings], "report"),
+        named(
+            nodes.write_report,
+            ["training_history", *result, *samples, *evaluations, "human_evaluation", *models, *settings],
+            "report",
+        ),
         named(
             nodes.print_summary,
             ["report", *result, "ppo_policy", "reward_model", "params:reward", "params:reporting"],

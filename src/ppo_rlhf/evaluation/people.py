@@ -1,0 +1,109 @@
+"""Two policies compared by people: win rate, interval and verdict by person and together, and the judge beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ppo_rlhf.evaluation.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, WIN, conclude_outcomes, win_rate
+
+KINDS = {"sft_policy": "SFT", "ppo_policy": "PPO"}
+PREFIX = "human/"
+
+
+def compare_by_people(
+    worths: Sequence[Mapping[str, float]],
+    judged: Sequence[float | None] = (),
+    *,
+    ours: str = "PPO",
+    theirs: str = "SFT",
+    agreement: float | None = None,
+) -> dict[str, Any]:
+    """Return verdict, metrics and each person's win rate; no name of a person.
+
+    Args:
+        worths: For each pair what it is worth to our policy by person: 1, 0, or ½ for a tie; empty: unanswered.
+        judged: For each pair what it is worth to our policy by the judge; empty: no judge.
+        ours: The policy whose win rate is given, in words.
+        theirs: The other one.
+        agreement: Krippendorff's alpha of the answers, None if no pair was answered twice.
+
+    Returns:
+        `verdict`, as of `conclude` with the policies' names; `metrics`, `human/*`; `by_person`, in an order that tells
+        nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`, `people`. A pair that several people
+        answered is worth their mean. How often judge and people agree counts pairs of which people on the whole prefer
+        one side; where the judge has a tie it agrees half.
+    """
+    answered = [each for each in worths if each]
+    people = sorted({person for each in answered for person in each})
+    common: dict[str, Any] = {"pairs": len(worths), "answered": len(answered), "people": len(people)}
+    if not answered:
+        return {"verdict": f"Nobody has compared {ours} and {theirs} yet", "metrics": {}, "by_person": [], **common}
+    together = np.array([[np.mean([*each.values()])] for each in answered])
+    concluded = conclude_outcomes(together, by_trained_reward=False)
+    metrics = _rate("win_rate", together)
+    metrics |= {f"{PREFIX}pairs": float(len(answered)), f"{PREFIX}people": float(len(people))}
+    if agreement is not None:
+        metrics[f"{PREFIX}agreement"] = agreement
+    both = [
+        (float(np.mean([*each.values()])), judge)
+        for each, judge in zip(worths, judged or [None] * len(worths), strict=True)
+        if each and judge is not None
+    ]
+    decided = [1.0 - abs(float(mean > 0.5) - judge) for mean, judge in both if mean != 0.5]
+    if decided:
+        metrics |= _rate("judge_agreement", np.array(decided)[:, None])
+    by_person = []
+    for person in people:
+        own = win_rate(np.array([[each[person]] for each in answered if person in each]))
+        count = sum(person in each for each in answered)
+        by_person.append({"pairs": count, "win_rate": own.rate, "low": own.low, "high": own.high})
+    by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # not by name
+    return {
+        "verdict": _named(concluded["verdict"], ours, theirs),
+        "metrics": metrics,
+        "by_person": by_person,
+        **common,
+        "wins": concluded["wins"],
+        "losses": concluded["losses"],
+        "judged": len(decided),
+    }
+
+
+def say(summary: Mapping[str, Any]) -> str:
+    """Return the result in one or two sentences."""
+    metrics = summary["metrics"]
+    if not metrics:
+        return f"{summary['verdict']}."
+    people = "one person" if summary["people"] == 1 else f"{summary['people']} people"
+    text = (
+        f"{summary['verdict']}, decided by {people} on {summary['answered']} pairs: {_interval(metrics, 'win_rate')}."
+    )
+    if f"{PREFIX}agreement" in metrics:
+        text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
+    if f"{PREFIX}judge_agreement" in metrics:
+        agreed = _interval(metrics, "judge_agreement", "on")
+        text += f" Of {summary['judged']} pairs in which people prefer a side, {summary['judge']} agrees {agreed}."
+    return text
+
+
+def _interval(metrics: Mapping[str, float], name: str, before: str = "win rate") -> str:
+    rate, low, high = (100 * metrics[f"{PREFIX}{name}{end}"] for end in ("", "_low", "_high"))
+    return f"{before} {rate:.1f}% (95% interval {low:.1f}% to {high:.1f}%)"
+
+
+def _rate(name: str, outcomes: Any) -> dict[str, float]:
+    return {f"{PREFIX}{name}{end}": value for end, value in zip(("", "_low", "_high"), win_rate(outcomes), strict=True)}
+
+
+def _named(verdict: str, ours: str, theirs: str) -> str:
+    """Return a verdict of `conclude` about policies of these names, and about pairs."""
+    if verdict in (WIN, ROSE):
+        return f"{ours} beats {theirs}"
+    if verdict in (LOSS, FELL):
+        return f"{ours} loses to {theirs}"
+    if verdict == NO_DIFFERENCE:
+        return f"No clear difference between {ours} and {theirs}"
+    return f"Too few answered pairs to tell {ours} and {theirs} apart"

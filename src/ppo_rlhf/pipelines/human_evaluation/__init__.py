@@ -1,0 +1,5 @@
+"""Two policies compared by people, in one of MLflow's review queues."""
+
+from ppo_rlhf.pipelines.human_evaluation.pipeline import create_pipeline
+
+__all__ = ["create_pipeline"]

@@ -1,0 +1,152 @@
+"""Nodes of the pipeline `human_evaluation`."""
+
+import json
+import logging
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import mlflow
+import pandas as pd
+
+from ppo_rlhf.checkpoints.model_card import with_people
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets.review_queues import Comparison, queues_here
+from ppo_rlhf.evaluation import people
+from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.paths import last_name
+from ppo_rlhf.rewards.functions import call_reward_function
+from ppo_rlhf.supervised.answers import agreement
+from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
+
+log = logging.getLogger(__name__)
+
+_WORTH_OF_A = {"A": 1.0, "B": 0.0, "tie": 0.5, "both bad": 0.5}
+
+
+def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
+    """Read a queue's answers, and whose each response is from the tables of the runs that collected them.
+
+    Returns:
+        One row a pair: `prompt` and `columns` (JSON) as functions see them, `ours` and `theirs` (the responses; ours is
+        PPO's if one of the policies is), `answers` (JSON, by person), `worths` (JSON, what the pair is worth to ours by
+        person), and `our_name`, `their_name`, `our_source`, `their_source` of the policies.
+
+    Raises:
+        DataError: There is no such queue; no pair of it is known to compare two policies; or it compares more than two.
+    """
+    queue, queues = feedback.queue_name, queues_here()
+    by_run: dict[str, list[Comparison]] = defaultdict(list)
+    for each in queues.read(queue):
+        by_run[each.run_id].append(each)
+    rows: list[dict[str, Any]] = []
+    unknown = 0
+    for run_id, compared in by_run.items():
+        table = queues.table_of_run(run_id) if run_id else None
+        known = {} if table is None else {row["pair"]: row for row in table.to_dict("records")}
+        for each in compared:
+            row = known.get(pair_key(each.prompt, each.response_a, each.response_b))
+            if row is None or not isinstance(row["against"], str):
+                unknown += 1
+            else:
+                rows.append(_unblinded(each, row))
+    if unknown:
+        log.warning(
+            "mlflow:%s: of %d pairs no table of a run tells two policies (the run was deleted, or they are of one); "
+            "they are left out.",
+            *(queue, unknown),
+        )
+    if not rows:
+        raise DataError(
+            f"mlflow:{queue}: no pair of this queue compares two policies. Collect some: kedro run --pipelines "
+            "collect_feedback --params feedback.against=ppo_policy, and set feedback.queue to the queue that it names."
+        )
+    table = pd.DataFrame(rows)
+    sources = table[["our_source", "their_source"]].drop_duplicates()
+    if len(sources) > 1:
+        found = "; ".join(f"{row.our_source} and {row.their_source}" for row in sources.itertuples())
+        raise DataError(
+            f"mlflow:{queue}: this queue compares more than two policies ({found}). Give each pair its own."
+        )
+    return table
+
+
+def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: EvaluationConfig) -> dict[str, Any]:
+    """Compare two policies by people's answers, and people with the judge of the evaluation.
+
+    Returns:
+        As `people.compare_by_people`, with `result` in words, the policies' sources, and `judge` (None if the reward
+        decides evaluations).
+    """
+    table, judge = answered_comparisons, resolve_judge(evaluation)
+    judged: list[float | None] = []
+    if judge.judge is not None:
+        columns: dict[str, list[Any]] = defaultdict(list)
+        for row in table["columns"]:
+            for name, value in json.loads(row).items():
+                columns[name].append(value)
+        scores = [
+            call_reward_function(
+                judge.judge, "evaluation.judge", table["prompt"].tolist(), table[side].tolist(), columns
+            )
+            for side in ("ours", "theirs")
+        ]
+        judged = [(float(a > b) + float(a >= b)) / 2 for a, b in zip(*map(_numbers, scores), strict=True)]
+    first = table.iloc[0]
+    summary = people.compare_by_people(
+        [json.loads(row) for row in table["worths"]],
+        judged,
+        ours=first["our_name"],
+        theirs=first["their_name"],
+        agreement=agreement([json.loads(row) for row in table["answers"]]),
+    )
+    summary |= {
+        "judge": judge.description if judge.judge is not None else None,
+        "policy": first["our_source"],
+        "against": first["their_source"],
+    }
+    summary["result"] = people.say(summary)
+    log.info("%s", summary["result"])
+    if mlflow.active_run() is not None:
+        mlflow.log_metrics(summary["metrics"])
+        mlflow.set_tag("mlflow.note.content", summary["result"])
+    return summary
+
+
+def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHandle) -> tuple[str | None, str]:
+    """Put the result into the model card of the policy that people judged.
+
+    Returns:
+        The policy's directory and its card; for a policy without a card of ours, None and only the result.
+    """
+    policy = replace(ppo_policy, source=human_evaluation["policy"])
+    text = human_evaluation["result"]
+    card = with_people(policy.card() or "", text)
+    return (None, text) if card is None else (policy.source, card)
+
+
+def _numbers(scores: Any) -> list[float]:
+    return [float(score) for score in scores]
+
+
+def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
+    of_policy = ("response_a", "response_b") if row["policy_is_a"] else ("response_b", "response_a")
+    is_policy_ours = row["policy_name"] == "ppo_policy"
+    order = ("policy", "against") if is_policy_ours else ("against", "policy")
+    texts = dict(zip(("policy", "against"), (row[name] for name in of_policy), strict=True))
+    is_ours_a = row["policy_is_a"] == is_policy_ours
+    answers = {answer.person: answer.value for answer in each.answers}
+    worths = {
+        person: _WORTH_OF_A[value] if is_ours_a else 1.0 - _WORTH_OF_A[value] for person, value in answers.items()
+    }
+    names = [people.KINDS.get(row[f"{side}_name"], last_name(row[f"{side}_name"])) for side in order]
+    return {
+        "prompt": row["prompt"],
+        "columns": row["columns"],
+        **dict(zip(("ours", "theirs"), (texts[side] for side in order), strict=True)),
+        "answers": json.dumps(answers),
+        "worths": json.dumps(worths),
+        **dict(zip(("our_name", "their_name"), names, strict=True)),
+        **dict(zip(("our_source", "their_source"), (row[side] for side in order), strict=True)),
+    }

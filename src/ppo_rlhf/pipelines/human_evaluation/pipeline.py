@@ -1,0 +1,16 @@
+"""Wiring of the pipeline `human_evaluation`."""
+
+from kedro.pipeline import Pipeline
+
+from ppo_rlhf.pipelines.human_evaluation import nodes
+from ppo_rlhf.pipelines.wiring import named, stage
+
+
+def create_pipeline() -> Pipeline:
+    """Return a queue's answers → the win rate by people → the policy's model card."""
+    return stage(
+        "human_evaluation",
+        named(nodes.unblind_answers, "params:feedback", "answered_comparisons"),
+        named(nodes.compare_by_people, ["answered_comparisons", "params:evaluation"], "human_evaluation"),
+        named(nodes.write_people_card, ["human_evaluation", "ppo_policy"], "human_model_card"),
+    )

@@ -1,0 +1,63 @@
+"""Two policies compared by people: the interval covers, the verdict needs ten pairs, and no name is told."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from ppo_rlhf.evaluation.people import compare_by_people, say
+
+
+def answers(pairs: int, win: float, tie: float, seed: int) -> list[dict[str, float]]:
+    drawn = random.Random(seed)
+    return [{"anna": drawn.choices([1.0, 0.5, 0.0], [win, tie, 1.0 - win - tie])[0]} for _ in range(pairs)]
+
+
+@pytest.mark.parametrize(("win", "tie"), [(0.5, 0.0), (0.6, 0.2), (0.9, 0.05)])
+def test_the_interval_of_200_answers_covers_the_known_preference(win: float, tie: float) -> None:
+    true, rounds = win + tie / 2, 600
+    covered = 0
+    for seed in range(rounds):
+        metrics = compare_by_people(answers(200, win, tie, seed))["metrics"]
+        covered += metrics["human/win_rate_low"] <= true <= metrics["human/win_rate_high"]
+    assert 0.925 <= covered / rounds <= 0.985  # 0.95 ± 2.8 standard errors of 600 rounds
+
+
+def test_a_winner_needs_ten_answered_pairs_and_unanswered_ones_do_not_count() -> None:
+    nine: list[dict[str, float]] = [{"a": 1.0}] * 9 + [{}] * 30
+    assert compare_by_people(nine)["verdict"] == "Too few answered pairs to tell PPO and SFT apart"
+    ten = compare_by_people([*nine, {"a": 1.0}])
+    assert (ten["verdict"], ten["answered"], ten["pairs"]) == ("PPO beats SFT", 10, 40)
+    lost = compare_by_people([{"a": 0.0}] * 10, ours="new", theirs="old")
+    assert lost["verdict"] == "new loses to old"
+    even = compare_by_people([{"a": 1.0}] * 10 + [{"a": 0.0}] * 10)
+    assert even["verdict"] == "No clear difference between PPO and SFT"
+    assert compare_by_people([{}])["verdict"] == "Nobody has compared PPO and SFT yet"
+
+
+def test_a_pair_that_several_people_answered_is_worth_their_mean_and_each_has_a_rate() -> None:
+    worths = [{"anna": 1.0, "ben": 0.0}, {"anna": 1.0}, {"ben": 0.5}, {}]
+    found = compare_by_people(worths, agreement=0.25)
+    assert found["metrics"]["human/win_rate"] == pytest.approx((0.5 + 1.0 + 0.5) / 3)
+    assert [(row["pairs"], row["win_rate"]) for row in found["by_person"]] == [(2, 0.25), (2, 1.0)]
+    assert (found["people"], found["metrics"]["human/agreement"]) == (2, 0.25)
+    told = json.dumps(found) + say({**found, "judge": None})
+    assert "anna" not in told
+    assert "ben" not in told
+
+
+def test_the_judge_agrees_where_it_prefers_what_people_prefer_and_half_on_its_ties() -> None:
+    worths: list[dict[str, float]] = [{"a": 1.0}, {"a": 1.0}, {"a": 0.0}, {"a": 0.0}, {"a": 0.5}, {}]
+    found = compare_by_people(worths, [1.0, 0.0, 0.0, 0.5, 1.0, 1.0])
+    assert found["metrics"]["human/judge_agreement"] == pytest.approx(2.5 / 4)
+    assert found["judged"] == 4
+    assert "human/judge_agreement" not in compare_by_people(worths)["metrics"]
+
+
+def test_the_result_in_words() -> None:
+    found = compare_by_people([{"a": 1.0, "b": 1.0, "c": 1.0}] * 120, [1.0] * 120, agreement=1.0)
+    assert say({**found, "judge": "the judge m:f"}).startswith(
+        "PPO beats SFT, decided by 3 people on 120 pairs: win rate 100.0% (95% interval "
+    )

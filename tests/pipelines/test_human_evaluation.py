@@ -1,0 +1,134 @@
+"""`human_evaluation`: answers are unblinded, no name is in the results, and the model card has what people decided."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from ppo_rlhf.checkpoints.model_card import BEGIN, END, with_people, with_result
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets.review_queues import ReviewQueues
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.pipelines.human_evaluation import nodes
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
+from tests.datasets.test_review_queues import answer
+from tests.pipelines.feedback_project import collect
+from tests.pipelines.test_collect_feedback import folder, queues
+
+__all__ = ["folder", "queues"]
+
+QUEUE = "sft_policy against ppo_policy"
+CARD = f"# Policy\n\n## Result\n\n{BEGIN}\n\nnot evaluated\n\n{END}\n\n## Use\n"
+
+
+def shortest(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    assert len(columns["number"]) == len(prompts)
+    return [-float(len(completion)) for completion in completions]
+
+
+@pytest.fixture
+def compared(folder: Path, queues: ReviewQueues) -> Any:
+    """A queue in which ben always prefers PPO, and anna SFT in all but every fourth pair."""
+    table, _ = collect(folder, against="ppo_policy", pairs=20, prompts="training")
+    for number, (each, is_sft_a) in enumerate(zip(queues.read(QUEUE), table["policy_is_a"], strict=True)):
+        of_ppo, of_sft = ("B", "A") if is_sft_a else ("A", "B")
+        answer(queues, each.trace_id, of_ppo, "ben")
+        answer(queues, each.trace_id, "tie" if number % 4 == 0 else of_sft, "anna")
+    return table
+
+
+def test_answers_are_unblinded_and_no_name_is_in_the_result(folder: Path, compared: Any) -> None:
+    evaluation = EvaluationConfig(judge=f"{__name__}:shortest", prompts_path=None)
+    with mlflow.start_run() as run:
+        table = nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
+        found = nodes.compare_by_people(table, evaluation)
+    assert (table["our_name"][0], table["their_name"][0]) == ("PPO", "SFT")
+    assert (found["policy"], found["against"]) == (str(folder / "ppo"), str(folder / "sft"))
+    count, ties = len(table), (len(table) + 3) // 4
+    assert [row["win_rate"] for row in found["by_person"]] == [pytest.approx(0.5 * ties / count), 1.0]
+    assert found["metrics"]["human/win_rate"] == pytest.approx((1.0 + 0.5 * ties / count) / 2)
+    # only where anna has a tie do people on the whole prefer a side: PPO's
+    tied = table.iloc[::4]
+    agreed = [(len(a) < len(b)) + (len(a) == len(b)) / 2 for a, b in zip(tied["ours"], tied["theirs"], strict=True)]
+    assert found["judged"] == ties
+    assert found["metrics"]["human/judge_agreement"] == pytest.approx(sum(agreed) / ties)
+    told = json.dumps(found)
+    assert "anna" not in told
+    assert "ben" not in told.replace("been", "")
+    logged = mlflow.get_run(run.info.run_id).data
+    assert logged.metrics["human/win_rate"] == pytest.approx(found["metrics"]["human/win_rate"])
+    assert logged.tags["mlflow.note.content"] == found["result"]
+
+
+def test_the_texts_are_those_of_the_policies(folder: Path, compared: Any, queues: ReviewQueues) -> None:
+    table = nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
+    ours = [b if is_a else a for a, b, is_a in compared[["response_a", "response_b", "policy_is_a"]].values]
+    assert table["ours"].tolist() == ours
+    assert table["columns"].tolist() == compared["columns"].tolist()
+
+
+def test_a_queue_of_one_policy_or_of_deleted_runs_is_refused_and_nothing_is_lost(
+    folder: Path, compared: Any, queues: ReviewQueues, caplog: Any
+) -> None:
+    collect(folder)
+    with pytest.raises(DataError, match=r"^mlflow:sft_policy: no pair of this queue compares two policies\."):
+        nodes.unblind_answers(FeedbackConfig())
+    [run] = {each.run_id for each in queues.read(QUEUE)}
+    for file in (folder / "artifacts").rglob("feedback_pairs.parquet"):
+        if run in str(file):
+            file.unlink()
+    with pytest.raises(DataError, match="no pair of this queue compares two policies"):
+        nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
+    assert "no table of a run tells two policies" in caplog.text
+    assert all(len(each.answers) == 2 for each in queues.read(QUEUE))
+
+
+def test_a_queue_of_more_than_two_policies_is_refused(folder: Path, compared: Any, queues: ReviewQueues) -> None:
+    (folder / "ppo").rename(folder / "moved")
+    (folder / "ppo").symlink_to(folder / "sft")
+    collect(folder, policy=str(folder / "sft"), against=str(folder / "moved"), queue=QUEUE, prompts="training")
+    with pytest.raises(DataError, match="this queue compares more than two policies"):
+        nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
+
+
+def test_the_card_has_what_people_decided_last_and_keeps_the_rest() -> None:
+    once = with_people(CARD, "PPO beats SFT.")
+    assert once is not None
+    again = with_people(once, "PPO loses to SFT.")
+    assert again is not None
+    assert "By people: PPO loses to SFT." in again
+    assert "beats" not in again
+    assert again.endswith("\n\n## Use\n")
+    evaluated = with_result(again, "a new result")
+    assert evaluated is not None
+    assert "By people: PPO loses to SFT." in evaluated
+    assert with_people("# Somebody's own card", "PPO beats SFT.") is None
+
+
+def test_the_card_of_the_policy_that_people_judged_is_written(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(CARD)
+    said = {"policy": str(tmp_path), "result": "PPO beats SFT."}
+    directory, card = nodes.write_people_card(said, PretrainedHandle("newer"))
+    assert directory == str(tmp_path)
+    assert "By people: PPO beats SFT." in card
+    assert nodes.write_people_card({**said, "policy": "org/theirs"}, PretrainedHandle("newer")) == (
+        None,
+        said["result"],
+    )
+
+
+def test_the_order_of_people_does_not_follow_their_names() -> None:
+    from ppo_rlhf.evaluation.people import compare_by_people
+
+    drawn = random.Random(0)
+    rates = {"a": 0.9, "z": 0.1}
+    for names in (("a", "z"), ("z", "a")):
+        worths = [{n: float(drawn.random() < rates[m]) for n, m in zip("az", names, strict=True)} for _ in range(40)]
+        rows = compare_by_people(worths)["by_person"]
+        assert rows[0]["win_rate"] < rows[1]["win_rate"]
