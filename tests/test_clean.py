@@ -154,6 +154,18 @@ def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: 
     assert lines[-1] == "Left: 2 to be resumed, 1 running, 2 champion or best."
 
 
+def test_runs_that_collected_pairs_for_people_stay_with_what_they_read(kedro: Kedro, recorded: Recorded):
+    version = recorded.version("sft_policy", VERSIONS[0])
+    recorded.version("sft_policy", VERSIONS[1])
+    trained = recorded.run(writes=version)
+    collected = recorded.run(trained=False, reads=version, pipeline="collect_feedback")
+    both = recorded.run(trained=False, pipeline="collect_feedback,reporting")
+    recorded.run(pipeline="align")
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {trained, collected, both}
+    assert "2 with pairs that people compare" in lines[-1]
+
+
 @pytest.mark.slow
 def test_a_run_that_was_deleted_in_mlflow_goes_whatever_it_was(kedro: Kedro, recorded: Recorded):
     failed = recorded.run("FAILED")

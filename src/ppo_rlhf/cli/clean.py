@@ -30,6 +30,8 @@ OUTSIDE = "outside the project"
 ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"
 UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
+COLLECTING = "collect_feedback"
+"""The pipeline whose runs hold whose each response is: without them people's answers would be worth nothing."""
 DAY = 86_400  # seconds; many disks note at most once a day that a file was read
 Folders = Mapping[str, list[Path]]
 
@@ -48,7 +50,8 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
     """Delete what old runs left in the project: folders, checkpoints, versions of models, and the runs in MLflow.
 
     Only runs of this project on this host go. Of these the newest N finished ones stay, and so do champions, the best,
-    runs that can be resumed or are running, and each run whose model or checkpoint one of them reads. Cached tables of
+    runs that can be resumed or are running, runs that collected pairs for people, and each run whose model or
+    checkpoint one of them reads. People's answers are in MLflow, and nothing is taken of them. Cached tables of
     your files that were not read for a day go, too.
     """
     context, lines = context_here(env), list[str]()
@@ -223,6 +226,8 @@ def _needed(
             why[run_id] = "running"
         elif status == "FINISHED" and is_here and [*why.values()].count("newest") < keep:
             why[run_id] = "newest"
+        elif COLLECTING in run.data.tags.get("pipeline", "").split(",") and run.info.lifecycle_stage == "active":
+            why[run_id] = "with pairs that people compare"
         elif run_id in best:
             why[run_id] = "champion or best"
         elif status in UNFINISHED and own:

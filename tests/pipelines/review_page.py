@@ -1,0 +1,54 @@
+"""MLflow's review page as a person uses it, driven by Playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CLICKS = 3  # of a pair: the list, the answer, Submit; the page then shows the next one
+
+
+@contextlib.contextmanager
+def serving(database: Path) -> Iterator[str]:
+    """Serve a database as `kedro mlflow ui` does, until the block ends; yield the address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
+    with subprocess.Popen(
+        [*command, "--port", str(port), "--workers", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(240):
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{address}/health", timeout=5)
+                    break
+                time.sleep(0.5)
+            yield address
+        finally:
+            server.terminate()
+
+
+def start_review(page: Any, address: str) -> None:
+    """Open a queue's address and begin."""
+    page.goto(address, timeout=60_000)
+    page.get_by_text("Start review").click(timeout=60_000)
+    page.get_by_role("combobox").wait_for(timeout=60_000)
+
+
+def answer(page: Any, value: str, rationale: str = "") -> None:
+    """Answer the pair that is shown, by the page's own buttons, and wait until it is taken."""
+    page.get_by_role("combobox").click()
+    page.get_by_role("option", name=value, exact=True).click()
+    if rationale:
+        page.get_by_placeholder("Rationale (optional)").fill(rationale)
+    with page.expect_response(lambda response: "assessments" in response.url and response.ok):
+        page.get_by_role("button", name="Submit").click()
