@@ -37,7 +37,7 @@ def queues(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -
 
 
 def filled(queues: ReviewQueues, pairs: list[Comparison], queue: str = "sft") -> list[str]:
-    queues.open(queue, "Which response is better?")
+    queues.prepare(queue, "Which response is better?")
     ids = queues.write(queue, pairs)
     queues.attach(queue, ids)
     return ids
@@ -85,6 +85,19 @@ def test_the_newest_answer_of_each_person_counts_and_only_peoples(queues: Review
     assert {each.person: each.value for each in read.answers} == {"anna": "both bad", "ben": "tie"}
 
 
+def test_an_answer_of_a_script_is_read_as_a_persons_and_completes_the_pair(queues: ReviewQueues) -> None:
+    from mlflow.genai import review_queues
+
+    [first, _] = filled(queues, [Comparison(0, "p", "a", "b"), Comparison(1, "p", "c", "d")])
+    queues.answer("sft", first, "B", "a script", "longer")
+    mlflow.set_tracking_uri(queues.uri)
+    queue = review_queues.get_review_queue(name="sft", experiment_id="1")
+    done = [item.item_id for item in review_queues.list_review_queue_items(queue.queue_id, status="complete")]
+    assert done == [first]
+    [given] = queues.read("sft")[0].answers
+    assert (given.value, given.person, given.rationale) == ("B", "a script", "longer")
+
+
 def test_an_answer_that_is_none_of_the_four_is_left_out_and_named(queues: ReviewQueues, caplog: Any) -> None:
     [trace_id] = filled(queues, [Comparison(0, "p", "a", "b")])
     answer(queues, trace_id, "C")
@@ -108,7 +121,7 @@ def test_a_pair_whose_tag_a_person_changed_is_still_read(queues: ReviewQueues) -
 
 
 def test_pairs_that_no_queue_has_wait_and_are_attached_once(queues: ReviewQueues) -> None:
-    queues.open("sft", "?")
+    queues.prepare("sft", "?")
     ids = queues.write("sft", [Comparison(0, "p", "a", "b"), Comparison(1, "p", "c", "d")])
     assert [each.trace_id for each in queues.waiting("sft")] == ids
     queues.attach("sft", ids)
@@ -142,7 +155,7 @@ def test_a_question_of_this_name_with_other_answers_is_refused(queues: ReviewQue
         "preferred", type="feedback", input=label_schemas.InputCategorical(["yes", "no"]), experiment_id="1"
     )
     with pytest.raises(ConfigError, match=r"has a question `preferred` with other answers \(\['yes', 'no'\]\)"):
-        queues.open("sft", "?")
+        queues.prepare("sft", "?")
 
 
 def test_the_store_of_the_caller_is_put_back(queues: ReviewQueues) -> None:

@@ -181,6 +181,18 @@ def test_a_run_that_was_killed_leaves_nothing_that_a_second_one_doubles(
     check_second_run(folder, queues, left)
 
 
+def test_a_queue_that_was_deleted_is_made_again_with_its_pairs_and_answers(folder: Path, queues: ReviewQueues) -> None:
+    from mlflow.genai import review_queues
+
+    table, _ = collect(folder)
+    queues.answer("sft_policy", queues.read("sft_policy")[0].trace_id, "A", "anna")
+    found = review_queues.get_review_queue(name="sft_policy", experiment_id="1")
+    review_queues.delete_review_queue(found.queue_id)
+    collect(folder, pairs=len(table))
+    assert keys(queues) == table["pair"].tolist()
+    assert [each.person for each in queues.read("sft_policy")[0].answers] == ["anna"]
+
+
 def test_a_policy_that_has_gone_is_named_before_anything_is_made(folder: Path, queues: ReviewQueues) -> None:
     with pytest.raises(ModelError, match="gone"):
         collect(folder, against=str(folder / "gone"))

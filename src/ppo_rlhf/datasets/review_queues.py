@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlflow
 import pandas as pd
-from mlflow.entities import AssessmentSourceType, SpanType
+from mlflow.entities import AssessmentSource, AssessmentSourceType, SpanType
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.constant import TraceMetadataKey
 
@@ -181,7 +181,7 @@ class ReviewQueues:
         with self._asked(queue):
             return self.exists(queue) and bool(self._items(self._find(queue)))
 
-    def open(self, queue: str, instruction: str) -> None:
+    def prepare(self, queue: str, instruction: str) -> None:
         """Make a queue that asks which response is better, if it is not there; keep the question's instruction new.
 
         Raises:
@@ -263,6 +263,18 @@ class ReviewQueues:
         if trace_ids:
             with self._asked(queue):
                 review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=[*trace_ids])
+
+    def answer(self, queue: str, trace_id: str, value: str, person: str, rationale: str = "") -> None:
+        """Answer a pair as the page does, for scripts: the answer is a person's, and the pair is done in the queue."""
+        from mlflow.genai import review_queues
+
+        source = AssessmentSource(AssessmentSourceType.HUMAN, person)
+        with self._asked(queue):
+            mlflow.log_feedback(trace_id=trace_id, name=QUESTION, value=value, source=source, rationale=rationale)
+            queue_id = self._find(queue).queue_id
+            review_queues.set_review_queue_item_status(
+                queue_id, item_id=trace_id, status="complete", completed_by=person
+            )
 
     def waiting(self, queue: str) -> list[Comparison]:
         """Return the whole pairs that were made for a queue and are not in it: the run that made them was stopped."""

@@ -80,7 +80,7 @@ def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feed
 
     def put() -> dict[str, Any]:
         queues, queue = queues_of_run(), feedback.queue_name
-        queues.open(queue, feedback.instruction)
+        queues.prepare(queue, feedback.instruction)
         added = [*queued_pairs["waiting"], *queues.write(queue, made)]
         queues.attach(queue, added)
         found = queues.read(queue) if added or queued_pairs["known"] else []

@@ -1,0 +1,80 @@
+"""Rounds of feedback on the demo, in which the gold judge answers in MLflow's review queue as a person would.
+
+Each round collects pairs on the newest policy, answers them, trains the reward model anew on all answers, and PPO from
+SFT: `python scripts/feedback_rounds.py --env demo`, in the project's folder, once there is an SFT policy. It prints a
+table and writes it to data/08_reporting/feedback_rounds.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+
+from ppo_rlhf.datasets.review_queues import ReviewQueues
+from ppo_rlhf.demo.judge import gold_score
+
+QUEUE, PERSON = "rounds", "the demo's gold judge"
+
+
+def run(environment: list[str], pipelines: str, *settings: str) -> None:
+    """Run pipelines as a user does, and stop if they fail."""
+    subprocess.run(["kedro", "run", *environment, "--pipelines", pipelines, "--params", ",".join(settings)], check=True)
+
+
+def answer_all(queues: ReviewQueues) -> int:
+    """Let the judge answer what nobody has answered; return how many pairs have an answer."""
+    pairs = queues.read(QUEUE)
+    waiting = [each for each in pairs if not each.answers]
+    scores = [
+        gold_score([str(each.prompt) for each in waiting], [getattr(each, side) for each in waiting])
+        for side in ("response_a", "response_b")
+    ]
+    for each, a, b in zip(waiting, *scores, strict=True):
+        queues.answer(QUEUE, each.trace_id, "tie" if a == b else "A" if a > b else "B", PERSON)
+    return len(pairs)
+
+
+def main() -> None:
+    """Run the rounds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env", help="Kedro's environment of the demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of a round")
+    given = parser.parse_args()
+    environment = ["--env", given.env] if given.env else []
+    uri = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+    queues, rows = ReviewQueues(uri, "ppo_rlhf"), []
+    for number in range(1, given.rounds + 1):
+        begin = time.monotonic()
+        policy = "sft_policy" if number == 1 else "ppo_policy"
+        collect = f"feedback.policy={policy}", f"feedback.queue={QUEUE}", f"feedback.pairs={given.pairs}"
+        run(environment, "collect_feedback", *collect)
+        answered = answer_all(queues)
+        run(environment, "reward_modelling,align", f"preferences_path=mlflow:{QUEUE}")
+        mlflow.set_tracking_uri(uri)
+        [last] = mlflow.search_runs(experiment_names=["ppo_rlhf"], max_results=1, output_format="list")
+        summary = json.loads(Path("data/08_reporting/evaluation_summary.json").read_text(encoding="utf-8"))
+        rows.append(
+            {
+                "round": number,
+                "answered pairs": answered,
+                "reward model accuracy": last.data.metrics["reward_model/eval_accuracy"],
+                "gold score of PPO": summary["eval/judge_score"],
+                "gold score of SFT": summary["eval/judge_score_sft"],
+                "win rate": summary["eval/win_rate"],
+                "minutes": (time.monotonic() - begin) / 60,
+            }
+        )
+        table = pd.DataFrame(rows)
+        table.to_csv("data/08_reporting/feedback_rounds.csv", index=False)
+        print(table.round(3).to_string(index=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()
