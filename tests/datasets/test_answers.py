@@ -30,8 +30,10 @@ def here(queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch) -> ReviewQueues:
 
 
 def test_the_preferred_side_is_chosen_and_the_rest_is_counted(here: ReviewQueues, caplog: Any) -> None:
-    ids = filled(here, [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(7)])
-    for trace_id, values in zip(ids, ["A", "B", "tie", "both bad", "AB", "BAB", ""], strict=True):
+    ids = filled(
+        here, [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(7)] + [Comparison(7, "p", "a", " ")]
+    )
+    for trace_id, values in zip(ids, ["A", "B", "tie", "both bad", "AB", "BAB", "", "A"], strict=True):
         for number, value in enumerate([values] if len(values) > 3 or values == "tie" else values):
             answer(here, trace_id, value, f"person {number}")
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
@@ -47,7 +49,8 @@ def test_the_preferred_side_is_chosen_and_the_rest_is_counted(here: ReviewQueues
     assert table["people"][2] == ["person 0", "person 1", "person 2"]
     [line] = [line for line in caplog.messages if "pairs are used" in line]
     assert line == (
-        "mlflow:sft: 3 of 7 pairs are used; 1 ties, 1 both bad, 1 without a majority, 1 unanswered. 3 people, "
+        "mlflow:sft: 3 of 8 pairs are used; 1 ties, 1 both bad, 1 without a majority, 1 unanswered, "
+        "1 with a blank response. 3 people, "
         f"whose agreement (Krippendorff's alpha) is {table['agreement'][0]:.2f}."
     )
 

@@ -43,8 +43,10 @@ def load_answers(source: str) -> Dataset:
     answers = [{each.person: each.value for each in comparison.answers} for comparison in found]
     chosen = [majority(each) for each in answers]
     alpha = agreement(answers)
-    rows = [_row(*each, alpha) for each in zip(found, chosen, strict=True) if each[1] in ("A", "B")]
-    _tell(source, answers, chosen, alpha)
+    preferred = [each for each in zip(found, chosen, strict=True) if each[1] in ("A", "B")]
+    # preferences have no blank texts: in a user's table one is a mistake
+    rows = [_row(*each, alpha) for each in preferred if is_text(each[0].response_a) and is_text(each[0].response_b)]
+    _tell(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
     if not rows:
         raise DataError(f"{source}: nobody has preferred a response yet in {len(found)} pairs. Answer some in MLflow.")
     if len({is_text(row["chosen"]) for row in rows}) > 1:
@@ -73,14 +75,16 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
     }
 
 
-def _tell(source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None) -> None:
+def _tell(
+    source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None, *, blank: int
+) -> None:
     """Log once in a run how many pairs are used, and why the others are not."""
     unanswered = sum(not each for each in answers)
     counts = Counter(each for each, given in zip(chosen, answers, strict=True) if given)
-    used, people = counts["A"] + counts["B"], len({person for each in answers for person in each})
+    used, people = counts["A"] + counts["B"] - blank, len({person for each in answers for person in each})
     line = (
         f"{source}: {used} of {len(answers)} pairs are used; {counts['tie']} ties, {counts['both bad']} both bad, "
-        f"{counts[None]} without a majority, {unanswered} unanswered. {people} people"
+        f"{counts[None]} without a majority, {unanswered} unanswered, {blank} with a blank response. {people} people"
         + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
     )
     if line not in said:
