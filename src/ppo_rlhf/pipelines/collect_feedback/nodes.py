@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import mlflow
 import pandas as pd
 from datasets import Dataset
 
@@ -15,6 +16,7 @@ from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues, queues_of_run
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.names import env_option
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
@@ -90,15 +92,15 @@ def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feed
         }
 
     done = on_main(put)
-    served = "" if queues_of_run().has_server else "`kedro mlflow ui`, then "
+    run = mlflow.active_run()
+    environment = env_option(run.data.tags.get("environment")) if run else ""
+    served = "" if queues_of_run().has_server else f"`kedro mlflow ui{environment}`, then "
     log.info("%d pairs added to the queue %s: it has %d, %d answered.", *(done[key] for key in _COUNTS))
     log.info("People answer them here: %s%s", served, done["address"])
-    if feedback.against is None:
-        log.info(
-            "Then: kedro run --pipelines reward_modelling,align --params %s", _quoted("preferences_path=mlflow:", done)
-        )
-    else:
-        log.info("Then: kedro run --pipelines human_evaluation --params %s", _quoted("feedback.queue=", done))
+    then = "reward_modelling,align", "preferences_path=mlflow:"
+    if feedback.against is not None:
+        then = "human_evaluation", "feedback.queue="
+    log.info('Then: kedro run%s --pipelines %s --params "%s%s"', environment, *then, done["queue"])
     return done
 
 
@@ -144,7 +146,3 @@ def _comparison(row: Mapping[str, Any]) -> Comparison:
 
 def _sources(*policies: PretrainedHandle | None) -> list[str]:
     return [each.source for each in policies if each is not None]
-
-
-def _quoted(setting: str, done: Mapping[str, Any]) -> str:
-    return f'"{setting}{done["queue"]}"'
