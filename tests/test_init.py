@@ -204,6 +204,34 @@ def test_a_project_runs_with_a_node_of_its_own_and_tells_a_misspelt_name(
     assert (project / "data/08_reporting/report.html").is_file()
 
 
+def test_a_project_of_a_version_without_feedback_runs_and_is_told_what_feedback_needs(
+    tmp_path: Path, kedro: Kedro, kedro_logging: None, no_mlflow_left_over: None, migrated_database: Path
+) -> None:
+    model, prompts = inputs(tmp_path)
+    project = tmp_path / "earlier"
+    assert init(project, "--model", model, "--prompts", prompts).exit_code == 0
+    shutil.copy(migrated_database, project / "mlflow.db")
+    (project / "conf/base/parameters_feedback.yml").unlink()
+    entries = (project / "conf/base/catalog_feedback.yml").rename(tmp_path / "catalog_feedback.yml")
+    result = kedro(project, "run", "--params", SMALL)
+    assert result.exit_code == 0, result.output
+    assert (project / "data/08_reporting/report.html").is_file()
+    told = "as the project was made by an earlier version. Copy conf/base/catalog_feedback.yml and "
+    for arguments, lacking in (
+        (["collect_feedback"], "params:feedback, feedback_pairs"),
+        (["human_evaluation"], "params:feedback, human_evaluation"),
+        (["reward_modelling", "--params", "preferences_path=mlflow:sft_policy"], "answered_preferences"),
+    ):
+        result = kedro(project, "run", "--pipelines", *arguments)
+        assert result.exit_code == 1
+        assert f"Error: conf/base has no {lacking}, {told}" in result.stderr
+        assert "No file holds" not in result.stderr
+    entries.rename(project / "conf/base/catalog_feedback.yml")
+    assert (
+        "Error: conf/base has no params:feedback, as" in kedro(project, "run", "--pipelines", "collect_feedback").stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

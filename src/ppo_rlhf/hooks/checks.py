@@ -11,7 +11,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.framework.project import pipelines
-from kedro.io import CatalogProtocol
+from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes
@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.resume import can_resume
-from ppo_rlhf.names import RESUME_CHECKPOINT
+from ppo_rlhf.names import HUMAN_EVALUATION, RESUME_CHECKPOINT
 from ppo_rlhf.paths import path_of
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
@@ -83,6 +83,8 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     """
     from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
+    if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():
+        run.catalog[HUMAN_EVALUATION] = MemoryDataset({})  # a project of an earlier version: a report is made without
     settings, of_policy = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
     problems = missing_paths(loader, run.catalog, run.pipeline.inputs())

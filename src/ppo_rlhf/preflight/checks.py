@@ -20,12 +20,14 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
+from ppo_rlhf.datasets.answers import SCHEME
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
+from ppo_rlhf.names import HUMAN_EVALUATION
 from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
@@ -69,7 +71,15 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_sharding, check_start, check_settings, check_sweep, check_protection, check_scorer):
+    for first in (
+        check_sharding,
+        check_feedback,
+        check_start,
+        check_settings,
+        check_sweep,
+        check_protection,
+        check_scorer,
+    ):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -98,9 +108,21 @@ def check_sharding(run: RunRequest) -> None:
         refuse_sharding(stage)
 
 
+def check_feedback(run: RunRequest) -> Iterator[str]:
+    """Find entries without which people's answers, or whose each response is, would be lost at the run's end."""
+    keeps = ["params:feedback", "feedback_pairs", *([HUMAN_EVALUATION] if run.writes(HUMAN_EVALUATION) else [])]
+    if (run.source("raw_preferences") or "").startswith(SCHEME):
+        keeps.append("answered_preferences")
+    if lacking := [name for name in keeps if run.lacks(name)]:
+        yield (
+            f"conf/base has no {', '.join(lacking)}, as the project was made by an earlier version. Copy "
+            "conf/base/catalog_feedback.yml and conf/base/parameters_feedback.yml from a new one (`ppo_rlhf init`)."
+        )
+
+
 def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs that are nowhere, or not yet: the run starts after the nodes that make them."""
-    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs())}
+    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - {"params:feedback"})}
     nowhere = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if nowhere:
         yield f"No file holds {', '.join(nowhere)}, so the run cannot start there: use --from-nodes with earlier nodes."

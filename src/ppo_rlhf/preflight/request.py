@@ -59,6 +59,10 @@ class RunRequest:
         """Return whether a node of the run makes this dataset."""
         return name in self.pipeline.all_outputs()
 
+    def lacks(self, name: str) -> bool:
+        """Return whether a node of the run reads or makes this dataset, and the catalog has no entry for it."""
+        return name in self.pipeline.datasets() and name not in self.catalog
+
     def group(self, name: str, kind: type[T]) -> T | None:
         """Return a group of parameters, which Kedro has validated; None if no node of the run reads it."""
         value = self.catalog[f"params:{name}"].load() if self.reads(f"params:{name}") else None
