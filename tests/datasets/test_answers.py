@@ -65,6 +65,16 @@ def test_texts_of_any_kind_become_preferences_exactly(here: ReviewQueues) -> Non
     assert checked["chosen"].tolist() == [f"{text}!" for text in texts]
 
 
+def test_columns_that_are_kept_are_not_told_to_be_unused(here: ReviewQueues, caplog: Any) -> None:
+    [trace_id] = filled(here, [Comparison(0, "p", "a", "b")])
+    answer(here, trace_id, "A")
+    table = frame_of(RecordsDataset("mlflow:sft").load())
+    check_preferences(table, RewardModellingConfig())
+    assert "not used" not in caplog.text
+    check_preferences(table.assign(score=1.0), RewardModellingConfig())
+    assert "preferences: not used: `score`." in caplog.text
+
+
 def test_a_chat_comes_back_as_a_chat_with_its_answer(here: ReviewQueues) -> None:
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     [trace_id] = filled(here, [Comparison(0, chat, "good", "bad")])

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 AGREEMENT = "feedback/agreement"
 """The metric of `agreement`."""
 TRACE, PEOPLE, WHEN, RATIONALES, ALPHA = "trace_id", "people", "answered_at", "rationales", "agreement"
+KEPT = (TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
 """Columns of preferences that people gave, beside those that a reward model reads."""
 
 

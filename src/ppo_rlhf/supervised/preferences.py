@@ -38,6 +38,7 @@ from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
+from ppo_rlhf.supervised.answers import KEPT, TRACE
 
 SIDES = ("prompt", "chosen", "rejected")
 COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")
@@ -78,7 +79,8 @@ def check_preferences(
     records = [_prompt_apart(record, row) for row, record in enumerate(table.to_dict("records"))]
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
-    name_unused("preferences", frame.columns, wanted, of_chats=any(are_chats))
+    used = [*wanted, *(KEPT if TRACE in frame else ())]  # of people's answers these are kept beside the model
+    name_unused("preferences", frame.columns, used, of_chats=any(are_chats))
     for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
         where = f"preferences: row {row}"
         checked.at[row, "prompt"] = with_system(checked.at[row, "prompt"], frame[SYSTEM].iloc[row], where)
