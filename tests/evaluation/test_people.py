@@ -48,6 +48,23 @@ def test_a_pair_that_several_people_answered_is_worth_their_mean_and_each_has_a_
     assert "ben" not in told
 
 
+def test_pairs_of_one_prompt_are_one_in_intervals_and_verdict() -> None:
+    # each of 12 prompts answered by ten pairs that go one way says no more than one pair of it
+    worths = [{"a": float(number % 3 > 0)} for number in range(12)]
+    once = compare_by_people(worths, [1.0] * 12, prompts=[f"p{number}" for number in range(12)])
+    often = compare_by_people(worths * 10, [1.0] * 120, prompts=[f"p{number}" for number in range(12)] * 10)
+    for name in ("win_rate", "judge_agreement"):
+        for end in ("", "_low", "_high"):
+            assert often["metrics"][f"human/{name}{end}"] == pytest.approx(once["metrics"][f"human/{name}{end}"])
+    assert often["by_person"][0]["low"] == pytest.approx(once["by_person"][0]["low"])
+    assert (often["verdict"], often["answered"], often["prompts"]) == (once["verdict"], 120, 12)
+    assert "decided by one person on 120 pairs of 12 prompts: " in say({**often, "judge": "j"})
+    few = compare_by_people([{"a": 1.0}] * 90, prompts=[f"p{number % 9}" for number in range(90)])
+    assert few["verdict"].startswith("Too few answered")
+    unanswered = compare_by_people([{"a": 1.0}, {}, {"a": 0.0}], prompts=["p", "p", "q"])
+    assert (unanswered["metrics"]["human/win_rate"], unanswered["prompts"]) == (0.5, 2)
+
+
 def test_the_judge_agrees_where_it_prefers_what_people_prefer_and_half_on_its_ties() -> None:
     worths: list[dict[str, float]] = [{"a": 1.0}, {"a": 1.0}, {"a": 0.0}, {"a": 0.0}, {"a": 0.5}, {}]
     found = compare_by_people(worths, [1.0, 0.0, 0.0, 0.5, 1.0, 1.0])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ppo_rlhf.evaluation.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, WIN, conclude_outcomes, win_rate
 
@@ -17,6 +18,7 @@ def compare_by_people(
     worths: Sequence[Mapping[str, float]],
     judged: Sequence[float | None] = (),
     *,
+    prompts: Sequence[str] | None = None,
     ours: str = "PPO",
     theirs: str = "SFT",
     agreement: float | None = None,
@@ -26,40 +28,48 @@ def compare_by_people(
     Args:
         worths: For each pair what it is worth to our policy by person: 1, 0, or ½ for a tie; empty: unanswered.
         judged: For each pair what it is worth to our policy by the judge; empty: no judge.
+        prompts: For each pair its prompt; None: all are different.
         ours: The policy whose win rate is given, in words.
         theirs: The other one.
         agreement: Krippendorff's alpha of the answers, None if no pair was answered twice.
 
     Returns:
         `verdict`, as of `conclude` with the policies' names; `metrics`, `human/*`; `by_person`, in an order that tells
-        nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`, `people`. A pair that several people
-        answered is worth their mean. How often judge and people agree counts pairs of which people on the whole prefer
-        one side; where the judge has a tie it agrees half.
+        nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`, `prompts` (of answered pairs),
+        `people`. A pair that several people answered is worth their mean, and so is a prompt of several pairs:
+        responses to one prompt are alike, so intervals and verdict are over prompts. How often judge and people agree
+        counts pairs of which people on the whole prefer one side; where the judge has a tie it agrees half.
     """
-    answered = [each for each in worths if each]
-    people = sorted({person for each in answered for person in each})
-    common: dict[str, Any] = {"pairs": len(worths), "answered": len(answered), "people": len(people)}
+    asked = range(len(worths)) if prompts is None else prompts
+    answered = [(of, each) for of, each in zip(asked, worths, strict=True) if each]
+    people = sorted({person for _, each in answered for person in each})
+    common: dict[str, Any] = {
+        "pairs": len(worths),
+        "answered": len(answered),
+        "prompts": len({of for of, _ in answered}),
+        "people": len(people),
+    }
     if not answered:
         return {"verdict": f"Nobody has compared {ours} and {theirs} yet", "metrics": {}, "by_person": [], **common}
-    together = np.array([[np.mean([*each.values()])] for each in answered])
+    together = _by_prompt((of, float(np.mean([*each.values()]))) for of, each in answered)
     concluded = conclude_outcomes(together, by_trained_reward=False)
     metrics = _rate("win_rate", together)
     metrics |= {f"{PREFIX}pairs": float(len(answered)), f"{PREFIX}people": float(len(people))}
     if agreement is not None:
         metrics[f"{PREFIX}agreement"] = agreement
     both = [
-        (float(np.mean([*each.values()])), judge)
-        for each, judge in zip(worths, judged or [None] * len(worths), strict=True)
+        (of, float(np.mean([*each.values()])), judge)
+        for of, each, judge in zip(asked, worths, judged or [None] * len(worths), strict=True)
         if each and judge is not None
     ]
-    decided = [1.0 - abs(float(mean > 0.5) - judge) for mean, judge in both if mean != 0.5]
+    decided = [(of, 1.0 - abs(float(mean > 0.5) - judge)) for of, mean, judge in both if mean != 0.5]
     if decided:
-        metrics |= _rate("judge_agreement", np.array(decided)[:, None])
+        metrics |= _rate("judge_agreement", _by_prompt(decided))
     by_person = []
     for person in people:
-        own = win_rate(np.array([[each[person]] for each in answered if person in each]))
-        count = sum(person in each for each in answered)
-        by_person.append({"pairs": count, "win_rate": own.rate, "low": own.low, "high": own.high})
+        told = [(of, each[person]) for of, each in answered if person in each]
+        own = win_rate(_by_prompt(told))
+        by_person.append({"pairs": len(told), "win_rate": own.rate, "low": own.low, "high": own.high})
     by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # not by name
     return {
         "verdict": _named(concluded["verdict"], ours, theirs),
@@ -78,9 +88,10 @@ def say(summary: Mapping[str, Any]) -> str:
     if not metrics:
         return f"{summary['verdict']}."
     people = "one person" if summary["people"] == 1 else f"{summary['people']} people"
-    text = (
-        f"{summary['verdict']}, decided by {people} on {summary['answered']} pairs: {_interval(metrics, 'win_rate')}."
-    )
+    pairs = f"{summary['answered']} pairs"
+    if summary["prompts"] < summary["answered"]:
+        pairs += f" of {summary['prompts']} prompts"
+    text = f"{summary['verdict']}, decided by {people} on {pairs}: {_interval(metrics, 'win_rate')}."
     if f"{PREFIX}agreement" in metrics:
         text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
     if f"{PREFIX}judge_agreement" in metrics:
@@ -92,6 +103,14 @@ def say(summary: Mapping[str, Any]) -> str:
 def _interval(metrics: Mapping[str, float], name: str, before: str = "win rate") -> str:
     rate, low, high = (100 * metrics[f"{PREFIX}{name}{end}"] for end in ("", "_low", "_high"))
     return f"{before} {rate:.1f}% (95% interval {low:.1f}% to {high:.1f}%)"
+
+
+def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
+    """Return the mean of each prompt's values, [N, 1]."""
+    of_prompt: dict[Hashable, list[float]] = {}
+    for prompt, value in values:
+        of_prompt.setdefault(prompt, []).append(value)
+    return np.array([[np.mean(each)] for each in of_prompt.values()])
 
 
 def _rate(name: str, outcomes: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from ppo_rlhf.datasets.review_queues import Comparison, queues_here
 from ppo_rlhf.evaluation import people
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.paths import last_name
+from ppo_rlhf.paths import last_name, shown
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.supervised.answers import agreement
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
@@ -29,12 +29,14 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     """Read a queue's answers, and whose each response is from the tables of the runs that collected them.
 
     Returns:
-        One row a pair: `prompt` and `columns` (JSON) as functions see them, `ours` and `theirs` (the responses; ours is
-        PPO's if one of the policies is), `answers` (JSON, by person), `worths` (JSON, what the pair is worth to ours by
-        person), and `our_name`, `their_name`, `our_source`, `their_source` of the policies.
+        One row a pair of the two policies of the newest pair: `number`, `prompt` and `columns` (JSON) as functions see
+        them, `ours` and `theirs` (the responses; ours is PPO's if one of the policies is), `answers` (JSON, by person),
+        `worths` (JSON, what the pair is worth to ours by person), and `our_name`, `their_name`, `our_source`,
+        `their_source` of the policies. Pairs of others, as of a policy before it was trained anew, are left out with a
+        warning.
 
     Raises:
-        DataError: There is no such queue; no pair of it is known to compare two policies; or it compares more than two.
+        DataError: There is no such queue, or no pair of it is known to compare two policies.
     """
     queue, queues = feedback.queue_name, queues_here()
     by_run: dict[str, list[Comparison]] = defaultdict(list)
@@ -62,14 +64,16 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
             f"mlflow:{queue}: no pair of this queue compares two policies. Collect some: kedro run --pipelines "
             "collect_feedback --params feedback.against=ppo_policy, and set feedback.queue to the queue that it names."
         )
-    table = pd.DataFrame(rows)
-    sources = table[["our_source", "their_source"]].drop_duplicates()
-    if len(sources) > 1:
-        found = "; ".join(f"{row.our_source} and {row.their_source}" for row in sources.itertuples())
-        raise DataError(
-            f"mlflow:{queue}: this queue compares more than two policies ({found}). Give each pair its own."
+    table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
+    sources = ["our_source", "their_source"]
+    newest = table.iloc[-1]  # by the number of the pair
+    is_newest = (table[sources] == newest[sources]).all(axis=1)
+    if not is_newest.all():
+        log.warning(
+            "mlflow:%s: %d of %d pairs are of other policies than the newest, %s and %s, and are left out.",
+            *(queue, int((~is_newest).sum()), len(table), *map(shown, newest[sources])),
         )
-    return table
+    return table[is_newest].reset_index(drop=True)
 
 
 def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: EvaluationConfig) -> dict[str, Any]:
@@ -97,6 +101,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     summary = people.compare_by_people(
         [json.loads(row) for row in table["worths"]],
         judged,
+        prompts=table["prompt"].tolist(),
         ours=first["our_name"],
         theirs=first["their_name"],
         agreement=agreement([json.loads(row) for row in table["answers"]]),
@@ -142,6 +147,7 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
     }
     names = [people.KINDS.get(row[f"{side}_name"], last_name(row[f"{side}_name"])) for side in order]
     return {
+        "number": each.number,
         "prompt": row["prompt"],
         "columns": row["columns"],
         **dict(zip(("ours", "theirs"), (texts[side] for side in order), strict=True)),
