@@ -94,16 +94,20 @@ def test_a_queue_of_one_policy_or_of_deleted_runs_is_refused_and_nothing_is_lost
     assert all(len(each.answers) == 2 for each in queues.read(QUEUE))
 
 
-def test_of_a_queue_of_more_than_two_policies_the_newest_are_compared(
+def test_of_a_queue_of_more_than_two_policies_the_newest_answered_are_compared(
     folder: Path, compared: Any, queues: ReviewQueues, caplog: Any
 ) -> None:
     (folder / "ppo").rename(folder / "anew")
     anew, _ = collect(folder, against=str(folder / "anew"), queue=QUEUE, prompts="training")
+    assert len(nodes.unblind_answers(FeedbackConfig(queue=QUEUE))) == len(compared)  # nobody has answered the others
+    answer(queues, next(each.trace_id for each in queues.read(QUEUE) if not each.answers), "A", "ben")
     table = nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
     assert table["number"].tolist() == anew["number"].tolist()
     assert {*table["our_source"]} == {str(folder / "anew")}
-    assert f"{len(compared)} of {len(compared) + len(anew)} pairs are of other policies than the newest" in caplog.text
-    assert sum(bool(each.answers) for each in queues.read(QUEUE)) == len(compared)
+    assert f"{len(compared)} of {len(compared) + len(anew)} pairs are of other policies than the newest answered" in (
+        caplog.text
+    )
+    assert sum(bool(each.answers) for each in queues.read(QUEUE)) == len(compared) + 1
 
 
 def test_the_card_has_what_people_decided_last_and_keeps_the_rest() -> None:

@@ -29,11 +29,11 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     """Read a queue's answers, and whose each response is from the tables of the runs that collected them.
 
     Returns:
-        One row a pair of the two policies of the newest pair: `number`, `prompt` and `columns` (JSON) as functions see
-        them, `ours` and `theirs` (the responses; ours is PPO's if one of the policies is), `answers` (JSON, by person),
-        `worths` (JSON, what the pair is worth to ours by person), and `our_name`, `their_name`, `our_source`,
-        `their_source` of the policies. Pairs of others, as of a policy before it was trained anew, are left out with a
-        warning.
+        One row a pair of the two policies of the newest answered pair: `number`, `prompt` and `columns` (JSON) as
+        functions see them, `ours` and `theirs` (the responses; ours is PPO's if one of the policies is), `answers`
+        (JSON, by person), `worths` (JSON, what the pair is worth to ours by person), and `our_name`, `their_name`,
+        `our_source`, `their_source` of the policies. Pairs of others, as of a policy before it was trained anew, are
+        left out with a warning.
 
     Raises:
         DataError: There is no such queue, or no pair of it is known to compare two policies.
@@ -66,11 +66,12 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
     sources = ["our_source", "their_source"]
-    newest = table.iloc[-1]  # by the number of the pair
+    answered = table[table["answers"] != "{}"]
+    newest = (table if answered.empty else answered).iloc[-1]  # by the number of the pair
     is_newest = (table[sources] == newest[sources]).all(axis=1)
     if not is_newest.all():
         log.warning(
-            "mlflow:%s: %d of %d pairs are of other policies than the newest, %s and %s, and are left out.",
+            "mlflow:%s: %d of %d pairs are of other policies than the newest answered, %s and %s, and are left out.",
             *(queue, int((~is_newest).sum()), len(table), *map(shown, newest[sources])),
         )
     return table[is_newest].reset_index(drop=True)
