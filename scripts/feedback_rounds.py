@@ -2,13 +2,12 @@
 
 Each round collects pairs on the newest policy, answers them, trains the reward model anew on all answers, and PPO from
 SFT: `python scripts/feedback_rounds.py --env demo`, in the project's folder, once there is an SFT policy. It prints a
-table and writes it to data/08_reporting/feedback_rounds.csv.
+table after each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -59,21 +58,19 @@ def main() -> None:
         run(environment, "reward_modelling,align", f"preferences_path=mlflow:{QUEUE}")
         mlflow.set_tracking_uri(uri)
         [last] = mlflow.search_runs(experiment_names=["ppo_rlhf"], max_results=1, output_format="list")
-        summary = json.loads(Path("data/08_reporting/evaluation_summary.json").read_text(encoding="utf-8"))
+        metrics = last.data.metrics  # not of a file: its folder is the environment's
         rows.append(
             {
                 "round": number,
                 "answered pairs": answered,
-                "reward model accuracy": last.data.metrics["reward_model/eval_accuracy"],
-                "gold score of PPO": summary["eval/judge_score"],
-                "gold score of SFT": summary["eval/judge_score_sft"],
-                "win rate": summary["eval/win_rate"],
+                "reward model accuracy": metrics["reward_model/eval_accuracy"],
+                "gold score of PPO": metrics["eval/judge_score"],
+                "gold score of SFT": metrics["eval/judge_score_sft"],
+                "win rate": metrics["eval/win_rate"],
                 "minutes": (time.monotonic() - begin) / 60,
             }
         )
-        table = pd.DataFrame(rows)
-        table.to_csv("data/08_reporting/feedback_rounds.csv", index=False)
-        print(table.round(3).to_string(index=False), flush=True)
+        print(pd.DataFrame(rows).round(3).to_string(index=False), flush=True)
 
 
 if __name__ == "__main__":

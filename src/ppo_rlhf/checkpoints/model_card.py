@@ -28,8 +28,9 @@ OF_A_CHAT = """\
 # inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
 """
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
-PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
 """Between them is the result, which an evaluation replaces."""
+PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
+"""Between them is what people decided, which `human_evaluation` replaces."""
 INDEXED = {
     "eval/win_rate": "Win rate over SFT",
     "eval/judge_score": "Judge's mean score",
