@@ -1,11 +1,14 @@
-"""Counts what parts of an iteration launch on a GPU, casts among them, without one: on fake CUDA tensors.
+"""Counts what parts of an iteration launch on a GPU, casts among them, without one.
 
     python benchmarks/launches.py --layers 12
 
-GPT-2 in bfloat16 with narrow layers, on which counts do not depend. Fake tensors have shapes and no numbers, and torch
-dispatches the operations that it would launch on a GPU: a fused kernel, and one over many tensors, count as one. The
-pretended device of the tests has no autocast, so it sees no casts. Without a GPU torch has no gradients of CUDA
-tensors, so passes are those without them, and autocast keeps no cast for the next pass.
+GPT-2 in bfloat16 with narrow layers, on which counts do not depend. Parts without gradients are counted on fake CUDA
+tensors, which have shapes and no numbers: torch dispatches the operations that it would launch on a GPU, and a fused
+kernel, or one over many tensors, counts as one. The pretended device of the tests has no autocast, so it sees no casts.
+Autocast keeps no cast of a fake tensor for the next pass.
+
+Without a GPU torch has no gradients of CUDA tensors. So an optimiser step and a decoding step are those of a run on the
+CPU, with all operations that torch dispatches there; a replay of a captured function counts as one.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,12 +28,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ppo_rlhf.models import packed_attention, transfers
+import gpu_parts
+from ppo_rlhf.models import captures, packed_attention, transfers
 from ppo_rlhf.models.averages import WeightAverage, trained_parameters
+from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import logits_of, packs
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.models.weight_copies import WeightCopies
+from ppo_rlhf.ppo import sampling, update
 from ppo_rlhf.ppo.batch import make_batch
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 
@@ -38,6 +44,7 @@ GPU, DTYPE = torch.device("cuda"), torch.bfloat16
 ROWS, PROMPT, RESPONSE = 32, 40, 64
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 """Operations that only make a tensor, or another name of one."""
+REPLAY = "a replay"
 
 
 class Launches(TorchDispatchMode):
@@ -52,7 +59,7 @@ class Launches(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         name, returns = func._schema.name.removeprefix("aten::"), func._schema.returns
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-        if not is_view and name not in NO_KERNEL and func.namespace != "prim":
+        if not is_view and name not in NO_KERNEL and func.namespace not in ("prim", "profiler"):
             self.by_name[name] += 1
             self.casts += name == "_to_copy" and found.dtype != args[0].dtype
         return found
@@ -61,6 +68,21 @@ class Launches(TorchDispatchMode):
     def total(self) -> int:
         """All launches."""
         return sum(self.by_name.values())
+
+    def take(self) -> Launches:
+        """Return what was counted since the last call."""
+        taken = Launches()
+        taken.by_name, taken.casts = self.by_name, self.casts
+        self.by_name, self.casts = Counter(), 0
+        return taken
+
+    @contextmanager
+    def as_replay(self) -> Iterator[None]:
+        """Count all of a block as one launch."""
+        before = self.by_name.copy(), self.casts
+        yield
+        self.by_name, self.casts = before
+        self.by_name[REPLAY] += 1
 
 
 class _PlainIndexing(TorchFunctionMode):
@@ -182,14 +204,76 @@ def rows(layers: int) -> Iterator[tuple[str, Launches, Launches]]:
         yield "moving average of the weights", count(parts.move_average_by_weight), count(parts.move_average)
 
 
+@contextmanager
+def captured_on_cpu(launches: Launches) -> Iterator[None]:
+    """Let a run on the CPU capture: a function's first run is plain, and each later one counts as a replay."""
+    known: set[tuple[Captures, Hashable]] = set()
+
+    def run(own: Captures, key: tuple[Hashable, ...], function: Callable[[], None]) -> bool:
+        is_plain = not own.serves(key[0]) or (own, key) not in known
+        known.add((own, key))
+        with nullcontext() if is_plain else launches.as_replay():
+            function()
+        return is_plain
+
+    with mock.patch.object(captures, "CAPTURED_ON", ("cpu",)), mock.patch.object(Captures, "run", run):
+        yield
+
+
+def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
+    """Return the launches of an optimiser step and of a decoding step, the last ones of a run on the CPU.
+
+    The optimiser step has one micro-batch. The run looks for sequences that have ended as seldom as on a GPU, so this
+    decoding step has no look.
+    """
+    part = gpu_parts.Part("cpu", small=True)
+    part.shapes = {"gpt2": {**part.shapes["gpt2"], "n_layer": layers}}
+    part.dtype, part.epochs = "bfloat16", 3
+    launches, decoding, optimiser = Launches(), [], []
+
+    def look(step: int, device: torch.device) -> bool:  # called once a step
+        decoding.append(launches.take())
+        return step % sampling.STEPS_BETWEEN_LOOKS == sampling.STEPS_BETWEEN_LOOKS - 1
+
+    def gradients(*args: Any) -> Any:
+        launches.take()
+        with launches:
+            return compute_gradients(*args)
+
+    def step(*args: Any) -> None:
+        with launches:
+            take_step(*args)
+        optimiser.append(launches.take())
+
+    compute_gradients, take_step = update.compute_gradients, update.take_step
+    with (
+        captured_on_cpu(launches) if captured else nullcontext(),
+        mock.patch.object(sampling, "is_time_to_look", look),
+        mock.patch.object(update, "compute_gradients", gradients),
+        mock.patch.object(update, "take_step", step),
+    ):
+        run = gpu_parts.Run(part, "gpt2", num_mini_batches=1, cuda_graphs=None if captured else False)
+        with launches:
+            run.rollouts()
+        run.update()
+    return optimiser[-1], decoding[-1]
+
+
+def step_rows(layers: int) -> Iterator[tuple[str, Launches, Launches]]:
+    """Yield the names of steps, with their launches in plain runs and in captured ones."""
+    names = "optimiser step, on a CPU", "decoding step, on a CPU"
+    yield from zip(names, steps(layers, captured=False), steps(layers, captured=True), strict=True)
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Count launches and casts of GPT-2 on fake CUDA tensors.")
+    parser = argparse.ArgumentParser(description="Count launches and casts of GPT-2 without a GPU.")
     parser.add_argument("--layers", type=int, default=12)
     logging.disable(logging.WARNING)
     print("| part | launches before | casts among them | launches now | casts among them |")
     print("| --- | --- | --- | --- | --- |")
-    for name, before, now in rows(parser.parse_args().layers):
+    layers = parser.parse_args().layers
+    for name, before, now in (*rows(layers), *step_rows(layers)):
         print(f"| {name} | {before.total:,} | {before.casts:,} | {now.total:,} | {now.casts:,} |")
 
 

@@ -314,6 +314,23 @@ def test_a_micro_batchs_scoring_casts_192_weights_of_12_layers_and_the_head_less
     assert at_once.by_name == {"_foreach_lerp_": 1}
 
 
+def test_captured_steps_have_fewer_than_a_tenth_of_the_launches():
+    """All that stays beside a replay of the update copies its inputs and result, zeroes, clips and steps."""
+    import launches
+
+    (optimiser, plain, captured), (decoding, one_by_one, replayed) = launches.step_rows(layers=12)
+    assert (optimiser, decoding) == ("optimiser step, on a CPU", "decoding step, on a CPU")
+    assert plain.casts > 2 * 12 * 4 * 2  # the weights and biases of both models' linear layers
+    assert plain.by_name["_fused_adamw_"] == captured.by_name["_fused_adamw_"] == 2
+    assert plain.by_name["native_layer_norm_backward"] == 2 * (2 * 12 + 1)
+    assert one_by_one.by_name["native_layer_norm"] == 2 * 12 + 1
+    assert captured.by_name[launches.REPLAY] == captured.by_name["_foreach_zero_"] == 1
+    assert captured.total < plain.total / 10
+    assert replayed.by_name == {launches.REPLAY: 1}
+    assert replayed.total < one_by_one.total / 10
+    assert captured.casts == replayed.casts == 0
+
+
 def test_autocast_keeps_its_casts_for_a_block_of_passes_as_the_count_says():
     """On a CPU, where fake tensors are not needed: the second pass of the critic casts no weight."""
     import torch
