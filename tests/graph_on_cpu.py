@@ -79,6 +79,7 @@ class GraphOnCPU(TorchDispatchMode):
         type(self).captures += 1
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # the operations are those behind autocast, also of where it was off
     def replay(self) -> None:
         type(self).replays += 1
         for func, args, kwargs, made in self._calls:
