@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.core.logprobs import card_bytes
@@ -204,6 +205,11 @@ class Captures:
                 yield
         finally:
             current.wait_stream(self._stream)  # also after an error: what runs there may write into what is freed here
+
+
+def addresses(*models: nn.Module) -> tuple[int, ...]:
+    """Return where the weights and buffers of models lie: graphs read them there."""
+    return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
 
 
 def pool_bytes(device: torch.device) -> int:

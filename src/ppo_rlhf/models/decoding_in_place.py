@@ -110,8 +110,3 @@ class InPlaceDecoder(Decoder):
                 caches.append(spread.new_zeros(self.rows, heads, self.columns, size))
             caches[call][:prompts, :, :length] = spread
         return self._prompts.attend(query_NHD, key_NKD, value_NKD, scaling)
-
-
-def addresses(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return where the weights and buffers lie that a model's modules read: a graph reads them there."""
-    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppo_rlhf.models.captures import UPDATE, Captures
+from ppo_rlhf.models.captures import UPDATE, Captures, addresses
 from ppo_rlhf.models.transfers import tensors_of
 
 Inputs = tuple[Any, ...]
@@ -30,7 +30,7 @@ class CapturedPasses:
 
     def __init__(self, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Take the run's graphs, its forward passes, and the optimisers of all weights that train."""
-        self._captures, self._optimizers, self._places = captures, optimizers, _places_of(models)
+        self._captures, self._optimizers, self._places = captures, optimizers, addresses(*models)
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._learners: dict[Hashable, list[nn.Parameter]] = {}  # by kind of pass: the weights that take part
         self._buffers: dict[Hashable, _Buffers] = {}
@@ -39,7 +39,7 @@ class CapturedPasses:
     def of(cls, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> CapturedPasses:
         """Return the passes whose buffers `captures` holds, or new ones: none are held, or the weights have moved."""
         held = captures.held.get(UPDATE)
-        if isinstance(held, cls) and held._places == _places_of(models):
+        if isinstance(held, cls) and held._places == addresses(*models):
             return held
         if held is not None:
             captures.release()
@@ -129,7 +129,3 @@ class _Buffers:
 
 def _tensors_of(inputs: Inputs) -> list[Tensor]:
     return [tensor for each in inputs for tensor in tensors_of(each)]
-
-
-def _places_of(models: Sequence[nn.Module]) -> list[int]:
-    return [tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())]

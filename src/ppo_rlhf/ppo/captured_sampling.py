@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
-from ppo_rlhf.models.captures import DECODING, Captures
+from ppo_rlhf.models.captures import DECODING, Captures, addresses
 from ppo_rlhf.models.decoding_in_place import (
     FEWEST_COLUMNS,
     FEWEST_ROWS,
     InPlaceDecoder,
-    addresses,
     next_size,
     rows_kept,
 )
