@@ -283,7 +283,7 @@ def test_each_iteration_is_one_line_where_there_is_no_terminal(journal, caplog):
         LoopRunner().run(pipeline, catalog_for(pipeline))
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Iteration")]
     assert [line.split(",")[0] for line in lines] == ["Iteration 1/3", "Iteration 2/3", "Iteration 3/3"]
-    assert "reward 3.000" in lines[-1]
+    assert "score 3.000" in lines[-1]
     assert "left" not in lines[-1]
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from tqdm import tqdm
 
-from ppo_rlhf import processes
+from ppo_rlhf.processes import is_main_process
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
 SHOWN = {
-    "objective/scores": "reward {:z.3f}",
+    "objective/scores": "score {:z.3f}",  # before the KL penalty
     "objective/kl": "KL {:z.2f}",
     "objective/entropy": "entropy {:z.2f}",
+    "response/length": "length {:.1f}",
     "throughput/episodes_per_s": "{:.1f} episodes/s",
     **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model", "critic")},
     **{f"{stage}/learning_rate": "learning rate {:.2g}" for stage in ("sft", "reward_model")},
@@ -25,51 +29,83 @@ SHOWN = {
     "sft/eval_loss": "held-out loss {:.3f}",
     "reward_model/eval_accuracy": "accuracy {:.1%}",
 }
+"""The metrics on the screen, the most telling ones first; docs/metrics.md has their units."""
+
+Show = Callable[[int, Mapping[str, float]], None]
+"""Shows that an iteration or step (counted from 1) is complete, with its metrics."""
 
 listeners: list[Callable[[Mapping[str, float], int], None]] = []
 """Called with the metrics of a stage that is one node, and their step, while it runs."""
 
-logger = logging.getLogger("ppo_rlhf.runner")
+logger = logging.getLogger(__name__)
+
+
+def say(line: str) -> None:
+    """Log a line, only in the main process; print it if logging is not set up, as transformers' Trainer does."""
+    if not is_main_process():
+        return
+    if logger.hasHandlers():
+        logger.info("%s", line)
+    else:
+        tqdm.write(line)
+
+
+def readings(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics that are shown, in words."""
+    return [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+
+
+@dataclass
+class Lines:
+    """A log line for each of few iterations; of many for the first, the last, and one in `interval_s` seconds."""
+
+    done: int  # iterations that were complete before
+    total: int
+    interval_s: float = LINE_INTERVAL_S
+    step: str = "Iteration"
+    started_at: float = field(default_factory=lambda: time.monotonic())
+    line_at: float = -math.inf
+
+    def show(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Say that an iteration is complete, if it is one that has a line."""
+        now = time.monotonic()
+        has_few = self.total - self.done <= FEW_ITERATIONS
+        if has_few or iteration >= self.total or now - self.line_at >= self.interval_s:
+            self.line_at = now
+            say(", ".join([f"{self.step} {iteration}/{self.total}", *readings(metrics), *self.time_left(iteration)]))
+
+    def time_left(self, iteration: int) -> list[str]:
+        """Return, in words, how long the iterations after this one take at the pace so far; nothing after the last."""
+        if iteration >= self.total:
+            return []
+        seconds = (time.monotonic() - self.started_at) / max(1, iteration - self.done) * (self.total - iteration)
+        return [f"{timedelta(seconds=round(seconds))} left"]
 
 
 @contextmanager
-def reporting(
-    done: int, total: int, title: str = "PPO", step: str = "Iteration"
-) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Yield a function that shows that an iteration (counted from 1) is complete, with its metrics.
+def reporting(done: int, total: int, title: str = "PPO", step: str = "Iteration") -> Iterator[Show]:
+    """Yield a function that shows an iteration: in a bar on a terminal (rich's console, as Kedro's log), else in Lines.
 
-    On a terminal that is one bar, on rich's console as Kedro's log. Elsewhere it is a log line for each of few
-    iterations; for each of many if the last line is two seconds old, and for the last one. Of the `total` iterations
-    `done` are complete already; `step` stands for `Iteration` in a log line.
+    Of the `total` iterations `done` are complete already; `step` stands for `Iteration` in a log line.
     """
-    started_at = time.monotonic()
-    line_at = float("-inf")
-
-    def readings(iteration: int, metrics: Mapping[str, float]) -> list[str]:
-        seconds = (time.monotonic() - started_at) / max(1, iteration - done) * (total - iteration)
-        left = [f"{timedelta(seconds=round(seconds))} left"] if iteration < total else []
-        return [*(text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics), *left]
-
-    def log(iteration: int, metrics: Mapping[str, float]) -> None:
-        nonlocal line_at
-        if total - done <= FEW_ITERATIONS or iteration >= total or time.monotonic() - line_at >= LINE_INTERVAL_S:
-            line_at = time.monotonic()
-            say("%s", ", ".join([f"{step} {iteration}/{total}", *readings(iteration, metrics)]))
-
+    lines = Lines(done, total, step=step)
     console = rich.get_console()
-    if not console.is_terminal or console.is_jupyter or not processes.is_main_process():
-        yield log
+    if not console.is_terminal or console.is_jupyter or not is_main_process():
+        yield lines.show
         return
     columns = (title, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         task = progress.add_task(title, completed=done, total=total, readings="")
-        yield lambda iteration, metrics: progress.update(
-            task, completed=iteration, readings=", ".join(readings(iteration, metrics))
-        )
+
+        def show(iteration: int, metrics: Mapping[str, float]) -> None:
+            words = ", ".join([*readings(metrics), *lines.time_left(iteration)])
+            progress.update(task, completed=iteration, readings=words)
+
+        yield show
 
 
 @contextmanager
-def watching(title: str, total: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+def watching(title: str, total: int) -> Iterator[Show]:
     """Yield a function that shows the metrics of a stage's optimiser step, and tells the listeners."""
     with reporting(0, total, title, f"{title} step") as show:
 
@@ -93,9 +129,3 @@ def silenced(names: Iterable[str]) -> Iterator[None]:
     finally:
         for quiet, level in levels.items():
             quiet.setLevel(level)
-
-
-def say(text: str, *arguments: object) -> None:
-    """Log a line, only in the main process."""
-    if processes.is_main_process():
-        logger.info(text, *arguments)

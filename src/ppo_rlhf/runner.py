@@ -189,7 +189,7 @@ class LoopRunner(SequentialRunner):
                 execute(node)
                 self._release_datasets(node, catalog, loads, pipeline)
                 seconds = time.perf_counter() - started
-                say("Completed node %d of %d: %s (%.1f s)", number, len(pipeline.nodes), node.name, seconds)
+                say(f"Completed node {number} of {len(pipeline.nodes)}: {node.name} ({seconds:.1f} s)")
 
         run_once(plan.upstream, 1)
         if plan.iteration:
@@ -269,13 +269,13 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
             skipped.add(node)
     if not skipped:
         return pipeline
-    say("Skipping %d nodes: this MLflow run has written their outputs.", len(skipped))
+    say(f"Skipping {len(skipped)} nodes: this MLflow run has written their outputs.")
     return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
 def _stop_if_over(hours: float | None, next_node: str) -> None:
     if why := next(filter(None, processes.from_all(time_is_over(hours))), "") if hours is not None else "":
-        say("%s are over: the run stops before %s. What was written is kept.", why, next_node)
+        say(f"{why} are over: the run stops before {next_node}. What was written is kept.")
         raise TerminationSignal(signal.SIGTERM, why)
 
 
@@ -305,7 +305,7 @@ def _iterate(
 
     is_complete = state.finished
     if not is_complete:
-        say("Training: %d iterations.", state.total_iterations - state.iteration)
+        say(f"Training: {state.total_iterations - state.iteration} iterations.")
         callbacks.begin()
     if state.iteration > 0 or is_complete:
         catalog.save(NEXT_STATE, state)
@@ -313,7 +313,7 @@ def _iterate(
             execute(node)
         tell_evaluation()
     if is_complete:
-        say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
+        say(f"Training is already complete ({state.iteration} of {state.total_iterations} iterations).")
         return
     shutdown = _Shutdown(state)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
@@ -364,7 +364,7 @@ class _Shutdown:
             return
         signum, why = asked[0]
         if why:
-            say("%s are over: iteration %d is saved, and the run stops.", why, self.state.iteration)
+            say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
         self.state.stopping = True
         if not processes.from_main(catalog.is_checkpoint_saved):  # it was not due then, but is now
             catalog.save_checkpoint()

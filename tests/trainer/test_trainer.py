@@ -736,7 +736,7 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
     places = ("trainer", "progress", "query_sampler")
-    for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume"):
+    for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume", "progress"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     for place in ("progress", "trainer"):  # locks and looks for checkpoints, and writes a policy
         monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
@@ -746,7 +746,8 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
         trainer.generate(QUERIES, temperature=1.0)
         trainer.log_stats({}, {}, [1.0])
         trainer.save_pretrained(tmp_path / "policy")
-    assert [record.name for record in caplog.records if record.name.startswith("ppo_rlhf.trainer")] == []
+    said_by = ("ppo_rlhf.trainer", "ppo_rlhf.progress")
+    assert [record.name for record in caplog.records if record.name.startswith(said_by)] == []
     assert not any((tmp_path / name).exists() for name in ("run", "policy"))
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from datasets import load_dataset
 
+from ppo_rlhf import progress as screen
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.progress import SHOWN
 from ppo_rlhf.trainer import progress
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
@@ -74,12 +74,18 @@ def test_of_many_iterations_a_script_sees_the_first_the_last_and_one_line_in_ten
     sft: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     forget_logging(monkeypatch)
-    seconds = itertools.count(step=3)  # an iteration takes three
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    trainer = trainer_of(sft, config(total_episodes=22 * config().batch_size, num_ppo_epochs=1))
+    now = [0.0]
+    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(prompts: list[str], completions: list[str]) -> list[float]:
+        now[0] += 3.0  # an iteration takes three seconds
+        return early_letters(prompts, completions)
+
+    trainer = trainer_of(sft, config(total_episodes=22 * config().batch_size, num_ppo_epochs=1), reward=slow)
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Iteration ")]
     assert [line.partition(",")[0] for line in lines] == [f"Iteration {i}/22" for i in (1, 5, 9, 13, 17, 21, 22)]
+    assert ", 0:00:51 left" in lines[1]  # 17 iterations
     assert len(trainer.history) == 22
 
 
@@ -245,11 +251,10 @@ def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, mo
     assert saved(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("shown", [progress._SHOWN, SHOWN], ids=["PPOTrainer", "pipeline"])
-def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign(shown: dict[str, str]):
-    for name in ("objective/scores", "objective/kl", "objective/entropy"):
-        assert "-" not in shown[name].format(-1e-6)
-        assert "-1.5" in shown[name].format(-1.5)
+def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign():
+    names = ("objective/scores", "objective/kl", "objective/entropy")
+    assert screen.readings(dict.fromkeys(names, -1e-6)) == ["score 0.000", "KL 0.00", "entropy 0.00"]
+    assert screen.readings(dict.fromkeys(names, -1.5)) == ["score -1.500", "KL -1.50", "entropy -1.50"]
 
 
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(

@@ -28,19 +28,13 @@ from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all, is_main_process, on_main
+from ppo_rlhf.progress import Lines, Show, readings, say
 from ppo_rlhf.signals import SAME_REQUEST_S, RunInterruptedError, time_is_over
 from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
 
-FEW_ITERATIONS, LINE_INTERVAL_S = 20, 10.0
-_SHOWN = {
-    "objective/scores": "score {:z.3f}",
-    "objective/kl": "KL {:z.2f} nats a response",
-    "objective/entropy": "entropy {:z.2f} nats a token",
-    "response/length": "length {:.1f} tokens",
-    "throughput/episodes_per_s": "{:.1f} episodes/s",
-}
+LINE_INTERVAL_S = 10.0  # a terminal has a bar beside the lines
 
 
 @contextmanager
@@ -102,11 +96,7 @@ class Bookkeeper:
     callbacks: Callbacks
     directory: Path | None  # the folder of the checkpoints
     save: Callable[[], None]
-    bar: tqdm
-    line_at: float = -math.inf  # time.monotonic() of the last line
-
-    def __post_init__(self) -> None:
-        self.has_few = self.state.total_iterations - self.state.iteration <= FEW_ITERATIONS
+    show: Show
 
     def begin(self, *, is_resumed: bool) -> None:
         """Before the first iteration: a checkpoint was saved before its evaluation, which is made up for."""
@@ -124,12 +114,7 @@ class Bookkeeper:
     def after_iteration(self, metrics: dict[str, float]) -> None:
         """Record one iteration."""
         state = self.state
-        now = time.monotonic()
-        if self.has_few or state.finished or now - self.line_at >= LINE_INTERVAL_S:
-            self.line_at = now
-            say(in_one_line(state, metrics))
-        self.bar.set_postfix_str(", ".join(readings(metrics)[:2]), refresh=False)
-        self.bar.update()
+        self.show(state.iteration, metrics)
         is_saved = self.directory is not None and CheckpointRequest(state).due
         if is_saved:
             self.save()
@@ -153,16 +138,24 @@ class Bookkeeper:
 
 
 @contextmanager
-def watched(state: TrainingState, directory: Path | None) -> Iterator[tqdm]:
-    """Yield a bar over the iterations, shown on a terminal if logging is not set up; save the last one on an error.
+def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
+    """Yield a function that shows an iteration; save the last one on an error.
 
-    Only the main process saves: the others may never get here.
+    Beside the lines a terminal has a bar, if logging is not set up. Only the main process saves: the others may never
+    get here.
     """
     hidden = True if log.hasHandlers() or not is_main_process() else None
-    bar = partial(tqdm, desc="PPO", initial=state.iteration, total=state.total_iterations, disable=hidden)
+    done, total = state.iteration, state.total_iterations
+    lines = Lines(done, total, LINE_INTERVAL_S)
     try:
-        with _finishing_updates(state), bar() as shown:
-            yield shown
+        with _finishing_updates(state), tqdm(desc="PPO", initial=done, total=total, disable=hidden) as bar:
+
+            def show(iteration: int, metrics: Mapping[str, float]) -> None:
+                lines.show(iteration, metrics)
+                bar.set_postfix_str(", ".join(readings(metrics)[:2]), refresh=False)
+                bar.update()
+
+            yield show
     except BaseException:
         if directory is None or not state.iteration or not is_main_process():
             raise
@@ -209,31 +202,11 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
             signal.signal(signal.SIGINT, own)
 
 
-def say(line: str) -> None:
-    """Log a line in the main process; print it if logging is not set up, as transformers' Trainer does."""
-    if not is_main_process():
-        return
-    if log.hasHandlers():
-        log.info("%s", line)
-    else:
-        tqdm.write(line)
-
-
 def say_where(directory: Path, state: TrainingState) -> None:
     """Say where the checkpoint of a training that ended is; a training that was complete before may have none here."""
     checkpoint = directory / files.checkpoint_name(state.iteration)
     if is_main_process() and checkpoint.exists():
         say(f"The last checkpoint is {checkpoint}")
-
-
-def readings(metrics: Mapping[str, float]) -> list[str]:
-    """Return an iteration's metrics in words, the most telling ones first."""
-    return [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
-
-
-def in_one_line(state: TrainingState, metrics: Mapping[str, float]) -> str:
-    """Return an iteration's metrics at a glance."""
-    return ", ".join([f"Iteration {state.iteration}/{state.total_iterations}", *readings(metrics)])
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:

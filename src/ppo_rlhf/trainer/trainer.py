@@ -40,6 +40,7 @@ from ppo_rlhf.ppo.models import build_state, check_device
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
+from ppo_rlhf.progress import readings, say
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer import progress
@@ -272,7 +273,8 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
         mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
-        progress.say(f"{progress.in_one_line(self.state, stats)}, mean reward {mean:.4g}{pair}")
+        of_run = f"Iteration {self.state.iteration}/{self.state.total_iterations}"
+        say(", ".join([of_run, *readings(stats), f"mean reward {mean:.4g}{pair}"]))
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -308,8 +310,8 @@ class PPOTrainer:
             evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
             save = partial(self._save, directory)
             callbacks = Callbacks(self.state, *of_run, directory, save, can_evaluate=evaluates)
-            with closing(callbacks), progress.watched(self.state, directory) as bar, ending_children():
-                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, save, bar)
+            with closing(callbacks), progress.watched(self.state, directory) as show, ending_children():
+                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, save, show)
                 books.begin(is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer
                 loop.train(self.state, *given, books.after_iteration, books.before_update)
@@ -318,7 +320,7 @@ class PPOTrainer:
             progress.say_where(directory, self.state)
         known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, known, most=None):
-            progress.say(line)
+            say(line)
         return self.history
 
     def evaluate(self) -> Evaluated:
@@ -347,7 +349,7 @@ class PPOTrainer:
         """
         folder = Path(save_directory).expanduser()
         self._export(folder)
-        progress.say(f"The policy is saved in {folder}")
+        say(f"The policy is saved in {folder}")
 
     def _export(self, folder: Path) -> None:
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
