@@ -11,7 +11,7 @@ import inspect
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.own_process import ending_children
+from ppo_rlhf.ppo.epilogue import Epilogue
 from ppo_rlhf.progress import reporting, say, silenced
 from ppo_rlhf.signals import (
     RunInterruptedError,
@@ -297,53 +298,67 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
 def _iterate(
     plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None], state: TrainingState, callbacks: Callbacks
 ) -> None:
-    is_told = not callbacks.is_empty and any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
-
-    def tell_evaluation() -> None:
-        rows = catalog.load(EVALUATION_METRICS) if is_told else None
-        callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
-
     is_complete = state.finished
+    is_resumed = state.iteration > 0 or is_complete
     if not is_complete:
         say(f"Training: {state.total_iterations - state.iteration} iterations.")
-        callbacks.begin()
-    if state.iteration > 0 or is_complete:
+    if is_resumed:
         catalog.save(NEXT_STATE, state)
-        for node in plan.rerun_on_resume:
-            execute(node)
-        tell_evaluation()
+    epilogue = _NodesAfterUpdate(plan, catalog, execute, state, callbacks)
+    epilogue.begin(is_resumed=is_resumed)
     if is_complete:
         say(f"Training is already complete ({state.iteration} of {state.total_iterations} iterations).")
         return
-    shutdown = _Shutdown(state)
+    epilogue.nodes = plan.after_update
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
-        reporting(state.iteration, state.total_iterations) as report,
-        finishing_first(state.config.shutdown_grace_s, shutdown.ask, say),
+        reporting(state.iteration, state.total_iterations) as show,
+        finishing_first(state.config.shutdown_grace_s, epilogue.ask, say),
     ):
+        epilogue.show = show
         while not state.finished:
-            shutdown.iteration = state.iteration + 1
+            epilogue.iteration = state.iteration + 1
             for node in plan.until_update:
                 execute(node)
-            state = shutdown.state = catalog.load(NEXT_STATE)
-            metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
-            report(state.iteration, metrics)
-            callbacks.iteration_ended(metrics, is_saved=catalog.is_checkpoint_saved)
-            shutdown.stop_if_asked(catalog)
-            for node in plan.after_update:
-                execute(node)
-            tell_evaluation()
-            shutdown.stop_if_asked(catalog)
+            state = epilogue.state = catalog.load(NEXT_STATE)
+            epilogue.after_iteration(catalog.load(ITERATION_METRICS) if has_metrics else {})
             catalog.save(STATE, state)
     callbacks.end()
 
 
-class _Shutdown:
-    """Ends the loop after a signal, in all processes at the same place."""
+class _NodesAfterUpdate(Epilogue):
+    """What follows an iteration of the pipeline: its last nodes evaluate, and a signal is finished first.
 
-    def __init__(self, state: TrainingState) -> None:
-        self.state, self.iteration = state, state.iteration + 1
+    The checkpoint is an output of the update's node, so it is saved before, if it is due.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        catalog: RunCatalog,
+        execute: Callable[[Node], None],
+        state: TrainingState,
+        callbacks: Callbacks,
+    ) -> None:
+        super().__init__(state, callbacks, catalog.save_checkpoint)
+        self._catalog, self._execute = catalog, execute
+        self.nodes = plan.rerun_on_resume  # until the first iteration
+        self.iteration = state.iteration + 1  # the one at hand
         self._signum: int | None = None
+        evaluates = any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
+        self._is_told = evaluates and not callbacks.is_empty
+
+    def save_if_due(self) -> bool:
+        return self._catalog.is_checkpoint_saved
+
+    def evaluate(self) -> Mapping[str, Any] | None:
+        for node in self.nodes:
+            self._execute(node)
+        rows = self._catalog.load(EVALUATION_METRICS) if self._is_told else None
+        return rows[-1] if rows and isinstance(rows, list) else rows
+
+    def asked_by(self) -> int | None:
+        return self._signum
 
     def ask(self, signum: int) -> str:
         """Ask for the end of the run and return the line that says so; called in the signal handler."""
@@ -351,21 +366,3 @@ class _Shutdown:
         self.state.stop_requested = True
         now = f"{signal.Signals(signum).name}: finishing iteration {self.iteration} and saving it, then stopping"
         return f"{now}; a second signal stops at once."
-
-    def stop_if_asked(self, catalog: RunCatalog) -> None:
-        """Save the state and raise `TerminationSignal` if a process was asked to stop.
-
-        The node that makes the state has it saved, unless the signal came after that.
-        """
-        over = time_is_over(self.state.config.max_time) if self._signum is None and not self.state.finished else ""
-        own = (signal.SIGTERM if over else self._signum, over)
-        asked = [(signum, why) for signum, why in processes.from_all(own) if signum is not None]
-        if not asked:
-            return
-        signum, why = asked[0]
-        if why:
-            say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
-        self.state.stopping = True
-        if not processes.from_main(catalog.is_checkpoint_saved):  # it was not due then, but is now
-            catalog.save_checkpoint()
-        raise TerminationSignal(signum, why)

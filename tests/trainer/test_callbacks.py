@@ -563,6 +563,22 @@ def test_after_max_time_the_iteration_is_saved_and_the_run_resumes_bit_for_bit(t
     assert_same_bits(weights(resumed.policy), weights(whole.policy))
 
 
+def test_after_max_time_a_due_evaluation_is_left_to_the_run_that_resumes(tmp_path: Path):
+    whole = trainer_of(eval_interval=1)
+    whole.train()
+    limited = trainer_of(eval_interval=1, max_time=1e-9)
+    with pytest.raises(RunInterruptedError):
+        limited.train(output_dir=tmp_path)
+    assert limited.held_out is not None
+    assert limited.held_out.rows == []
+    resumed = trainer_of(eval_interval=1)
+    resumed.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert whole.held_out is not None
+    assert resumed.held_out is not None
+    assert resumed.held_out.rows == whole.held_out.rows
+    assert [row["iteration"] for row in whole.held_out.rows] == [1, 2, 3]
+
+
 def test_max_time_needs_a_folder():
     with pytest.raises(ConfigError, match=r"ppo\.max_time saves the run and stops it; give output_dir"):
         trainer_of(max_time=1.0).train()

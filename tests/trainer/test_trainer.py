@@ -725,7 +725,7 @@ def test_settings_of_accelerate_that_would_change_the_gradients_are_refused(sft:
 
 
 def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sft: str, caplog, monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.trainer.progress.precision_warning", lambda *_: "slow")
+    monkeypatch.setattr("ppo_rlhf.trainer.bookkeeping.precision_warning", lambda *_: "slow")
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer_of(sft, config(vf_coef=0.5, eval_interval=5)).train()
     said = [record.getMessage() for record in caplog.records]
@@ -735,10 +735,10 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
-    places = ("trainer", "progress", "query_sampler")
+    places = ("trainer", "bookkeeping", "output_folder", "query_sampler")
     for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume", "progress"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
-    for place in ("progress", "trainer"):  # locks and looks for checkpoints, and writes a policy
+    for place in ("output_folder", "trainer"):  # locks and looks for checkpoints, and writes a policy
         monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
@@ -754,7 +754,7 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
 def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_path: Path, monkeypatch):
     settings = config(save_interval=1, save_total_limit=3)
     trainer_of(sft, settings).train(output_dir=tmp_path)
-    monkeypatch.setattr("ppo_rlhf.trainer.progress.on_main", lambda _: str(tmp_path / "iteration_000002"))
+    monkeypatch.setattr("ppo_rlhf.trainer.output_folder.on_main", lambda _: str(tmp_path / "iteration_000002"))
     trainer = trainer_of(sft, settings)
     monkeypatch.setattr("ppo_rlhf.trainer.trainer.loop.train", lambda *_: None)
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from ppo_rlhf import progress as screen
+from ppo_rlhf import progress
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.trainer import progress
+from ppo_rlhf.trainer import bookkeeping
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (
@@ -75,7 +75,7 @@ def test_of_many_iterations_a_script_sees_the_first_the_last_and_one_line_in_ten
 ):
     forget_logging(monkeypatch)
     now = [0.0]
-    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(prompts: list[str], completions: list[str]) -> list[float]:
         now[0] += 3.0  # an iteration takes three seconds
@@ -242,7 +242,7 @@ def test_ctrl_c_in_an_update_saves_that_iteration_once_it_is_whole(
 
 
 def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(bookkeeping, "SAME_REQUEST_S", 0.0)
     interrupting([STEPS + 2, STEPS + 3], monkeypatch)
     trainer = trainer_of(sft)
     with pytest.raises(KeyboardInterrupt):
@@ -253,8 +253,8 @@ def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, mo
 
 def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign():
     names = ("objective/scores", "objective/kl", "objective/entropy")
-    assert screen.readings(dict.fromkeys(names, -1e-6)) == ["score 0.000", "KL 0.00", "entropy 0.00"]
-    assert screen.readings(dict.fromkeys(names, -1.5)) == ["score -1.500", "KL -1.50", "entropy -1.50"]
+    assert progress.readings(dict.fromkeys(names, -1e-6)) == ["score 0.000", "KL 0.00", "entropy 0.00"]
+    assert progress.readings(dict.fromkeys(names, -1.5)) == ["score -1.500", "KL -1.50", "entropy -1.50"]
 
 
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(
@@ -279,14 +279,14 @@ def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_exception(
     def full(*_: Any) -> None:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr("ppo_rlhf.trainer.progress.write_checkpoint", full)
+    monkeypatch.setattr("ppo_rlhf.trainer.bookkeeping.write_checkpoint", full)
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train(output_dir=tmp_path / "run")
     assert "the disk is full" in caplog.records[-1].message
 
 
 def test_only_the_main_process_saves(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("trainer", "progress"):
+    for module in ("trainer", "bookkeeping"):
         monkeypatch.setattr(f"ppo_rlhf.trainer.{module}.is_main_process", lambda: False)
     with pytest.raises(RewardError):
         trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train(output_dir=tmp_path / "run")

@@ -127,7 +127,8 @@ class Callbacks:
         self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
-        self._is_saved, self._is_begun = True, False  # what a run resumes from is saved
+        self.is_saved = True  # whether the iteration at hand is; what a run resumes from is
+        self._is_begun = False
         self._own_run: Any = None
         self._reported: dict[str, Any] = {}
         self._had: list[dict[str, int]] = []  # the last steps that each reporting one need not get again
@@ -161,7 +162,7 @@ class Callbacks:
 
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
         """After an iteration; `is_saved` says whether its checkpoint was due, and is written."""
-        self._is_saved = is_saved
+        self.is_saved = is_saved
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
         self._log(METRICS, metrics)
@@ -190,8 +191,8 @@ class Callbacks:
         is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint from before lacks it
         self._state.ended |= is_new
         is_asked = self._control.should_save or self._error is not None
-        if self._state.iteration and (is_new or (is_asked and not self._is_saved)):
-            self._state.save_asked, self._is_saved = True, True
+        if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
+            self._state.save_asked, self.is_saved = True, True
             try:
                 self._save()
             finally:

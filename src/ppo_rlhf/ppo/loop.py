@@ -30,8 +30,7 @@ def train(
 ) -> None:
     """Run every iteration that is left. `before_update` gets the experience that each update learns from.
 
-    `after_iteration` gets the metrics of each. It logs, saves a checkpoint when one is due, and then evaluates when
-    that is due: an evaluation that fails loses no iteration (decision 0011).
+    `after_iteration` gets the metrics of each; `Epilogue.after_iteration` says what follows an iteration.
     """
     with state.captures.during():
         while not state.finished:

@@ -43,9 +43,10 @@ from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_pro
 from ppo_rlhf.progress import readings, say
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
-from ppo_rlhf.trainer import progress
+from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
 from ppo_rlhf.trainer.models import ModelSource, check_places, context_of_all, take_critic, take_policies
+from ppo_rlhf.trainer.output_folder import checkpoint_to_resume, claim, locked, say_where
 from ppo_rlhf.trainer.query_sampler import QuerySampler
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
@@ -150,7 +151,7 @@ class PPOTrainer:
         for table in tables:
             if self._scorer is not None:
                 check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
-        progress.warn(self.state, evaluates=self.held_out is not None)
+        warn(self.state, evaluates=self.held_out is not None)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -301,23 +302,22 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir).expanduser()
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
-        with nullcontext() if directory is None else progress.locked(directory):
+        with nullcontext() if directory is None else locked(directory):
             if resume_from_checkpoint:
-                self.load_checkpoint(progress.checkpoint_to_resume(resume_from_checkpoint, directory))
+                self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
-                progress.claim(directory, self._folders)
-            evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
-            save = partial(self._save, directory)
-            callbacks = Callbacks(self.state, *of_run, directory, save, can_evaluate=evaluates)
-            with closing(callbacks), progress.watched(self.state, directory) as show, ending_children():
-                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, save, show)
-                books.begin(is_resumed=bool(resume_from_checkpoint))
-                given = self.reference_policy, self._prompts, self._scorer
-                loop.train(self.state, *given, books.after_iteration, books.before_update)
+                claim(directory, self._folders)
+            state, save, can_evaluate = self.state, partial(self._save, directory), self.held_out is not None
+            callbacks = Callbacks(state, self._callbacks, self._reporting, directory, save, can_evaluate=can_evaluate)
+            with closing(callbacks), watched(state, directory) as show, ending_children():
+                books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
+                books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
+                reference, after, before = self.reference_policy, books.after_iteration, books.before_update
+                loop.train(state, reference, self._prompts, self._scorer, after, before)
                 callbacks.end()
         if directory is not None:
-            progress.say_where(directory, self.state)
+            say_where(directory, self.state)
         known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, known, most=None):
             say(line)
@@ -375,7 +375,7 @@ class PPOTrainer:
             ConfigError: The directory holds another run.
         """
         folder = Path(output_dir).expanduser()
-        progress.claim(folder, self._folders)
+        claim(folder, self._folders)
         on_main(partial(write_checkpoint, folder, self.state))
         return folder / checkpoint_name(self.state.iteration)
 

@@ -1,4 +1,4 @@
-"""The progress of PPOTrainer's training: what is kept of it in a folder, and what a script sees of it."""
+"""What PPOTrainer's training writes down and shows, of each iteration and when it ends by an exception."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tqdm import tqdm
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.records import write_completions
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
-from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
-from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.ppo.epilogue import Epilogue
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import from_all, is_main_process, on_main
+from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.progress import Lines, Show, readings, say
-from ppo_rlhf.signals import SAME_REQUEST_S, RunInterruptedError, time_is_over
+from ppo_rlhf.signals import SAME_REQUEST_S, RunInterruptedError
 from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
@@ -37,104 +36,49 @@ log = logging.getLogger(__name__)
 LINE_INTERVAL_S = 10.0  # a terminal has a bar beside the lines
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes from training in a directory.
+class Bookkeeper(Epilogue):
+    """Keeps the records of one call of `train` in a folder; without one nothing is saved."""
 
-    Raises:
-        CheckpointError: Another process trains there.
-    """
-    with ExitStack() as held:
-
-        def lock() -> None:
-            file = lock_run(directory)
-            if file is None:
-                raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
-            held.enter_context(file)
-
-        on_main(lock)
-        yield
-
-
-def claim(folder: Path, own: set[Path]) -> None:
-    """Add a folder to those that hold this run; raise `ConfigError` if it holds another one."""
-    newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
-    if newest and folder.resolve() not in own:
-        raise ConfigError(
-            f"{folder} holds another run, up to iteration {newest[0]}: resume that run by "
-            "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
-        )
-    own.add(folder.resolve())
-
-
-def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> Path:
-    """Return the checkpoint that `train(resume_from_checkpoint=asked)` names.
-
-    Raises:
-        ConfigError: `asked` is True, and there is no `output_dir`.
-        CheckpointError: That directory has no whole checkpoint, or `asked` is the directory of a run.
-    """
-    if not isinstance(asked, bool):
-        checkpoint = Path(asked).expanduser()
-        if files.checkpoint_iterations(checkpoint):
-            raise CheckpointError(f"{asked} is a run's directory: name a checkpoint in it, or give True and output_dir")
-        return checkpoint
-    if output_dir is None:
-        raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = on_main(partial(files.newest_whole_checkpoint, output_dir))
-    if newest is None:
-        raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
-    return newest
-
-
-@dataclass
-class Bookkeeper:
-    """Keeps the records of one call of `train`; the pipeline's runner does the same in the same order."""
-
-    state: TrainingState
-    held_out: HeldOut | None
-    callbacks: Callbacks
-    directory: Path | None  # the folder of the checkpoints
-    save: Callable[[], None]
-    show: Show
-
-    def begin(self, *, is_resumed: bool) -> None:
-        """Before the first iteration: a checkpoint was saved before its evaluation, which is made up for."""
-        if not self.state.finished:
-            self.callbacks.begin()
-        if is_resumed and self.state.iteration:
-            self._evaluate_if_due()
+    def __init__(
+        self,
+        state: TrainingState,
+        callbacks: Callbacks,
+        save: Callable[[], None],
+        show: Show,
+        *,
+        held_out: HeldOut | None,
+        directory: Path | None,
+    ) -> None:
+        super().__init__(state, callbacks, save)
+        self.show, self._held_out, self._directory = show, held_out, directory
 
     def before_update(self, experience: Experience) -> None:
         """Keep the completions of a sampled iteration."""
         is_sampled = self.state.config.samples(experience.rollouts.iteration)
-        if is_sampled and self.directory is not None and is_main_process():
-            write_completions(self.directory, completion_rows(experience))
+        if is_sampled and self._directory is not None and is_main_process():
+            write_completions(self._directory, completion_rows(experience))
 
-    def after_iteration(self, metrics: dict[str, float]) -> None:
-        """Record one iteration."""
-        state = self.state
-        self.show(state.iteration, metrics)
-        is_saved = self.directory is not None and CheckpointRequest(state).due
+    def save_if_due(self) -> bool:
+        """Save the iteration if its checkpoint is due and there is a folder; return whether it is saved."""
+        is_saved = self._directory is not None and CheckpointRequest(self.state).due
         if is_saved:
             self.save()
-        self.callbacks.iteration_ended(metrics, is_saved=is_saved)
-        if state.stopping:
-            raise KeyboardInterrupt
-        self._evaluate_if_due()
-        if state.config.max_time is None or state.finished:
-            return
-        if why := next(filter(None, from_all(time_is_over(state.config.max_time))), ""):
-            state.stopping = True
-            if not is_saved:
-                self.save()
-            say(f"{why} are over: iteration {state.iteration} is saved in {self.directory}")
-            raise RunInterruptedError(signal.SIGTERM, why)
+        return is_saved
 
-    def _evaluate_if_due(self) -> None:
-        if self.held_out is not None and is_due(self.state):
-            say(verdict_line(self.held_out.evaluate(self.directory).metrics))
-            self.callbacks.evaluated(self.held_out.rows[-1])
+    def evaluate(self) -> Mapping[str, Any] | None:
+        """Evaluate the policy on the held-out prompts if that is due, and return the row of their log."""
+        if self._held_out is None or not is_due(self.state):
+            return None
+        say(verdict_line(self._held_out.evaluate(self._directory).metrics))
+        return self._held_out.rows[-1]
+
+    def asked_by(self) -> int | None:
+        """Return SIGINT if the processes agreed to stop: a Ctrl-C outside an update has ended training already."""
+        return signal.SIGINT if self.state.stopping else None
+
+    def interruption(self, signum: int, why: str) -> BaseException:
+        """Return what Python raises after Ctrl-C, or that `max_time` is over."""
+        return RunInterruptedError(signum, why) if why else KeyboardInterrupt()
 
 
 @contextmanager
@@ -200,13 +144,6 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
         state.stop_requested = False
         if is_changed:
             signal.signal(signal.SIGINT, own)
-
-
-def say_where(directory: Path, state: TrainingState) -> None:
-    """Say where the checkpoint of a training that ended is; a training that was complete before may have none here."""
-    checkpoint = directory / files.checkpoint_name(state.iteration)
-    if is_main_process() and checkpoint.exists():
-        say(f"The last checkpoint is {checkpoint}")
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:

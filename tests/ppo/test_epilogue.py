@@ -1,0 +1,133 @@
+"""The order of what follows an iteration, and where a run stops that was asked to."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ppo_rlhf import processes
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.epilogue import Epilogue
+from ppo_rlhf.signals import TerminationSignal
+
+METRICS, ROW = {"objective/kl": 0.5}, {"iteration": 3.0, "eval/reward": 1.0}
+
+
+class Noting(Epilogue):
+    """Notes what happens, in `happened`; `asks_at` is the step at which a signal comes."""
+
+    def __init__(self, *, is_due: bool = False, asks_at: str = "", **settings: Any) -> None:
+        self.happened: list[str] = []
+        self.is_due, self.asks_at, self.signum = is_due, asks_at, None
+        state: Any = SimpleNamespace(
+            iteration=3, total_iterations=9, finished=False, stopping=False, config=PPOConfig(**settings)
+        )
+        super().__init__(state, Told(self), lambda: self.note("save"))  # type: ignore[arg-type]
+        self.show = lambda iteration, metrics: self.note(f"show {iteration} {metrics}")
+
+    def note(self, what: str) -> None:
+        self.happened.append(what)
+        if self.asks_at and what.startswith(self.asks_at):
+            self.signum = signal.SIGINT
+
+    def save_if_due(self) -> bool:
+        if self.is_due:
+            self.save()
+        return self.is_due
+
+    def evaluate(self) -> Mapping[str, Any] | None:
+        self.note("evaluate")
+        return ROW
+
+    def asked_by(self) -> int | None:
+        return self.signum
+
+
+class Told:
+    """Callbacks that only note what they are told."""
+
+    def __init__(self, epilogue: Noting) -> None:
+        self._note, self.is_saved = epilogue.note, True
+
+    def begin(self) -> None:
+        self._note("begin")
+
+    def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
+        self.is_saved = is_saved
+        self._note(f"told {metrics}")
+
+    def evaluated(self, row: Mapping[str, Any] | None) -> None:
+        self._note(f"told {row}")
+
+
+SHOWN, ENDED, EVALUATED = f"show 3 {METRICS}", f"told {METRICS}", f"told {ROW}"
+
+
+def test_an_iteration_is_shown_saved_told_and_then_evaluated():
+    epilogue = Noting(is_due=True)
+    epilogue.after_iteration(METRICS)
+    assert epilogue.happened == [SHOWN, "save", ENDED, "evaluate", EVALUATED]
+
+
+@pytest.mark.parametrize(
+    ("asks_at", "is_due", "happened"),
+    [
+        ("show", False, [SHOWN, ENDED, "save"]),
+        ("show", True, [SHOWN, "save", ENDED]),
+        ("evaluate", False, [SHOWN, ENDED, "evaluate", EVALUATED, "save"]),
+        ("evaluate", True, [SHOWN, "save", ENDED, "evaluate", EVALUATED]),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_the_iteration_once_and_stops_at_the_next_of_two_places(
+    asks_at: str, is_due: bool, happened: list[str]
+):
+    epilogue = Noting(is_due=is_due, asks_at=asks_at)
+    with pytest.raises(TerminationSignal) as stopped:
+        epilogue.after_iteration(METRICS)
+    assert stopped.value.signum == signal.SIGINT
+    assert epilogue.state.stopping
+    assert epilogue.happened == happened
+
+
+def test_a_run_whose_time_is_over_stops_before_the_evaluation_unless_it_is_finished(caplog: pytest.LogCaptureFixture):
+    epilogue = Noting(max_time=1e-9)
+    with caplog.at_level(logging.INFO), pytest.raises(TerminationSignal) as stopped:
+        epilogue.after_iteration(METRICS)
+    assert (stopped.value.signum, stopped.value.why) == (signal.SIGTERM, "ppo.max_time=1e-09 hours")
+    assert epilogue.happened == [SHOWN, ENDED, "save"]
+    assert caplog.messages == ["ppo.max_time=1e-09 hours are over: iteration 3 is saved, and the run stops."]
+    finished = Noting(max_time=1e-9)
+    finished.state.finished = True  # type: ignore[misc]
+    finished.after_iteration(METRICS)
+    assert finished.happened == [SHOWN, ENDED, "evaluate", EVALUATED]
+
+
+def test_a_process_stops_by_the_signal_that_another_one_got(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "from_all", lambda own: [own, (signal.SIGHUP, ""), (signal.SIGINT, "")])
+    epilogue = Noting()
+    with pytest.raises(TerminationSignal) as stopped:
+        epilogue.after_iteration(METRICS)
+    assert stopped.value.signum == signal.SIGHUP
+    assert epilogue.happened == [SHOWN, ENDED, "save"]
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "is_finished", "happened"),
+    [
+        (False, False, ["begin"]),
+        (True, False, ["begin", "evaluate", EVALUATED]),
+        (True, True, ["evaluate", EVALUATED]),
+    ],
+)
+def test_a_resumed_run_makes_up_for_the_evaluation_and_a_finished_one_does_not_begin(
+    is_resumed: bool, is_finished: bool, happened: list[str]
+):
+    epilogue = Noting()
+    epilogue.state.finished = is_finished  # type: ignore[misc]
+    epilogue.begin(is_resumed=is_resumed)
+    assert epilogue.happened == happened
