@@ -192,20 +192,19 @@ def together() -> Iterator[None]:
         if late := _late(place):
             logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
-    timer = threading.Timer(SLOW_S, name_late)
-    timer.daemon = True
-    timer.start()
-    try:
+    with _calling_after(SLOW_S, name_late):
         yield
-    finally:
-        timer.cancel()
+
+
+def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[None]:
+    """Log what is waited for if the block takes long."""
+    line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
+    return _calling_after(seconds, lambda: logger.warning("%s", line))
 
 
 @contextlib.contextmanager
-def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
-    """Log what is waited for if the block takes long."""
-    line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
-    timer = threading.Timer(seconds, logger.warning, ["%s", line])
+def _calling_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
     try:
@@ -300,6 +299,8 @@ def on_main(function: Callable[[], T]) -> T:
 
 def after_main(function: Callable[[], T]) -> T:
     """Call the function on the main process first, then on the others, which find on disk what it keeps there.
+
+    With accelerate's `main_process_first` they would wait two hours for a main process in which it raises.
 
     Raises:
         PPORLHFError: The function raised it on the main process; every process raises it.

@@ -285,8 +285,8 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # heavy
 
     state: TrainingState = catalog.load(STATE)
-    of_run = own_callbacks(state.config), reporting_callbacks(state.config)
-    all_callbacks = Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)
+    own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
+    all_callbacks = Callbacks(state, own, reporters, catalog.run_folder, catalog.save_checkpoint)
     with (
         contextlib.closing(all_callbacks) as callbacks,
         state.captures.during(),

@@ -145,8 +145,10 @@ class PPOTrainer:
         self._folders: set[Path] = set()  # that hold this run's checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
-            taken, by_reward = (held_out, self._scorer, decides), decides is None or decides is reward
-            self.held_out = HeldOut(self.state, self.reference_policy, *taken, by_reward=by_reward)
+            by_reward = decides is None or decides is reward
+            self.held_out = HeldOut(
+                self.state, self.reference_policy, held_out, self._scorer, decides, by_reward=by_reward
+            )
         self._sampler = QuerySampler(self.state, limit)
         for table in tables:
             if self._scorer is not None:
