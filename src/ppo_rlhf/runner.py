@@ -275,9 +275,12 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
 
 
 def _stop_if_over(hours: float | None, next_node: str) -> None:
-    if why := next(filter(None, processes.from_all(time_is_over(hours))), "") if hours is not None else "":
-        say(f"{why} are over: the run stops before {next_node}. What was written is kept.")
-        raise TerminationSignal(signal.SIGTERM, why)
+    if hours is None:
+        return
+    for why in processes.from_all(time_is_over(hours)):
+        if why:
+            say(f"{why} are over: the run stops before {next_node}. What was written is kept.")
+            raise TerminationSignal(signal.SIGTERM, why)
 
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:

@@ -79,6 +79,6 @@ class Epilogue(ABC):
         if why:
             say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
         self.state.stopping = True
-        if not processes.from_main(self.callbacks.is_saved):  # the request came after its checkpoint was not due
+        if not processes.from_main(self.callbacks.is_saved):  # no checkpoint was due before the request
             self.save()
         raise self.interruption(signum, why)

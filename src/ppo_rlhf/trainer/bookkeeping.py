@@ -73,7 +73,7 @@ class Bookkeeper(Epilogue):
         return self._held_out.rows[-1]
 
     def asked_by(self) -> int | None:
-        """Return SIGINT if the processes agreed to stop: a Ctrl-C outside an update has ended training already."""
+        """Return SIGINT if a Ctrl-C came to any process in its update; outside an update it ends training at once."""
         return signal.SIGINT if self.state.stopping else None
 
     def interruption(self, signum: int, why: str) -> BaseException:
@@ -160,10 +160,13 @@ def warn(state: TrainingState, *, evaluates: bool) -> None:
     """Log, in the main process, settings that are unusual, slow on this device, or of no effect in PPOTrainer."""
     if not is_main_process():
         return
-    config, slow = state.config, precision_warning(state.config, state.device)
-    for line in [*config.advice(parameters=state.policy.num_parameters()), *([slow] if slow else [])]:
+    for line in state.config.advice(parameters=state.policy.num_parameters()):
         log.warning("%s", line)
-    idle = {} if evaluates else {"eval_interval": " without evaluation_prompts"}
-    for name, why in {**idle, "shutdown_grace_s": ", where a second Ctrl-C ends the wait"}.items():
-        if name in config.not_default():
+    if slow := precision_warning(state.config, state.device):
+        log.warning("%s", slow)
+    without_effect = {"shutdown_grace_s": ", where a second Ctrl-C ends the wait"}
+    if not evaluates:
+        without_effect["eval_interval"] = " without evaluation_prompts"
+    for name, why in without_effect.items():
+        if name in state.config.not_default():
             log.warning("ppo.%s: no effect in PPOTrainer%s", name, why)

@@ -108,7 +108,8 @@ class PPOTrainer:
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
                 "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
             )
-        self.config = config = with_dtype(config)
+        config = with_dtype(config)
+        self.config = config
         given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
         self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
         check_device(config, device_of(config))
@@ -315,8 +316,8 @@ class PPOTrainer:
             with closing(callbacks), watched(state, directory) as show, ending_children():
                 books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
                 books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
-                reference, after, before = self.reference_policy, books.after_iteration, books.before_update
-                loop.train(state, reference, self._prompts, self._scorer, after, before)
+                given = state, self.reference_policy, self._prompts, self._scorer
+                loop.train(*given, books.after_iteration, books.before_update)
                 callbacks.end()
         if directory is not None:
             say_where(directory, self.state)
