@@ -48,9 +48,7 @@ def shape_rewards(
     check_range(where, at_least=0.0, kl_coef=kl_coef)
     is_response_BT = as_bool(mask)
     check_prefix_mask(where, is_response_BT)
-    if reward_clip is not None:
-        check_range(where, above=0.0, reward_clip=reward_clip)
-        scores = scores.clamp(-reward_clip, reward_clip)
+    scores = clip_scores(scores, reward_clip)
 
     dtype = compute_dtype(scores, kl)
     penalty_BT = kl_coef * select(kl, is_response_BT, dtype)
@@ -60,6 +58,14 @@ def shape_rewards(
         return reward_BT
     check_shape(where, None, kl=kl, token_rewards=token_rewards)
     return reward_BT + select(token_rewards, is_response_BT, dtype)
+
+
+def clip_scores(scores: Tensor, reward_clip: float | None) -> Tensor:
+    """Clip scores of any shape to ± `reward_clip`, > 0, reward units; None: as they are. Raises ConfigError."""
+    if reward_clip is None:
+        return scores
+    check_range("clip_scores", above=0.0, reward_clip=reward_clip)
+    return scores.clamp(-reward_clip, reward_clip)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.rewards import overlong_penalty
+from ppo_rlhf.core.rewards import clip_scores, overlong_penalty
 from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 
 
@@ -59,8 +59,7 @@ def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Te
         so_far = copy.copy(moments)
         so_far.update(scores, scores.isfinite())
         scores = masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
-    scores = scores * config.reward_scale
-    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
+    return clip_scores(scores * config.reward_scale, config.reward_clip)
 
 
 def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
