@@ -5,7 +5,7 @@ from collections.abc import Collection
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 
@@ -78,9 +78,9 @@ def as_bool(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """The widest float type among `tensors`, float32 at least: half precision and integers become float32."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+def compute_dtype(*given: Tensor | nn.Module) -> torch.dtype:
+    """The widest float type of tensors and models, float32 at least: half precision and integers become float32."""
+    return torch.float64 if any(each.dtype == torch.float64 for each in given) else torch.float32
 
 
 def select(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

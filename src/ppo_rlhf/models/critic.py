@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.value_heads import width_of_states
@@ -43,7 +44,7 @@ class ValueModel(nn.Module):
         head = self.value_head
         with torch.autocast(hidden_states.device.type, enabled=False):  # 16 bits would save nothing here
             values: Tensor = head(hidden_states.to(head.weight.dtype)).squeeze(-1)
-        return values if values.dtype == torch.float64 else values.float()
+        return values.to(compute_dtype(values))
 
 
 class Critic(ValueModel):

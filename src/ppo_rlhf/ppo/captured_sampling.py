@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
@@ -32,7 +33,7 @@ class CapturedSampler:
     def __init__(self, model: PreTrainedModel, rows: int, columns: int, length: int) -> None:
         """Make room for `rows` sequences of `columns` tokens, at most `length` of them in a response."""
         device = model.device
-        wide = torch.float64 if model.dtype == torch.float64 else torch.float32
+        wide = compute_dtype(model)
         self.decoder, self.length = InPlaceDecoder(model, rows, columns), length
         self.uniforms = torch.zeros(rows, length, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(rows, length, dtype=torch.long, device=device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
@@ -46,7 +47,7 @@ def sample_episodes(
     a_turn = replace(settings, response_length=turn_length)
     ids: list[list[int]] = [[] for _ in range(rows)]  # of each episode so far
     is_policy: list[list[bool]] = [[] for _ in range(rows)]
-    logprobs = torch.zeros(rows, width, dtype=torch.float64 if policy.dtype == torch.float64 else torch.float32)
+    logprobs = torch.zeros(rows, width, dtype=compute_dtype(policy))
     terminated = torch.zeros(rows, dtype=torch.bool)
     live = list(range(rows))
     while live:

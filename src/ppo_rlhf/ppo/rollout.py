@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.core.statistics import masked_mean
@@ -302,7 +303,7 @@ def compute_logprobs(
     hands = dealt_rows(tokens)
     mine = hands[own_rank()]
     by_length = sorted(mine, key=lambda row: tokens[row])
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(model)
     found: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
         size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))

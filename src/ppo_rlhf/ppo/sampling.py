@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
@@ -111,7 +112,7 @@ def generate_responses(
     sequences at most as their buffers may hold.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(model)
     tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)
     logprobs = torch.zeros(tokens.shape, dtype=dtype)
     with torch.no_grad():
@@ -160,7 +161,7 @@ def decode_packed(
     """Prefill the prompts, then decode one token of each live sequence a step; sequences that have ended leave."""
     device, rows, width = model.device, len(prompt_ids), settings.response_length
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(model)
     tokens = torch.full((rows, width), settings.pad_token_id, device=device)
     logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
     decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width)
@@ -276,7 +277,7 @@ def may_stop(step: int, settings: SamplingSettings) -> bool:
 
 def sample_step(logits: Tensor, noise: Tensor, settings: SamplingSettings, may_stop: bool) -> tuple[Tensor, Tensor]:
     """Draw the token of each row, and return it with its log-probability under the whole distribution."""
-    wide, temperature = logits if logits.dtype == torch.float64 else logits.float(), settings.temperature
+    wide, temperature = logits.to(compute_dtype(logits)), settings.temperature
     if may_stop or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     continuing = wide.clone()

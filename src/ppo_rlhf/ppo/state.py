@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
@@ -99,7 +100,7 @@ class TrainingState:
     @property
     def statistics_dtype(self) -> torch.dtype:
         """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
-        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
+        return compute_dtype(self.policy)
 
     def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
