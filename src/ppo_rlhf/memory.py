@@ -28,7 +28,7 @@ from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import linear_weights
-from ppo_rlhf.ppo.logprobs import LOGIT_SHARE, LOGITS_HELD
+from ppo_rlhf.ppo.logprobs import most_logits
 from ppo_rlhf.ppo.models import build_critic, policy_to_train
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
@@ -126,7 +126,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
 
     is_full = c.kl_estimator == "full"  # then the reference policy's logits are there, too
 
-    held_logits = LOGITS_HELD if shape.on_cpu else shape.card // LOGIT_SHARE
+    held_logits = most_logits(None if shape.on_cpu else shape.card)
 
     def logits(rows: int) -> int:
         return min(rows * c.response_length * text.vocab_size, held_logits) * number

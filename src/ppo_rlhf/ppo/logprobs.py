@@ -132,7 +132,12 @@ def response_statistics(
 
 def logits_held(device: torch.device) -> int:
     """Return how many logits may be in a device's memory at a time, of one model."""
-    return LOGITS_HELD if device.type == "cpu" else card_bytes(device) // LOGIT_SHARE
+    return most_logits(None if device.type == "cpu" else card_bytes(device))
+
+
+def most_logits(card: int | None) -> int:
+    """Return the same for an accelerator of so many bytes of memory; None: a CPU."""
+    return LOGITS_HELD if card is None else card // LOGIT_SHARE
 
 
 def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:
