@@ -8,7 +8,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 63, 9_684
+MOST_MODULES, MOST_LINES = 62, 9_673
 """Raise them only by what a feature of the loop itself adds."""
 
 

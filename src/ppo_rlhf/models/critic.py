@@ -1,19 +1,26 @@
-"""Critics: predict the return at every position, with a backbone of their own or on the policy's."""
+"""Critics: predict the return at every position, with a backbone of their own or on the policy's.
+
+On disk value heads have the names of TRL's `AutoModelForCausalLMWithValueHead`. They are among the language model's own
+weights; transformers ignores them when it loads the directory.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.models.value_heads import width_of_states
+from ppo_rlhf.models.directories import weight_files
+from ppo_rlhf.models.forward import backbone_of, width_of_states
 
+VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one that can be trained without changing the first."""
 
@@ -158,4 +165,25 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
             f"{head.in_features}: they do not belong together"
         )
     head.load_state_dict(start.state_dict())
+    return head
+
+
+def read_value_head(folder: Path) -> nn.Linear | None:
+    """Return the value head in a model directory, float32 or wider; None if the directory has none.
+
+    Raises:
+        ModelError: The weights of these names are not those of a linear layer with one output.
+    """
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as weights:
+            found |= {name: weights.get_tensor(name) for name in set(VALUE_HEAD) & set(weights.keys())}
+    if not found:
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    width = shapes.get(WEIGHT, (0,))[-1]
+    if shapes != {WEIGHT: (1, width), BIAS: (1,)}:
+        raise ModelError(f"{folder}: its value head has {shapes}, expected {WEIGHT} (1, width) and {BIAS} (1,)")
+    head = nn.Linear(width, 1, dtype=torch.promote_types(found[WEIGHT].dtype, torch.float32))
+    head.load_state_dict({"weight": found[WEIGHT], "bias": found[BIAS]})
     return head

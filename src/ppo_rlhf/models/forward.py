@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ppo_rlhf.core.errors import ModelError
@@ -35,6 +35,16 @@ log = logging.getLogger(__name__)
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the transformer below a model's head."""
     return cast("PreTrainedModel", model.base_model)
+
+
+def width_of_states(config: PretrainedConfig) -> int:
+    """Return the width of the hidden states that a head reads; raise `ModelError` if the configuration names none."""
+    text = config.get_text_config()
+    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
+    width = getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
+    if width is None:
+        raise ModelError(f"{type(text).__name__}: this configuration has no hidden_size, so no value head fits it")
+    return int(width)
 
 
 def hidden_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:

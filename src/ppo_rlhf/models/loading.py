@@ -30,6 +30,7 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.capabilities import check_causal
+from ppo_rlhf.models.critic import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
     ADAPTER_QUANTISATION,
@@ -56,7 +57,6 @@ from ppo_rlhf.models.tokenizers import (
     set_template_defaults,
     templates_of,
 )
-from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

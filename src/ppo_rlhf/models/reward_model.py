@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, argument_of, probe_ids, probing
-from ppo_rlhf.models.value_heads import width_of_states
+from ppo_rlhf.models.forward import width_of_states
 
 MODEL_TYPE = "causal_lm_reward"
 SCORE_MEAN = "score_mean"
