@@ -26,7 +26,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import packed_attention
 from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
-from ppo_rlhf.models.sequence_scores import sequence_scores
+from ppo_rlhf.models.reward_model import sequence_scores
 from ppo_rlhf.models.token_rows import filled_size, right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 

@@ -1,4 +1,7 @@
-"""Our reward model: pooled by length on either side of padding, saved and loaded, normalised in its head."""
+"""Our reward model: pooled by length on either side of padding, saved and loaded, normalised in its head.
+
+Scores of a batch are those that a reward model gives to single sequences, whatever classifier it is.
+"""
 
 import json
 import math
@@ -14,25 +17,42 @@ from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BartConfig,
+    BertConfig,
     CodeGenConfig,
     FalconH1Config,
+    GPT2Config,
     GPT2ForSequenceClassification,
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
     OPTConfig,
     OPTForCausalLM,
+    RobertaConfig,
+    XLNetConfig,
     pipeline,
 )
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import reward_model as reward_model_module
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.sequence_scores import sequence_scores
+from ppo_rlhf.models.preparation import prepare
+from ppo_rlhf.models.reward_model import CausalLMRewardModel, sequence_scores
 from ppo_rlhf.supervised.reward_training import normalise_scores
-from tests.tiny_models import END, KINDS, MAMBA, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import (
+    END,
+    KINDS,
+    MAMBA,
+    PAD,
+    UNKNOWN,
+    VOCABULARY,
+    draw_weights,
+    save,
+    tiny_model,
+    word_tokenizer,
+)
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
 
@@ -41,6 +61,23 @@ FALCON_H1 = FalconH1Config(
     **{"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
     **{"mamba_n_groups": 1, "mamba_chunk_size": 8, "pad_token_id": 0},
 )
+SCORED = [[4, 6, 7, 8, 9, 10, 11, END], [12, 13, END], [14, END]]
+SIZES = {"vocab_size": 50, "num_labels": 1, "eos_token_id": END, "bos_token_id": None}
+LAYERS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS = {**SIZES, **LAYERS, "max_position_embeddings": 40}
+DECODER = {**WORDS, "num_key_value_heads": 2, "pad_token_id": 0}
+BART = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+CLASSIFIERS = {
+    "bert": BertConfig(**WORDS, pad_token_id=0),
+    "roberta, whose positions start after the pad token's id": RobertaConfig(**WORDS, pad_token_id=1),
+    "xlnet, which reads the last column": XLNetConfig(
+        **SIZES, d_model=16, n_layer=2, n_head=2, d_inner=24, pad_token_id=5
+    ),
+    "bart": BartConfig(**SIZES, **BART, d_model=16, pad_token_id=1, encoder_ffn_dim=24, decoder_ffn_dim=24),
+    "gpt2": GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=40, pad_token_id=0),
+    "llama": LlamaConfig(**DECODER),
+    "mistral, with a window": MistralConfig(**DECODER, sliding_window=3),
+}
 
 
 def reward_model(kind: str) -> CausalLMRewardModel:
@@ -241,3 +278,22 @@ def test_the_fresh_head_has_deviation_one_over_root_width_plus_one():
     assert float(model.score.weight.detach().std()) == pytest.approx(1025**-0.5, rel=0.1)
     assert model.score.bias.tolist() == [0.0]
     assert (model.score.in_features, model.config.num_labels) == (1024, 1)
+
+
+def assert_scores_alone(model, pad_id: int) -> None:
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=torch.tensor([ids])).logits[:, 0] for ids in SCORED])
+        assert len({round(score, 3) for score in alone.tolist()}) == len(SCORED)
+        assert_close(sequence_scores(model, SCORED, pad_id), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CLASSIFIERS.values(), ids=CLASSIFIERS)
+def test_a_classifiers_batch_scores_as_single_sequences_do(config):
+    model = prepare(draw_weights(AutoModelForSequenceClassification.from_config(config), 0.4))
+    assert_scores_alone(model, config.pad_token_id)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_reward_models_batch_scores_as_single_sequences_do(kind):
+    torch.manual_seed(0)
+    assert_scores_alone(CausalLMRewardModel.from_causal_lm(tiny_model(kind)), pad_id=END)
