@@ -18,9 +18,9 @@ from torch.nn import Module
 from ppo_rlhf.checkpoints.model_files import exported_policy, gathered
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
-from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import share_out
+from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer

@@ -27,9 +27,9 @@ from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import RECORD, TrainedModel
-from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.sharding import whole
+from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process, shards_models
 

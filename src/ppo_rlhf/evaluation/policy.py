@@ -21,8 +21,8 @@ from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.tokenizers import same_vocabulary
+from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main

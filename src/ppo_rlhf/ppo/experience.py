@@ -14,8 +14,7 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
-from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.models.transfers import to_device
+from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.ppo.batch import first_epoch, first_hands
 from ppo_rlhf.ppo.logprobs import CriticForward, filled_rows
 from ppo_rlhf.ppo.precision import autocast, deterministic

@@ -22,9 +22,8 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.captures import UPDATE, Captures
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.free_memory import sequences_at_a_time
-from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.tokenizers import continuations
-from ppo_rlhf.models.transfers import to_device
+from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.common_shapes import in_common_shapes

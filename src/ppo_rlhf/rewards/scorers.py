@@ -18,9 +18,9 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
+from ppo_rlhf.models.transfers import on_device, to_host
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import Rendering

@@ -23,9 +23,9 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import check_texts, table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, printed_dates, same_vocabulary, templates_of
+from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings

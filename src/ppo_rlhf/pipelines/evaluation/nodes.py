@@ -23,8 +23,8 @@ from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, co
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import printed_dates
+from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype

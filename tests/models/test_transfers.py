@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_rlhf.models import offloading
-from ppo_rlhf.models.offloading import on_device, to_host
+from ppo_rlhf.models import transfers
+from ppo_rlhf.models.transfers import on_device, to_host
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -22,13 +22,13 @@ class Waiting:
         self.model, self.copied = model, []
         self._values = {}
         shared = {}
-        for table, name, tensor in offloading._entries(model):
+        for table, name, tensor in transfers._entries(model):
             if id(tensor) not in shared:
                 empty = tensor.detach().to("meta")
                 shared[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
                 self._values[id(shared[id(tensor)])] = tensor.detach()
             table[name] = shared[id(tensor)]
-        monkeypatch.setattr(offloading, "copied_to", self._copy)
+        monkeypatch.setattr(transfers, "copied_to", self._copy)
 
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         self.copied.append(tensor)
@@ -36,26 +36,26 @@ class Waiting:
 
     @property
     def devices(self) -> set[str]:
-        return {tensor.device.type for _, _, tensor in offloading._entries(self.model)}
+        return {tensor.device.type for _, _, tensor in transfers._entries(self.model)}
 
 
 def test_waiting_weights_are_copied_once_for_the_block_and_dropped_after_it(monkeypatch):
     expected = tiny_model("gpt2")(IDS).logits  # its output matrix is its embedding
     waiting = Waiting(tiny_model("gpt2").requires_grad_(False), monkeypatch)
-    before = [tensor for _, _, tensor in offloading._entries(waiting.model)]
+    before = [tensor for _, _, tensor in transfers._entries(waiting.model)]
     with on_device(waiting.model, CPU):
         assert waiting.devices == {"cpu"}
         assert waiting.model.device == CPU
         assert waiting.model.lm_head.weight is waiting.model.transformer.wte.weight
         assert torch.equal(waiting.model(IDS).logits, expected)
-    after = [tensor for _, _, tensor in offloading._entries(waiting.model)]
+    after = [tensor for _, _, tensor in transfers._entries(waiting.model)]
     assert all(first is second for first, second in zip(before, after, strict=True))
     tensors = [*waiting.model.parameters(), *waiting.model.buffers()]
     assert sorted(map(id, waiting.copied)) == sorted(map(id, tensors))
 
 
 def test_a_model_that_is_on_the_device_already_is_not_copied(monkeypatch):
-    monkeypatch.setattr(offloading, "copied_to", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(transfers, "copied_to", lambda *_: pytest.fail("copied"))
     model = tiny_model()
     weights = list(model.parameters())
     with on_device(model, CPU):
@@ -65,14 +65,14 @@ def test_a_model_that_is_on_the_device_already_is_not_copied(monkeypatch):
 @pytest.mark.parametrize("copies", [3, 1000])
 def test_after_a_failure_while_copying_or_in_the_block_the_model_waits_again(copies, monkeypatch):
     waiting = Waiting(tiny_model(), monkeypatch)
-    copy = offloading.copied_to
+    copy = transfers.copied_to
 
     def fail(tensor, device):
         if len(waiting.copied) == copies:
             raise RuntimeError("no memory")
         return copy(tensor, device)
 
-    monkeypatch.setattr(offloading, "copied_to", fail)
+    monkeypatch.setattr(transfers, "copied_to", fail)
     with pytest.raises(RuntimeError, match="no memory"), on_device(waiting.model, CPU):
         raise RuntimeError("no memory")
     assert waiting.devices == {"meta"}
