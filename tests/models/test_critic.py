@@ -19,6 +19,7 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import Critic, SharedCritic, read_value_head
+from ppo_rlhf.models.directories import weight_files
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.tiny_models import KINDS, composite_config, draw_weights, save, tiny_model, word_tokenizer
@@ -197,7 +198,7 @@ def test_a_sharded_value_head_of_sixteen_bits_is_read_in_float32(tmp_path):
     save_file({BIAS: HEAD[BIAS].bfloat16()}, tmp_path / "two.safetensors")
     shards = {WEIGHT: "one.safetensors", BIAS: "two.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    head = read_value_head(tmp_path)
+    head = read_value_head(weight_files(tmp_path))
     assert head.weight.dtype == torch.float32
     assert torch.equal(head.weight, HEAD[WEIGHT].bfloat16().float())
 
@@ -206,7 +207,7 @@ def test_a_sharded_value_head_of_sixteen_bits_is_read_in_float32(tmp_path):
 def test_a_value_head_of_another_shape_is_refused(tmp_path, head):
     save_file(head, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"v_head\.summary\.weight"):
-        read_value_head(tmp_path)
+        read_value_head(weight_files(tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS)

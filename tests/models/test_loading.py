@@ -29,8 +29,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.context import context_length, usable_context
-from ppo_rlhf.models.directories import check_model_directory, is_local
-from ppo_rlhf.models.hub_files import hub_answers
+from ppo_rlhf.models.directories import check_model_directory, hub_answers, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.preparation import disable_dropout, fuse_activations, prepare
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -310,7 +309,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_read(on_the_h
         get = request = stream = head
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    for place in ("huggingface_hub.utils._http.get_session", "ppo_rlhf.models.hub_files.get_session"):
+    for place in ("huggingface_hub.utils._http.get_session", "ppo_rlhf.models.directories.get_session"):
         monkeypatch.setattr(place, NoNetwork)
     hub_answers.cache_clear()
     try:

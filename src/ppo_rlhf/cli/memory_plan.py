@@ -17,9 +17,8 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.models.directories import is_adapter
+from ppo_rlhf.models.directories import is_adapter, why_unreadable
 from ppo_rlhf.models.free_memory import available_memory
-from ppo_rlhf.models.hub_files import why_unreadable
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.models import check_device

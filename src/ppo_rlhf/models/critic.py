@@ -7,7 +7,7 @@ weights; transformers ignores them when it loads the directory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.directories import weight_files
 from ppo_rlhf.models.forward import backbone_of, width_of_states
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
@@ -168,14 +167,14 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
     return head
 
 
-def read_value_head(folder: Path) -> nn.Linear | None:
-    """Return the value head in a model directory, float32 or wider; None if the directory has none.
+def read_value_head(files: Sequence[Path]) -> nn.Linear | None:
+    """Return the value head in the safetensors of a model directory, float32 or wider; None if they have none.
 
     Raises:
         ModelError: The weights of these names are not those of a linear layer with one output.
     """
     found: dict[str, Tensor] = {}
-    for file in weight_files(folder):
+    for file in files:
         with safe_open(file, framework="pt") as weights:
             found |= {name: weights.get_tensor(name) for name in set(VALUE_HEAD) & set(weights.keys())}
     if not found:
@@ -183,7 +182,9 @@ def read_value_head(folder: Path) -> nn.Linear | None:
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     width = shapes.get(WEIGHT, (0,))[-1]
     if shapes != {WEIGHT: (1, width), BIAS: (1,)}:
-        raise ModelError(f"{folder}: its value head has {shapes}, expected {WEIGHT} (1, width) and {BIAS} (1,)")
+        raise ModelError(
+            f"{files[0].parent}: its value head has {shapes}, expected {WEIGHT} (1, width) and {BIAS} (1,)"
+        )
     head = nn.Linear(width, 1, dtype=torch.promote_types(found[WEIGHT].dtype, torch.float32))
     head.load_state_dict({"weight": found[WEIGHT], "bias": found[BIAS]})
     return head

@@ -1,16 +1,26 @@
-"""Model directories on disk: config.json beside safetensors in one file, or in shards that an index names."""
+"""Model directories: config.json beside safetensors in one file, or in shards that an index names.
+
+Of a model on the hub single files are read, from there or from the cache.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
+
+log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -19,6 +29,7 @@ MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
 """Beside an adapter that was trained on 4-bit weights."""
+_PATIENCE_S = 10.0  # for the hub's first answer
 
 
 def is_local(source: str) -> bool:
@@ -89,3 +100,51 @@ def follow_umask(folder: Path) -> None:
     mode = next(folder.rglob("*.json")).stat().st_mode
     for path in folder.rglob("*.safetensors"):
         path.chmod(mode)
+
+
+@cache
+def hub_answers() -> bool:
+    """Return whether the hub answers; without an answer the cache alone is read for the rest of the process.
+
+    The client repeats each question for half a minute, also for files that are in the cache.
+    """
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
+    except OfflineModeIsEnabled:
+        return False
+    except Exception as error:  # of the client's library, which was requests and is httpx
+        log.warning("%s does not answer (%s): models are read from the cache.", constants.ENDPOINT, in_one_line(error))
+        return False
+    return True
+
+
+def find_file(place: str, revision: str, name: str, *, local_files_only: bool = False) -> Path | None:
+    """Return a file of a model, from the hub if need be; None if it is not there."""
+    try:
+        found = cached_file(
+            place,
+            name,
+            revision=revision,
+            local_files_only=local_files_only or Path(place).is_dir() or not hub_answers(),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such repository, or a gated one: whatever reads the model says so
+        return None
+    return None if found is None else Path(found)
+
+
+def check_on_hub(place: str, revision: str) -> None:
+    """Raise `OSError` if the hub does not have a model, or does not answer and the cache has nothing of it."""
+    if not any(find_file(place, revision, name, local_files_only=True) for name in (CONFIG, ADAPTER_CONFIG)):
+        cached_file(place, CONFIG, revision=revision, local_files_only=not hub_answers())
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return in one line why transformers could not read a model."""
+    if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
+        return (
+            "Python code in the model's repository would have to run. If you trust that code, give "
+            "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
+        )
+    return in_one_line(error) or type(error).__name__

@@ -20,8 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX
-from ppo_rlhf.models.hub_files import hub_answers
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, hub_answers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN
 
 SCORE_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")

@@ -39,11 +39,15 @@ from ppo_rlhf.models.directories import (
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
+    check_on_hub,
     ends_of_weights,
+    find_file,
     follow_umask,
+    hub_answers,
     is_local,
+    weight_files,
+    why_unreadable,
 )
-from ppo_rlhf.models.hub_files import check_on_hub, find_file, hub_answers, why_unreadable
 from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
@@ -240,7 +244,7 @@ class PretrainedHandle:
         """
         check_model_directory(self.source)
         file = self._file(WEIGHTS, local_files_only=True) or self._file(WEIGHTS_INDEX, local_files_only=True)
-        return None if file is None else read_value_head(file.parent)
+        return None if file is None else read_value_head(weight_files(file.parent))
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
         """Raise `ModelError` unless the model is a sequence classifier with one label.
