@@ -13,8 +13,8 @@ import pytest
 import trl
 from transformers import HfArgumentParser
 
+from ppo_rlhf.config.trl_names import ARGUMENTS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.trainer.trl_scripts import NAMES
 from ppo_rlhf.training import ModelConfig, PPOConfig, PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import QUERIES, config
@@ -101,7 +101,7 @@ def test_arguments_of_the_step_api_are_answered_likewise(trainer: PPOTrainer):
 
 def test_attributes_of_trls_trainers_are_answered_with_ours_which_are_there(trainer: PPOTrainer):
     arguments = {name for call in (PPOTrainer, trainer.generate) for name in inspect.signature(call).parameters}
-    for theirs, ours in NAMES.items():
+    for theirs, ours in ARGUMENTS.items():
         with pytest.raises(AttributeError, match=rf"^PPOTrainer has no {theirs} \(here: {re.escape(ours)}\)$"):
             getattr(trainer, theirs)
         if re.fullmatch(r"[a-z_.]+", ours) and ours not in arguments:
@@ -112,7 +112,7 @@ def test_attributes_of_trls_trainers_are_answered_with_ours_which_are_there(trai
 def test_the_page_has_the_table_with_a_reason_for_what_is_left_out():
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \| (.+) \|$", PAGE.partition("## The names of TRL's trainers")[2], re.M)
     on_page = {name: ours.replace("`", "") for names, ours in rows for name in re.findall(r"\w+", names)}
-    assert on_page.keys() == NAMES.keys()
-    for name, ours in NAMES.items():
+    assert on_page.keys() == ARGUMENTS.keys()
+    for name, ours in ARGUMENTS.items():
         reason = "leave it out: .+" if ours == "leave it out" else re.escape(ours)
         assert re.fullmatch(reason, on_page[name]), name

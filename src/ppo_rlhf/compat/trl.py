@@ -3,64 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.trl_names import LIVES_ELSEWHERE, RENAMED
 from ppo_rlhf.core.errors import ConfigError
 
+GLOBALS = ("seed", "sft_model_path", "reward_model_path")
 PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MODEL_CONFIG = {"use_peft": False, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": None, "load_in_4bit": False}
 """Defaults of TRL's ModelConfig, which scripts read beside either PPOConfig."""
+_NO_EVALUATION = "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often"
+_COMPUTED = "TRL computes it, and overwrites the given value"
+_IN_CONF = "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml"
+_LAUNCHER = "the launcher and accelerate's file say how processes share work"
+_OPTIMISER = "the optimiser is AdamW, and the precision is ppo.dtype"
+_PROMPTS = "set prompts_path to it as a file, or as a name on the hub with its split"
+_WIDER = "trainable weights are float32 or wider; ppo.dtype is the precision of the computation"
+_WHOLE = "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay"
 LEFT = {
-    "lora_dropout": "dropout is always off",
-    "lora_* use_rslora use_dora": "LoRA is put on linear layers, without variants",
-    "model_name_or_path": "the tokenizer is the SFT policy's own, and the policy is sft_model_path",
-    "dtype torch_dtype": "trainable weights are float32 or wider; ppo.dtype is the precision of the computation",
+    **dict.fromkeys(("*eval_*", "*eval"), _NO_EVALUATION),
+    **LIVES_ELSEWHERE,
+    **dict.fromkeys(("lora_*", "use_rslora", "use_dora"), "LoRA is put on linear layers, without variants"),
+    **dict.fromkeys(("dtype", "torch_dtype"), _WIDER),
     "trust_remote_code": "set trust_remote_code in conf/local/globals.yml to run a model's own code",
-    "load_in_8bit": "quantised weights have 4 bits (load_in_4bit)",
-    "bnb_4bit_* use_bnb_nested_quant": "4-bit weights are always NF4, doubly quantised",
-    "dataset_num_proc dataloader_*": "prompts are tokenised once, before training",
-    "dataset_* query_dataset": "set prompts_path to it as a file, or as a name on the hub with its split",
-    "reward_model": "TRL only tracks its name: set reward_model_path, or a function in reward.components",
-    "log_with": "runs are tracked in MLflow; ppo.report_to sends the metrics to TensorBoard or W&B, too",
-    "run_name exp_name project* tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
-    "push_to_hub* disable_tqdm": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
-    "*eval_* *eval": "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often",
-    "save_* *_best_model": "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay",
-    "optim_* adafactor tf32 half_precision_backend": "the optimiser is AdamW, and the precision is ppo.dtype",
-    "local_rank ddp_* fsdp* deepspeed accelerator_*": "the launcher and accelerate's file say how processes share work",
-    "world_size num_total_batches micro_batch_size mini_batch_size batch_size local_* *backward_batch_size "
-    "global_batch_size max_steps": "TRL computes it, and overwrites the given value",
+    **dict.fromkeys(("bnb_4bit_*", "use_bnb_nested_quant"), "4-bit weights are always NF4, doubly quantised"),
+    **dict.fromkeys(("dataset_num_proc", "dataloader_*"), "prompts are tokenised once, before training"),
+    **dict.fromkeys(("dataset_*", "query_dataset"), _PROMPTS),
+    **dict.fromkeys(("exp_name", "project*", "tracker_*", "task_name", "logging_*", "log_level*"), _IN_CONF),
+    **dict.fromkeys(("trackio_*", "hub_*", "push_to_hub*", "disable_tqdm"), _IN_CONF),
+    **dict.fromkeys(("save_*", "*_best_model"), _WHOLE),
+    **dict.fromkeys(("optim_*", "adafactor", "tf32", "half_precision_backend"), _OPTIMISER),
+    **dict.fromkeys(("local_rank", "ddp_*", "fsdp*", "accelerator_*"), _LAUNCHER),
+    **dict.fromkeys(("world_size", "local_*", "*backward_batch_size", "global_batch_size"), _COMPUTED),
     "remove_unused_columns": "all columns of the prompts are kept: reward functions are called with them",
-    "ratio_threshold compare_steps is_* optimize_*": "it has no use here",
+    **dict.fromkeys(("ratio_threshold", "compare_steps", "is_*", "optimize_*"), "it has no use here"),
 }
-"""Settings without a counterpart, and why. `*` is any text; the first that matches counts."""
+"""Why settings are not carried over. `*` is any text; the first that matches counts."""
 REMARK = (
     "Sizes are those of one process: with fewer processes than the source had, raise ppo.gradient_accumulation_steps "
     "by the same factor."
 )
 
+
+def place_of(setting: str) -> str:
+    """Return the parameter that a setting of TRL is, by its dotted name; a global has no group."""
+    same = setting if setting in GLOBALS else f"ppo.{setting}"
+    return RENAMED.get(setting, same)
+
+
+def _with_places(defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    return {setting: (place_of(setting), default) for setting, default in defaults.items()}
+
+
 # TRL 0.4 to 0.11, with a value head on the policy and `step` for scores of the script. Defaults are those of 0.11.4.
-LEGACY = {
-    "learning_rate": ("ppo.learning_rate", 1.41e-5),
-    "steps": ("ppo.total_episodes", 20_000),
-    "ppo_epochs": ("ppo.num_ppo_epochs", 4),
-    "cliprange": ("ppo.cliprange", 0.2),
-    "cliprange_value": ("ppo.cliprange_value", 0.2),
-    "vf_coef": ("ppo.vf_coef", 0.1),
-    "gamma": ("ppo.gamma", 1.0),
-    "lam": ("ppo.lam", 0.95),
-    "init_kl_coef": ("ppo.kl_coef", 0.2),
-    "score_clip": ("ppo.reward_clip", None),
-    "whiten_rewards": ("ppo.whiten_rewards", False),
-    "gradient_checkpointing": ("ppo.gradient_checkpointing", False),
-    "seed": ("seed", 0),
-}
-LEGACY_IF_GIVEN = {"max_grad_norm": "ppo.max_grad_norm", "model_name": "sft_model_path"}
+LEGACY = _with_places(
+    {
+        **{"learning_rate": 1.41e-5, "steps": 20_000, "ppo_epochs": 4, "cliprange": 0.2, "cliprange_value": 0.2},
+        **{"vf_coef": 0.1, "gamma": 1.0, "lam": 0.95, "init_kl_coef": 0.2, "score_clip": None},
+        **{"whiten_rewards": False, "gradient_checkpointing": False, "seed": 0},
+    }
+)
+LEGACY_IF_GIVEN = ("max_grad_norm", "model_name")
 """Carried over only if given: the source has no default that counts here."""
 LEGACY_DERIVED = {
     **{"batch_size": 128, "mini_batch_size": 128, "forward_batch_size": None, "gradient_accumulation_steps": 1},
@@ -85,27 +93,21 @@ LEGACY_REMARK = (
 
 # TRL's last PPOConfig: `trl.experimental.ppo`, and TRL 0.12 and later before it. Defaults are those of TRL 1.12.
 SAME = (  # PPOConfig has TRL's names and defaults for these
-    "num_ppo_epochs cliprange cliprange_value vf_coef gamma lam whiten_rewards kl_coef kl_estimator learning_rate "
-    "lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_train_batch_size "
-    "gradient_accumulation_steps num_mini_batches response_length temperature"
+    *("num_ppo_epochs", "cliprange", "cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards", "kl_coef"),
+    *("kl_estimator", "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_mini_batches", "response_length", "temperature"),
 )
-LAST = {
-    **{name: (f"ppo.{name}", getattr(PPOConfig, name)) for name in SAME.split()},
-    "gradient_checkpointing": ("ppo.gradient_checkpointing", True),
-    "local_rollout_forward_batch_size": ("ppo.local_rollout_forward_batch_size", 64),
-    "stop_token_id": ("ppo.stop_token_id", None),
-    "seed": ("seed", 42),
-}
-LAST_IF_GIVEN = {
-    "sft_model_path": "sft_model_path",
-    "reward_model_path": "reward_model_path",
-    "save_steps": "ppo.save_interval",
-    "save_total_limit": "ppo.save_total_limit",
-    "full_determinism": "ppo.deterministic",
-    "torch_compile": "ppo.compile",
-    "optim": "ppo.optim",
-    "report_to": "ppo.report_to",
-}
+LAST = _with_places(
+    {
+        **{name: getattr(PPOConfig, name) for name in SAME},
+        **{"gradient_checkpointing": True, "local_rollout_forward_batch_size": 64, "stop_token_id": None, "seed": 42},
+    }
+)
+LAST_IF_GIVEN = (
+    *("sft_model_path", "reward_model_path", "save_steps", "save_total_limit", "full_determinism", "torch_compile"),
+    *("optim", "report_to"),
+)
 LAST_DERIVED = {
     **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None},
     **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "use_cpu": False},
@@ -271,13 +273,13 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
         c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 
-def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Mapping[str, str], prompts: str) -> None:
+def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str], prompts: str) -> None:
     """Write what both configurations have in common: constants, what is carried over only if given, prompts, LoRA."""
     for name, value in always.items():
         c.write(f"ppo.{name}", value, "always so in the source")
-    for setting, target in if_given.items():
+    for setting in if_given:
         if setting in c.given:
-            c.carry(target, setting)
+            c.carry(place_of(setting), setting)
     if str(c[prompts]).endswith(PROMPT_FILES):
         c.carry("prompts_path", prompts)
     c.carry("ppo.use_peft", "use_peft", value=c.flag("use_peft"))

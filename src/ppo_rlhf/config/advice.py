@@ -1,4 +1,4 @@
-"""Advice on legal settings of PPO that are unusual or have little effect, and on names that are no settings of it."""
+"""Advice on legal settings of PPO that are unusual or have little effect."""
 
 from __future__ import annotations
 
@@ -101,66 +101,3 @@ def _typical_ranges(config_class: type) -> dict[str, Typical]:
     options = ((name, option) for name, hint in hints.items() for option in (hint, *get_args(hint)))
     marks = ((name, mark) for name, option in options for mark in getattr(option, "__metadata__", ()))
     return {name: mark for name, mark in marks if isinstance(mark, Typical)}
-
-
-LIVES_ELSEWHERE = {
-    "model_name": "it is sft_model_path, a global of the pipeline",
-    "model_name_or_path": "it is sft_model_path, a global of the pipeline",
-    "reward_model": "it is PPOTrainer's argument reward, or reward_model_path",
-    "dataset_name": "it is PPOTrainer's argument prompts, or prompts_path, a global of the pipeline",
-    "output_dir": "it is an argument of PPOTrainer.train; the pipeline's outputs are catalog entries",
-    "save_steps": "it is ppo.save_interval, counted in iterations",
-    "save_strategy": "it is ppo.save_interval, counted in iterations",
-    "eval_steps": "it is ppo.eval_interval, counted in iterations",
-    "eval_strategy": "it is ppo.eval_interval, counted in iterations",
-    "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
-    "run_name": "PPOTrainer's runs have no name; the pipeline's is tracking.run.name in mlflow.yml",
-    "bf16": "precision is ppo.dtype",
-    "fp16": "precision is ppo.dtype",
-    "num_train_epochs": "the length of training is ppo.total_episodes",
-    "max_steps": "the length of training is ppo.total_episodes",
-    "steps": "the length of training is ppo.total_episodes",
-    "warmup_steps": "it is ppo.warmup_ratio, a share of the iterations",
-    "num_sample_generations": "it is ppo.sample_interval, the iterations from one sample to the next",
-    "resume_from_checkpoint": "it is an argument of PPOTrainer.train; the pipeline has the parameter resume",
-    "micro_batch_size": "it is computed: ppo.per_device_train_batch_size x processes",
-    "local_batch_size": "it is computed: ppo.per_device_train_batch_size x ppo.gradient_accumulation_steps",
-    "batch_size": "it is per_device_train_batch_size x gradient_accumulation_steps x processes",
-    "mini_batch_size": "it is batch_size / ppo.num_mini_batches",
-    "local_mini_batch_size": "it is mini_batch_size / processes; ppo.num_mini_batches sets it",
-    "num_total_batches": "it is ppo.total_episodes / batch_size, rounded up",
-    "forward_batch_size": "it is ppo.per_device_train_batch_size",
-    "backward_batch_size": "an optimiser step takes batch_size / ppo.num_mini_batches responses",
-    "per_device_eval_batch_size": "it is evaluation.batch_size in the pipeline; PPOTrainer evaluates 64 at a time",
-    "early_stopping": "it is ppo.target_kl; without one nothing ends an update early",
-    "ppo_epochs": "it is ppo.num_ppo_epochs",
-    "init_kl_coef": "it is ppo.kl_coef",
-    "adap_kl_ctrl": "it is ppo.kl_controller=adaptive",
-    "target": "it is ppo.kl_target",
-    "horizon": "it is ppo.kl_horizon",
-    "kl_penalty": "it is ppo.kl_estimator",
-    "kl_ctl": "it is ppo.kl_coef",
-    "score_clip": "it is ppo.reward_clip",
-    "clip_reward_value": "it is ppo.reward_clip",
-    "use_score_norm": "it is ppo.reward_normalisation=running",
-    "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
-    "optim_target_modules": "the optimiser steps every weight that trains",
-    "activation_checkpointing": "it is ppo.gradient_checkpointing",
-    "gradient_checkpointing_kwargs": "ppo.gradient_checkpointing has no arguments",
-    "torch_compile": "it is ppo.compile",
-    "use_cpu": "it is ppo.device=cpu",
-    "no_cuda": "it is ppo.device=cpu",
-    "data_seed": "everything random is a function of ppo.seed",
-    "log_with": "it is ppo.report_to",
-    "fsdp": "sharding is FSDP2, set in accelerate's file (docs/scaling.md)",
-    "fsdp_config": "sharding is FSDP2, set in accelerate's file (docs/scaling.md)",
-    "deepspeed": "sharding is FSDP2, set in accelerate's file (docs/scaling.md)",
-    "full_determinism": "it is ppo.deterministic",
-    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
-    "use_vllm": "it is ppo.rollout_engine=vllm",
-    "vllm_importance_sampling_clip_max": "it is ppo.importance_cap",
-    "lora_rank": "it is ppo.lora_r",
-    "load_in_8bit": "quantised weights have 4 bits: ppo.load_in_4bit",
-    "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
-}
-"""Settings of transformers, TRL and others that are no fields of PPOConfig, each with where it is."""

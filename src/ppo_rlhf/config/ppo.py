@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ppo_rlhf.config import advice, rules
-from ppo_rlhf.config.advice import INSTRUCT_GPT, LIVES_ELSEWHERE, TUNING_GUIDE, Typical
+from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
 from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.trl_names import LIVES_ELSEWHERE
 from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import process_count
