@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys in which an assistant's message holds its reasoning beside the content."""
-_MARK = "qzmark{}qz"  # plain letters: a template may quote, trim, escape or capitalise what it shows
+# one for each part, and not CONTENT_MARK: in plain letters, since a template may quote, trim, escape or capitalise
+_MARK = "qzmark{}qz"
 _MARK_OF_TOOLS = "qzmarktoolqz"
 
 

@@ -30,6 +30,7 @@ SLOW_TEMPLATE_S = 5.0
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # tokens
+CONTENT_MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
 _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
 
 
@@ -159,13 +160,13 @@ def around_answer(
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    messages = [*chat, {"role": "assistant", "content": _ANSWER}, *then]
+    messages = [*chat, {"role": "assistant", "content": CONTENT_MARK}, *then]
     try:
         with name_slow_template(tokenizer):
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
         return None
-    before, found, after = text.rpartition(_ANSWER)
+    before, found, after = text.rpartition(CONTENT_MARK)
     return (before, after) if found else None
 
 
@@ -175,7 +176,6 @@ def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextMan
     return warn_if_slow(f"The chat template of {owner}", "It may have no end.", seconds=SLOW_TEMPLATE_S)
 
 
-_ANSWER = "⁂ANSWER⁂"  # no template writes it by itself
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
 _CLOCK = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")

@@ -25,6 +25,7 @@ from ppo_rlhf.data.chat_templates import find_hidden, is_new, kind_of
 from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, apply_template, read_tools, render_chat
 from ppo_rlhf.models.quiet import said, say_once
 from ppo_rlhf.models.tokenizers import (
+    CONTENT_MARK,
     append_end,
     around_answer,
     continuations,
@@ -41,7 +42,6 @@ from ppo_rlhf.rewards.scoring import ResponseBatch
 ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""
 _REPLY_ROLES = ("user", "tool", "system")
-_MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
 logger = logging.getLogger(__name__)
 
 
@@ -98,7 +98,7 @@ class Rendering:
         for row, (chat, given) in enumerate(rows):
             if chat is None:
                 continue
-            whole, own = answered(json.loads(chat), _MARK), read_tools(given, f"{name}: row {row}")
+            whole, own = answered(json.loads(chat), CONTENT_MARK), read_tools(given, f"{name}: row {row}")
             if is_new(kind_of(whole, own), tried):
                 where = f"{name}: row {row}, for the reward model ({self.tokenizer.name_or_path or 'its tokenizer'})"
                 shown = self._shown_tools(whole, own)
@@ -340,15 +340,15 @@ def _tell_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedT
 def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the message of an environment, given the text from the policy's stop token on; special tokens included."""
     for role in _REPLY_ROLES:
-        marked = [*chat[:-1], {**chat[-1], "content": _MARK}, {"role": role, "content": _MARK}]
+        marked = [*chat[:-1], {**chat[-1], "content": CONTENT_MARK}, {"role": role, "content": CONTENT_MARK}]
         try:
             rendered = apply_template(marked, tokenizer, "", to_answer=True)
         except DataError:  # the template does not know this role
             continue
-        if rendered.count(_MARK) < 2:  # it leaves this role out
+        if rendered.count(CONTENT_MARK) < 2:  # it leaves this role out
             continue
-        rest, _, after = rendered.rpartition(_MARK)
-        before, after, text = rest.rpartition(_MARK)[2].lstrip(), after.rstrip(), text.strip()
+        rest, _, after = rendered.rpartition(CONTENT_MARK)
+        before, after, text = rest.rpartition(CONTENT_MARK)[2].lstrip(), after.rstrip(), text.strip()
         if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
             return {"role": role, "content": text[len(before) : len(text) - len(after)]}
     return {"role": ENVIRONMENT, "content": text}
