@@ -139,11 +139,6 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": (run.writes("prompt_dataset") or run.writes("feedback_pairs"))
         and run.source("raw_prompts") is None,
-        "sft_model_path": run.is_null("sft_policy"),
-        "reward_model_path": run.is_null("reward_model") and run.needs("reward_model"),
-        "critic_path": run.is_null("pretrained_critic")
-        and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
-        "policy_path": run.is_null("ppo_policy"),
     }
     rewards = run.group("reward_modelling", RewardModellingConfig)
     is_missing["preferences_path (or reward_modelling.labeller)"] = (
@@ -204,10 +199,12 @@ def check_table(run: RunRequest, name: str) -> None:
 
 def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
-    if run.source(name) is None or not run.needs(name):
+    if not run.needs(name) or not isinstance(run.catalog.get(name), PretrainedModelDataset):
         return
     if name in MADE_BY and (why := run.why_missing(name)):
         yield why
+        return
+    if run.source(name) is None:  # no base model: the policy starts from random weights
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()

@@ -13,7 +13,6 @@ from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.names import env_option
@@ -118,11 +117,6 @@ class RunRequest:
         is_whole_chain = self.writes("sft_policy") and self.writes("ppo_policy")
         is_there = (self.project_path / "conf" / "demo").is_dir()
         return " To try the whole chain first, use `--env demo`." if is_whole_chain and is_there else ""
-
-    def is_null(self, name: str) -> bool:
-        """Return whether the run uses a model whose path is null."""
-        is_used = self.reads(name) or self.writes(name)
-        return is_used and isinstance(self.catalog.get(name), PretrainedModelDataset) and self.source(name) is None
 
     def is_ours(self, source: str | None) -> bool:
         """Return whether a model is below the project's own models, links followed."""
