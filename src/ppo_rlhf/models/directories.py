@@ -33,7 +33,11 @@ _PATIENCE_S = 10.0  # for the hub's first answer
 
 
 def is_local(source: str) -> bool:
-    """Return whether `source` is, or looks like, a path rather than a hub id (`organisation/name@revision` or less)."""
+    """Return whether `source` is, or looks like, a path rather than a hub id (`organisation/name@revision` or less).
+
+    `data.sources.is_hub_name` is the rule of data sets: they have an owner, a configuration and a split, and no ending
+    of a file. `paths.restore_hub_name` undoes what Kedro does to either, before one of the two is asked.
+    """
     if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source):
         return True
     first, _, rest = source.partition("/")
