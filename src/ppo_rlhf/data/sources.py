@@ -33,6 +33,7 @@ FORMATS = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB = "hf://datasets/"
 _ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
+_NO_ROWS = "this data file has no rows. It needs at least one."
 _HUB_NAME = re.compile(
     r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
@@ -67,7 +68,7 @@ def load_table(
     else:
         table = _load_files(source, files, text_column, cache, given)
     if not len(table):
-        raise DataError(f"{source}: this data file has no rows. It needs at least one.")
+        raise DataError(f"{source}: {_NO_ROWS}")
     try:
         check_texts(table, source)
     except DataError:
@@ -268,7 +269,7 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
     text = _text(file)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+        raise DataError(f"{file}: {_NO_ROWS}")
     if builder == "text":
         return []
     if text.lstrip().startswith("["):
@@ -276,7 +277,7 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
     else:
         rows = [(f"line {number}", _parsed(file, number, line)) for number, line in lines]
     if not rows:
-        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+        raise DataError(f"{file}: {_NO_ROWS}")
     for place, value in rows:
         if not isinstance(value, dict):
             raise DataError(f"{file}: {place} is not an object with named columns: {json.dumps(value)[:40]}")

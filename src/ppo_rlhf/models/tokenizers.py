@@ -314,9 +314,9 @@ def continuations(
     return [whole[shared_length(start, whole) :] for start, whole in zip(starts, wholes, strict=True)]
 
 
-def shared_length(first: str, second: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    if second.startswith(first):
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of characters with which both texts begin, or of tokens."""
+    if second[: len(first)] == first:
         return len(first)
     differing = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, len(second))

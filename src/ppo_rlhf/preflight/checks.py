@@ -33,7 +33,16 @@ from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
-from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest, not_set
+from ppo_rlhf.preflight.request import (
+    CRITIC_STARTS,
+    MADE_BY,
+    MODELS,
+    MODELS_LAYER,
+    PROMPTS,
+    TABLES,
+    RunRequest,
+    not_set,
+)
 from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
@@ -246,7 +255,7 @@ def check_critic(run: RunRequest) -> Iterator[str]:
         if group is None or run.reads("ppo_policy"):  # an evaluation has no critic
             continue
         setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
-        start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(group.value_model, "")
+        start = CRITIC_STARTS.get(group.value_model, "")
         both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
         if start == "reward_model" and reward is not None and not reward.needs_model:
             yield f"{setting}: no entry of reward.components is of type model. {fix}"

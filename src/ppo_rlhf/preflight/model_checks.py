@@ -27,7 +27,7 @@ from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.tokenizers import same_vocabulary, stop_token_ids
 from ppo_rlhf.names import STATE
 from ppo_rlhf.ppo.models import check_export
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.request import CRITIC_STARTS, RunRequest
 from ppo_rlhf.probes import shrunk
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.rendering import Rendering
@@ -88,7 +88,7 @@ def check_reward(run: RunRequest) -> None:
 def check_critic_start(run: RunRequest) -> None:
     """Find a model that a critic cannot start from: of another size of vocabulary, or without a linear score head."""
     ppo = run.group("ppo", PPOConfig)
-    name = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(getattr(ppo, "value_model", ""), "")
+    name = CRITIC_STARTS.get(getattr(ppo, "value_model", ""), "")
     if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):

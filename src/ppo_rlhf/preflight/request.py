@@ -30,6 +30,7 @@ MADE_BY = {  # model: what makes it, the setting that names another one, a comma
     "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)
+CRITIC_STARTS = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}  # by value_model
 PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
 TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 

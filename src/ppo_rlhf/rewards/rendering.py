@@ -22,7 +22,17 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chat_templates import find_hidden, is_new, kind_of
-from ppo_rlhf.data.chats import ASSISTANT, TOOLS, Chat, Tools, answered, apply_template, read_tools, render_chat
+from ppo_rlhf.data.chats import (
+    ASSISTANT,
+    TOOLS,
+    Chat,
+    Tools,
+    answered,
+    apply_template,
+    chat_ids,
+    read_tools,
+    render_chat,
+)
 from ppo_rlhf.models.quiet import said, say_once
 from ppo_rlhf.models.tokenizers import (
     CONTENT_MARK,
@@ -178,8 +188,7 @@ def conversation_ids(
         )
     if not stopped and not (chat[-1]["content"] or "").strip():
         chat = chat[:-1]  # nothing is said yet
-    text = render_chat(chat, tokenizer, where, to_answer=not stopped, tools=tools)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return chat_ids(chat, tokenizer, where, to_answer=not stopped, tools=tools)
 
 
 def close_response(

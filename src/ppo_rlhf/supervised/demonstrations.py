@@ -23,19 +23,19 @@ from ppo_rlhf.data.chats import (
     TOOLS,
     Chat,
     Tools,
+    chat_ids,
     check_shown,
     join_chats,
     read_chat,
     read_text_or_chat,
     read_tools,
-    render_chat,
     try_chats,
     with_system,
 )
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, templates_of, without_template_defaults
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, templates_of, without_template_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -264,23 +264,16 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, templ
         if template is not None and "prompt" not in record:
             yield _marked(messages, tools, tokenizer, template, where)
             continue
-        ids, prompt = _ids_of(messages, tools, tokenizer, where), []
+        ids, prompt = chat_ids(messages, tokenizer, where, tools=tools), []
         if "prompt" in record:
-            prompt = _ids_of(json.loads(record["prompt"]), tools, tokenizer, where, to_answer=True)
+            prompt = chat_ids(json.loads(record["prompt"]), tokenizer, where, to_answer=True, tools=tools)
         yield ids, _without_prompt(ids, prompt)
 
 
 def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
     """Return tokens as labels, from where they differ from the prompt's: they may merge across its end, as in TRL."""
-    shared = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+    shared = shared_length(prompt, ids)
     return [IGNORED] * shared + ids[shared:]
-
-
-def _ids_of(
-    messages: Chat, tools: Tools, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False
-) -> list[int]:
-    text = render_chat(messages, tokenizer, where, to_answer=to_answer, tools=tools)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _marked(
