@@ -10,17 +10,13 @@ from scipy.stats import binomtest, multinomial
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.evaluation.comparison import (
-    FELL,
-    LOSS,
-    NO_DIFFERENCE,
-    ROSE,
-    TOO_FEW_PROMPTS,
-    WIN,
+    Verdict,
     before_after,
     compare_evaluations,
     conclude,
     distinct_n,
     outcomes,
+    read_verdict,
     sample_pairs,
     sign_test,
     win_rate,
@@ -204,16 +200,22 @@ def test_the_sign_test_of_many_prompts_is_scipys(wins, losses):
 @pytest.mark.parametrize(
     ("wins", "losses", "ties", "by_judge", "by_reward"),
     [
-        (60, 20, 0, WIN, ROSE),
-        (20, 60, 0, LOSS, FELL),
-        (40, 30, 0, NO_DIFFERENCE, NO_DIFFERENCE),
-        (9, 0, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),  # below ten prompts
-        (2, 0, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),
-        (0, 0, 9, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),
-        (10, 0, 0, WIN, ROSE),
-        (12, 4, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),  # the interval is above one half, and the sign test gives 0.077
-        (5, 0, 95, NO_DIFFERENCE, NO_DIFFERENCE),
-        (20, 1, 1000, WIN, ROSE),
+        (60, 20, 0, Verdict.BETTER, Verdict.REWARD_ROSE),
+        (20, 60, 0, Verdict.WORSE, Verdict.REWARD_FELL),
+        (40, 30, 0, Verdict.NO_CLEAR_DIFFERENCE, Verdict.NO_CLEAR_DIFFERENCE),
+        (9, 0, 0, Verdict.TOO_FEW_PROMPTS, Verdict.TOO_FEW_PROMPTS),  # below ten prompts
+        (2, 0, 0, Verdict.TOO_FEW_PROMPTS, Verdict.TOO_FEW_PROMPTS),
+        (0, 0, 9, Verdict.TOO_FEW_PROMPTS, Verdict.TOO_FEW_PROMPTS),
+        (10, 0, 0, Verdict.BETTER, Verdict.REWARD_ROSE),
+        (
+            12,
+            4,
+            0,
+            Verdict.TOO_FEW_PROMPTS,
+            Verdict.TOO_FEW_PROMPTS,
+        ),  # the interval is above one half, and the sign test gives 0.077
+        (5, 0, 95, Verdict.NO_CLEAR_DIFFERENCE, Verdict.NO_CLEAR_DIFFERENCE),
+        (20, 1, 1000, Verdict.BETTER, Verdict.REWARD_ROSE),
     ],
 )
 def test_a_winner_is_named_only_from_ten_prompts_an_interval_on_one_side_and_an_unlikely_chance(
@@ -225,12 +227,34 @@ def test_a_winner_is_named_only_from_ten_prompts_an_interval_on_one_side_and_an_
         summary = conclude(evaluation(scores), sft, by_trained_reward=is_reward)
         assert summary == {
             "verdict": expected,
-            "eval/verdict": {WIN: 1.0, ROSE: 0.5, FELL: -0.5, LOSS: -1.0}.get(expected, 0.0),
+            "eval/verdict": {"better": 1.0, "reward_rose": 0.5, "reward_fell": -0.5, "worse": -1.0}.get(expected, 0.0),
             "by_trained_reward": is_reward,
             "prompts": len(scores),
             "wins": wins,
             "losses": losses,
         }
+
+
+@pytest.mark.parametrize(
+    ("stored", "verdict"),
+    [
+        ("better", Verdict.BETTER),
+        ("reward_fell", Verdict.REWARD_FELL),
+        ("PPO beats SFT", Verdict.BETTER),  # from here on as earlier runs stored it
+        ("PPO loses to SFT", Verdict.WORSE),
+        ("The reward rose", Verdict.REWARD_ROSE),
+        ("The reward fell", Verdict.REWARD_FELL),
+        ("No clear difference between PPO and SFT", Verdict.NO_CLEAR_DIFFERENCE),
+        ("Too few held-out prompts to tell PPO and SFT apart", Verdict.TOO_FEW_PROMPTS),
+    ],
+)
+def test_a_stored_verdict_is_read_also_of_earlier_runs(stored, verdict):
+    assert read_verdict(stored) is verdict
+
+
+def test_a_stored_verdict_of_another_kind_is_refused():
+    with pytest.raises(DataError, match=r"^evaluation_summary: verdict is 'PPO won'; it must be one of better, worse"):
+        read_verdict("PPO won")
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([float("nan")], [0.0]), ([0.0], [float("inf")])])

@@ -11,7 +11,7 @@ from scipy.special import ndtr
 from scipy.stats import binom
 
 from ppo_rlhf.evaluation import since_best as module
-from ppo_rlhf.evaluation.comparison import WIN
+from ppo_rlhf.evaluation.comparison import Verdict
 from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, exploits_since_best, least_since_best_p, since_best
 from ppo_rlhf.pipelines.reporting.wording import remarks
 from tests.evaluation.test_since_best import evaluation
@@ -58,7 +58,7 @@ def said_of(row: dict[str, float]) -> list[str]:
     """What the report says of a run that ended with this row."""
     history = pd.DataFrame([{"iteration": 1.0, **row}])
     found = {"exploits_since_best": exploits_since_best(history), "since_best_p_min": least_since_best_p(history)}
-    summary = {"verdict": WIN, "eval/judge_score": 0.0, **found}
+    summary = {"verdict": Verdict.BETTER, "eval/judge_score": 0.0, **found}
     return remarks(summary, pd.DataFrame(columns=["measure", "sft", "ppo"]))
 
 

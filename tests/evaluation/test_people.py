@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from ppo_rlhf.evaluation.people import compare_by_people, say
+from ppo_rlhf.evaluation.people import compare_by_people
+from ppo_rlhf.pipelines.reporting.wording import say_result_by_people
 
 
 def answers(pairs: int, win: float, tie: float, seed: int) -> list[dict[str, float]]:
@@ -27,14 +28,20 @@ def test_the_interval_of_200_answers_covers_the_known_preference(win: float, tie
 
 def test_a_winner_needs_ten_answered_pairs_and_unanswered_ones_do_not_count() -> None:
     nine: list[dict[str, float]] = [{"a": 1.0}] * 9 + [{}] * 30
-    assert compare_by_people(nine)["verdict"] == "Too few answered pairs to tell PPO and SFT apart"
+    few = compare_by_people(nine)
+    assert few["verdict"] == "too_few_prompts"
+    assert say_result_by_people(few).startswith("Too few answered pairs to tell PPO and SFT apart, decided by one")
     ten = compare_by_people([*nine, {"a": 1.0}])
-    assert (ten["verdict"], ten["answered"], ten["pairs"]) == ("PPO beats SFT", 10, 40)
+    assert (ten["verdict"], ten["answered"], ten["pairs"]) == ("better", 10, 40)
     lost = compare_by_people([{"a": 0.0}] * 10, ours="new", theirs="old")
-    assert lost["verdict"] == "new loses to old"
+    assert lost["verdict"] == "worse"
+    assert say_result_by_people(lost).startswith("new loses to old, decided by one person on 10 pairs: win rate 0.0% (")
     even = compare_by_people([{"a": 1.0}] * 10 + [{"a": 0.0}] * 10)
-    assert even["verdict"] == "No clear difference between PPO and SFT"
-    assert compare_by_people([{}])["verdict"] == "Nobody has compared PPO and SFT yet"
+    assert even["verdict"] == "no_clear_difference"
+    assert say_result_by_people(even).startswith("No clear difference between PPO and SFT, decided by one person")
+    nobody = compare_by_people([{}])
+    assert nobody["verdict"] is None
+    assert say_result_by_people(nobody) == "Nobody has compared PPO and SFT yet."
 
 
 def test_a_pair_that_several_people_answered_is_worth_their_mean_and_each_has_a_rate() -> None:
@@ -43,7 +50,7 @@ def test_a_pair_that_several_people_answered_is_worth_their_mean_and_each_has_a_
     assert found["metrics"]["human/win_rate"] == pytest.approx((0.5 + 1.0 + 0.5) / 3)
     assert [(row["pairs"], row["win_rate"]) for row in found["by_person"]] == [(2, 0.25), (2, 1.0)]
     assert (found["people"], found["metrics"]["human/agreement"]) == (2, 0.25)
-    told = json.dumps(found) + say({**found, "judge": None})
+    told = json.dumps(found) + say_result_by_people({**found, "judge": None})
     assert "anna" not in told
     assert "ben" not in told
 
@@ -58,9 +65,9 @@ def test_pairs_of_one_prompt_are_one_in_intervals_and_verdict() -> None:
             assert often["metrics"][f"human/{name}{end}"] == pytest.approx(once["metrics"][f"human/{name}{end}"])
     assert often["by_person"][0]["low"] == pytest.approx(once["by_person"][0]["low"])
     assert (often["verdict"], often["answered"], often["prompts"]) == (once["verdict"], 120, 12)
-    assert "decided by one person on 120 pairs of 12 prompts: " in say({**often, "judge": "j"})
+    assert "decided by one person on 120 pairs of 12 prompts: " in say_result_by_people({**often, "judge": "j"})
     few = compare_by_people([{"a": 1.0}] * 90, prompts=[f"p{number % 9}" for number in range(90)])
-    assert few["verdict"].startswith("Too few answered")
+    assert few["verdict"] == "too_few_prompts"
     unanswered = compare_by_people([{"a": 1.0}, {}, {"a": 0.0}], prompts=["p", "p", "q"])
     assert (unanswered["metrics"]["human/win_rate"], unanswered["prompts"]) == (0.5, 2)
 
@@ -75,6 +82,6 @@ def test_the_judge_agrees_where_it_prefers_what_people_prefer_and_half_on_its_ti
 
 def test_the_result_in_words() -> None:
     found = compare_by_people([{"a": 1.0, "b": 1.0, "c": 1.0}] * 120, [1.0] * 120, agreement=1.0)
-    assert say({**found, "judge": "the judge m:f"}).startswith(
+    assert say_result_by_people({**found, "judge": "the judge m:f"}).startswith(
         "PPO beats SFT, decided by 3 people on 120 pairs: win rate 100.0% (95% interval "
     )

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset
-from ppo_rlhf.evaluation.comparison import LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
+from ppo_rlhf.evaluation.comparison import Verdict
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
@@ -172,7 +172,9 @@ def logged_model() -> str:
         return str(mlflow.initialize_logged_model("ppo_policy").model_id)
 
 
-def summary_of(win_rate: float, verdict: str = WIN, start_model: str = "aaaabbbbcccc", **conditions: str) -> dict:
+def summary_of(
+    win_rate: float, verdict: str = Verdict.BETTER, start_model: str = "aaaabbbbcccc", **conditions: str
+) -> dict:
     usual = {"prompts": "64 of them", "judge": "the judge j", "sampling": "temperature=1.0"}
     return {
         "eval/win_rate": win_rate,
@@ -191,15 +193,15 @@ def champion(name: str = NAME) -> str | None:
 
 
 SWEEP = [  # the end of a run, and the champion's version after it
-    (summary_of(0.99, TOO_FEW_PROMPTS), None),  # two of two prompts won
-    (summary_of(0.55, NO_DIFFERENCE), None),
-    (summary_of(0.20, LOSS), None),
-    (summary_of(0.99, ROSE), None),  # the trained reward itself is the judge
+    (summary_of(0.99, Verdict.TOO_FEW_PROMPTS), None),  # two of two prompts won
+    (summary_of(0.55, Verdict.NO_CLEAR_DIFFERENCE), None),
+    (summary_of(0.20, Verdict.WORSE), None),
+    (summary_of(0.99, Verdict.REWARD_ROSE), None),  # the trained reward itself is the judge
     (summary_of(0.68), "5"),
     (summary_of(0.945), "6"),
     (summary_of(0.945), "6"),
     (summary_of(0.68), "6"),
-    (summary_of(0.99, TOO_FEW_PROMPTS), "6"),
+    (summary_of(0.99, Verdict.TOO_FEW_PROMPTS), "6"),
     (summary_of(0.99, prompts="others"), "6"),
     (summary_of(0.99, judge="the judge k"), "6"),
     (summary_of(0.99, sampling="temperature=0.0"), "6"),
@@ -217,6 +219,17 @@ def test_the_champion_of_a_sweep_is_the_best_that_beats_sft_under_the_same_condi
         (line,) = [line for line in caplog.messages if line.startswith("The policy is")]
         assert line.startswith(f"The policy is version {number} of the registered model {NAME}, ")
     assert mlflow.MlflowClient().get_model_version_by_alias(NAME, "champion").tags["win_rate"] == "0.95"
+
+
+def test_a_summary_of_an_earlier_version_makes_a_champion_and_its_tag_is_the_value(
+    store: Path, caplog: pytest.LogCaptureFixture
+):
+    model_log.register(logged_model(), "sft", summary_of(0.9, "PPO beats SFT"))
+    model_log.register(logged_model(), "sft", summary_of(0.95, "The reward rose"))
+    assert champion() == "1"
+    assert caplog.messages[-1].endswith("not its champion (The reward rose).")
+    versions = mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")
+    assert {str(each.version): each.tags["verdict"] for each in versions} == {"1": "better", "2": "reward_rose"}
 
 
 def test_each_start_model_has_a_champion_of_its_own(store: Path):
@@ -257,7 +270,7 @@ def test_a_run_that_goes_on_is_registered_once_and_takes_the_place_that_a_kill_k
 def test_of_two_runs_that_end_at_once_the_better_one_becomes_champion(store: Path, monkeypatch: pytest.MonkeyPatch):
     """Each would find no champion, and the worse one, which is slower, would set the alias last."""
     both_have_looked, set_alias = threading.Barrier(2), mlflow.MlflowClient.set_registered_model_alias
-    model_log.register(logged_model(), "sft", summary_of(0.5, NO_DIFFERENCE))
+    model_log.register(logged_model(), "sft", summary_of(0.5, Verdict.NO_CLEAR_DIFFERENCE))
     models = {0.9: logged_model(), 0.6: logged_model()}
 
     def late(client: mlflow.MlflowClient, name: str, alias: str, version: str) -> None:

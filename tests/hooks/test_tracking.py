@@ -199,7 +199,7 @@ def test_the_policy_is_registered_by_its_start_model_with_what_it_was_evaluated_
         "judge": "the toy",
         "sampling": "none",
         "win_rate": "0.75",
-        "verdict": "Too few held-out prompts to tell PPO and SFT apart",
+        "verdict": "too_few_prompts",
     }
     assert tracked.client.get_registered_model(version.name).aliases == {}  # three prompts make no champion
 

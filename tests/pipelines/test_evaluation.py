@@ -28,7 +28,7 @@ from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
-from ppo_rlhf.pipelines.reporting.wording import headline
+from ppo_rlhf.pipelines.reporting.wording import headline, say_verdict
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of
@@ -396,7 +396,7 @@ def test_the_result_is_put_into_the_card_of_a_policy_that_a_run_exported_and_int
     }
     assert nobody is None
     assert headline(outputs["evaluation_summary"]) in result
-    assert f"**{outputs['evaluation_summary']['verdict']}.**" in result
+    assert f"**{say_verdict(outputs['evaluation_summary']['verdict'])}.**" in result
     assert "| KL from SFT (nats per response) | 0.0 |" in result
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import TrainingHistoryDataset
-from ppo_rlhf.evaluation.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
+from ppo_rlhf.evaluation.comparison import SENTENCES_OF_EARLIER_RUNS, Verdict
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
@@ -30,7 +30,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
     training_curves,
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT
-from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, write_change, write_value
+from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, say_verdict, write_change, write_value
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from ppo_rlhf.token_view.page import QUANTITIES
@@ -40,7 +40,7 @@ PROJECT = Path(__file__).parents[2]
 SCRIPT = "</script><script>alert('x')</script> & \"quoted\" {{ title }}"
 GOOD = {
     **{"eval/win_rate": 0.88, "eval/win_rate_low": 0.85, "eval/win_rate_high": 0.91, "eval/kl": 4.0},
-    **{"verdict": WIN, "wins": 1330, "losses": 182, "by_trained_reward": False},
+    **{"verdict": Verdict.BETTER, "wins": 1330, "losses": 182, "by_trained_reward": False},
 }
 SAID = {"prompts": 1512, "decided_by": "the judge mine:judge"}
 
@@ -146,14 +146,32 @@ def test_a_value_and_a_change_have_their_standard_error(name, before, after, err
     assert write_change(measure(name), before, after, error) == change
 
 
-@pytest.mark.parametrize("verdict", [WIN, LOSS, ROSE, FELL, NO_DIFFERENCE, TOO_FEW_PROMPTS])
-def test_report_and_terminal_give_the_verdict_of_the_comparison(verdict, capsys):
+@pytest.mark.parametrize("of_an_earlier_run", [False, True])
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("better", "PPO beats SFT"),
+        ("worse", "PPO loses to SFT"),
+        ("reward_rose", "The reward rose"),
+        ("reward_fell", "The reward fell"),
+        ("no_clear_difference", "No clear difference between PPO and SFT"),
+        ("too_few_prompts", "Too few held-out prompts to tell PPO and SFT apart"),
+    ],
+)
+def test_report_and_terminal_give_the_verdict_of_the_comparison(verdict, said, of_an_earlier_run, capsys):
     """Nothing else in it says who won: report, terminal, model card and champion cannot differ."""
-    summary = GOOD | SAID | {"verdict": verdict}
+    summary = json.loads(json.dumps(GOOD | SAID | {"verdict": said if of_an_earlier_run else Verdict(verdict)}))
+    assert summary["verdict"] == (said if of_an_earlier_run else verdict)
     page = run_reporting(evaluation_summary=summary)["report"]
-    assert f"<h1>{verdict}</h1>" in page
-    assert f"{verdict}. PPO's response is the better one on 88.0%" in " ".join(capsys.readouterr().out.split())
-    assert len(remarks(summary, before_after())) == (verdict != WIN)
+    assert f"<h1>{said}</h1>" in page
+    assert f"{said}. PPO's response is the better one on 88.0%" in " ".join(capsys.readouterr().out.split())
+    assert len(remarks(summary, before_after())) == (verdict != "better")
+
+
+def test_the_words_of_earlier_runs_are_still_the_words():
+    assert {said: say_verdict(verdict) for said, verdict in SENTENCES_OF_EARLIER_RUNS.items()} == {
+        said: said for said in SENTENCES_OF_EARLIER_RUNS
+    }
 
 
 def test_headline_gives_rate_interval_number_of_prompts_and_judge():
@@ -171,16 +189,26 @@ def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
     assert said.endswith("By other judges: strict 60.0% (55.0% to 65.0%).")
 
 
-LOST = {"verdict": LOSS}
+LOST = {"verdict": Verdict.WORSE}
 
 
 @pytest.mark.parametrize(
     ("summary", "table", "accuracy", "texts"),
     [
         ({}, {}, 0.74, []),
-        ({"verdict": NO_DIFFERENCE}, {}, None, ["prompts (prompts.held_out_share, prompts.max_held_out)"]),
-        ({"verdict": TOO_FEW_PROMPTS, "wins": 2, "losses": 0}, {}, None, ["2 held-out prompts were won and 0 lost"]),
-        ({"verdict": FELL}, {}, None, ["The reward fell"]),
+        (
+            {"verdict": Verdict.NO_CLEAR_DIFFERENCE},
+            {},
+            None,
+            ["prompts (prompts.held_out_share, prompts.max_held_out)"],
+        ),
+        (
+            {"verdict": Verdict.TOO_FEW_PROMPTS, "wins": 2, "losses": 0},
+            {},
+            None,
+            ["2 held-out prompts were won and 0 lost"],
+        ),
+        ({"verdict": Verdict.REWARD_FELL}, {}, None, ["The reward fell"]),
         (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
         (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO loses to SFT"]),  # the means do not decide
         ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
@@ -199,7 +227,7 @@ def test_each_problem_of_the_result_draws_one_remark(summary, table, accuracy, t
 
 def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
     table = before_after()
-    (found,) = remarks(GOOD | {"verdict": ROSE}, table[table["measure"] != "judge_score"])
+    (found,) = remarks(GOOD | {"verdict": Verdict.REWARD_ROSE}, table[table["measure"] != "judge_score"])
     assert "evaluation.judge" in found
 
 
@@ -346,7 +374,14 @@ def test_pipeline_writes_page_and_plots_and_prints_the_result(capsys):
     assert set(outputs) == {"report", "training_curves_plot", "score_distribution_plot"}
     page = Page(outputs["report"]).text
     settings = ("ppo.kl_coef", "mine:score, weight 1", "evaluation.judge")
-    for expected in ("My run", WIN, *settings, "org/sft", "elsewhere/report.html", "20 iterations, 1,280 episodes"):
+    for expected in (
+        "My run",
+        "PPO beats SFT",
+        *settings,
+        "org/sft",
+        "elsewhere/report.html",
+        "20 iterations, 1,280 episodes",
+    ):
         assert expected in page
     assert "evaluation.seed" not in page  # it follows globals
     printed = " ".join(capsys.readouterr().out.split())

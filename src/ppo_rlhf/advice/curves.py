@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.evaluation.comparison import LEVELS, WIN
+from ppo_rlhf.evaluation.comparison import LEVELS, Verdict
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.ppo.kl_rules import KLSituation
 
@@ -131,7 +131,7 @@ class Run(KLSituation):
         A checker of answers that is both reward and judge, as GSM8K's, counts as the reward: settings do not tell a
         checker from a reward that can be exploited, and a checker can be, for example by a guess without a reason.
         """
-        return self.succeeded and self.end("eval/verdict") == LEVELS[WIN]
+        return self.succeeded and self.end("eval/verdict") == LEVELS[Verdict.BETTER]
 
     @property
     def rollout_gap(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,17 +20,57 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.success_rates import pass_at_k
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 
-WIN, LOSS = "PPO beats SFT", "PPO loses to SFT"
-ROSE, FELL = "The reward rose", "The reward fell"
-"""Where the reward that was trained is the judge: a higher reward need not be a better policy."""
-NO_DIFFERENCE = "No clear difference between PPO and SFT"
-TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
-LEVELS = {WIN: 1.0, ROSE: 0.5, FELL: -0.5, LOSS: -1.0}  # the verdict as the metric eval/verdict; 0 without a winner
 MIN_PROMPTS = 10
 CONFIDENCE = 0.95
 _Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
 EXTREMES = 3
 """Widest wins, and as many losses, that a table of samples shows besides its random rows."""
+
+
+class Verdict(StrEnum):
+    """What a comparison found about our policy; summaries and tags keep the value, the report says it in words."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    REWARD_ROSE = "reward_rose"
+    """The judge is the reward that was trained: a higher reward need not be a better policy."""
+    REWARD_FELL = "reward_fell"
+    NO_CLEAR_DIFFERENCE = "no_clear_difference"
+    TOO_FEW_PROMPTS = "too_few_prompts"
+
+
+LEVELS = {
+    Verdict.BETTER: 1.0,
+    Verdict.REWARD_ROSE: 0.5,
+    Verdict.NO_CLEAR_DIFFERENCE: 0.0,
+    Verdict.TOO_FEW_PROMPTS: 0.0,
+    Verdict.REWARD_FELL: -0.5,
+    Verdict.WORSE: -1.0,
+}
+"""The verdict as the metric eval/verdict."""
+SENTENCES_OF_EARLIER_RUNS = {
+    "PPO beats SFT": Verdict.BETTER,
+    "PPO loses to SFT": Verdict.WORSE,
+    "The reward rose": Verdict.REWARD_ROSE,
+    "The reward fell": Verdict.REWARD_FELL,
+    "No clear difference between PPO and SFT": Verdict.NO_CLEAR_DIFFERENCE,
+    "Too few held-out prompts to tell PPO and SFT apart": Verdict.TOO_FEW_PROMPTS,
+}
+"""What summaries kept before they kept the value."""
+
+
+def read_verdict(stored: str) -> Verdict:
+    """Return the verdict of a stored summary, which in earlier runs is a sentence.
+
+    Raises:
+        DataError: If it is neither a value of `Verdict` nor one of those sentences.
+    """
+    if stored in SENTENCES_OF_EARLIER_RUNS:
+        return SENTENCES_OF_EARLIER_RUNS[stored]
+    try:
+        return Verdict(stored)
+    except ValueError as error:
+        raise DataError(f"evaluation_summary: verdict is {stored!r}; it must be one of {', '.join(Verdict)}") from error
 
 
 class WinRate(NamedTuple):
@@ -88,14 +129,17 @@ def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool
     """Return what `conclude` does, without `samples_per_prompt`, of outcomes [N, n]."""
     rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
     prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
-    verdict = ((LOSS, WIN), (FELL, ROSE))[by_trained_reward][rate.low > 0.5]
     if prompts < MIN_PROMPTS:
-        verdict = TOO_FEW_PROMPTS
+        verdict = Verdict.TOO_FEW_PROMPTS
     elif rate.low <= 0.5 <= rate.high:
-        verdict = NO_DIFFERENCE
+        verdict = Verdict.NO_CLEAR_DIFFERENCE
     elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
-        verdict = TOO_FEW_PROMPTS
-    counts = {"prompts": prompts, "wins": wins, "losses": losses, "eval/verdict": LEVELS.get(verdict, 0.0)}
+        verdict = Verdict.TOO_FEW_PROMPTS
+    elif rate.low > 0.5:
+        verdict = Verdict.REWARD_ROSE if by_trained_reward else Verdict.BETTER
+    else:
+        verdict = Verdict.REWARD_FELL if by_trained_reward else Verdict.WORSE
+    counts = {"prompts": prompts, "wins": wins, "losses": losses, "eval/verdict": LEVELS[verdict]}
     return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_rlhf.evaluation.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, WIN, conclude_outcomes, win_rate
+from ppo_rlhf.evaluation.comparison import conclude_outcomes, win_rate
 
 KINDS = {"sft_policy": "SFT", "ppo_policy": "PPO"}
 PREFIX = "human/"
@@ -29,28 +29,31 @@ def compare_by_people(
         worths: For each pair what it is worth to our policy by person: 1, 0, or ½ for a tie; empty: unanswered.
         judged: For each pair what it is worth to our policy by the judge; empty: no judge.
         prompts: For each pair its prompt; None: all are different.
-        ours: The policy whose win rate is given, in words.
-        theirs: The other one.
+        ours: The name of the policy whose win rate is given.
+        theirs: The name of the other one.
         agreement: Krippendorff's alpha of the answers, None if no pair was answered twice.
 
     Returns:
-        `verdict`, as of `conclude` with the policies' names; `metrics`, `human/*`; `by_person`, in an order that tells
-        nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`, `prompts` (of answered pairs),
-        `people`. A pair that several people answered is worth their mean, and so is a prompt of several pairs:
-        responses to one prompt are alike, so intervals and verdict are over prompts. How often judge and people agree
-        counts pairs of which people on the whole prefer one side; where the judge has a tie it agrees half.
+        `verdict` on ours, as of `conclude` (None: nobody has answered); `ours`, `theirs`; `metrics`, `human/*`;
+        `by_person`, in an order that tells nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`,
+        `prompts` (of answered pairs), `people`. A pair that several people answered is worth their mean, and so is a
+        prompt of several pairs: responses to one prompt are alike, so intervals and verdict are over prompts. How often
+        judge and people agree counts pairs of which people on the whole prefer one side; where the judge has a tie it
+        agrees half.
     """
     asked = range(len(worths)) if prompts is None else prompts
     answered = [(of, each) for of, each in zip(asked, worths, strict=True) if each]
     people = sorted({person for _, each in answered for person in each})
     common: dict[str, Any] = {
+        "ours": ours,
+        "theirs": theirs,
         "pairs": len(worths),
         "answered": len(answered),
         "prompts": len({of for of, _ in answered}),
         "people": len(people),
     }
     if not answered:
-        return {"verdict": f"Nobody has compared {ours} and {theirs} yet", "metrics": {}, "by_person": [], **common}
+        return {"verdict": None, "metrics": {}, "by_person": [], **common}
     together = _by_prompt((of, float(np.mean([*each.values()]))) for of, each in answered)
     concluded = conclude_outcomes(together, by_trained_reward=False)
     metrics = _rate("win_rate", together)
@@ -72,7 +75,7 @@ def compare_by_people(
         by_person.append({"pairs": len(told), "win_rate": own.rate, "low": own.low, "high": own.high})
     by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # not by name
     return {
-        "verdict": _named(concluded["verdict"], ours, theirs),
+        "verdict": concluded["verdict"],
         "metrics": metrics,
         "by_person": by_person,
         **common,
@@ -80,29 +83,6 @@ def compare_by_people(
         "losses": concluded["losses"],
         "judged": len(decided),
     }
-
-
-def say(summary: Mapping[str, Any]) -> str:
-    """Return the result in one or two sentences."""
-    metrics = summary["metrics"]
-    if not metrics:
-        return f"{summary['verdict']}."
-    people = "one person" if summary["people"] == 1 else f"{summary['people']} people"
-    pairs = f"{summary['answered']} pairs"
-    if summary["prompts"] < summary["answered"]:
-        pairs += f" of {summary['prompts']} prompts"
-    text = f"{summary['verdict']}, decided by {people} on {pairs}: {_interval(metrics, 'win_rate')}."
-    if f"{PREFIX}agreement" in metrics:
-        text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
-    if f"{PREFIX}judge_agreement" in metrics:
-        agreed = _interval(metrics, "judge_agreement", "on")
-        text += f" Of {summary['judged']} pairs in which people prefer a side, {summary['judge']} agrees {agreed}."
-    return text
-
-
-def _interval(metrics: Mapping[str, float], name: str, before: str = "win rate") -> str:
-    rate, low, high = (100 * metrics[f"{PREFIX}{name}{end}"] for end in ("", "_low", "_high"))
-    return f"{before} {rate:.1f}% (95% interval {low:.1f}% to {high:.1f}%)"
 
 
 def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
@@ -115,14 +95,3 @@ def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
 
 def _rate(name: str, outcomes: Any) -> dict[str, float]:
     return {f"{PREFIX}{name}{end}": value for end, value in zip(("", "_low", "_high"), win_rate(outcomes), strict=True)}
-
-
-def _named(verdict: str, ours: str, theirs: str) -> str:
-    """Return a verdict of `conclude` about policies of these names, and about pairs."""
-    if verdict in (WIN, ROSE):
-        return f"{ours} beats {theirs}"
-    if verdict in (LOSS, FELL):
-        return f"{ours} loses to {theirs}"
-    if verdict == NO_DIFFERENCE:
-        return f"No clear difference between {ours} and {theirs}"
-    return f"Too few answered pairs to tell {ours} and {theirs} apart"

@@ -24,7 +24,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.records import best_saved
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
-from ppo_rlhf.evaluation.comparison import WIN
+from ppo_rlhf.evaluation.comparison import Verdict, read_verdict
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
@@ -33,6 +33,7 @@ from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import templates_of, with_first_space
+from ppo_rlhf.pipelines.reporting.wording import say_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,8 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
     client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
     experiment = client.get_experiment(model.experiment_id).name.strip("/")
     name = re.sub(r"[^\w.-]+", "_", f"{experiment}-{start}-{summary['conditions']['start_model'][:8]}")
-    tags = {**summary["conditions"], "win_rate": str(summary["eval/win_rate"]), "verdict": summary["verdict"]}
+    verdict = read_verdict(summary["verdict"])
+    tags = {**summary["conditions"], "win_rate": str(summary["eval/win_rate"]), "verdict": verdict.value}
     uri, source = mlflow.get_tracking_uri(), f"models:/{model_id}"
     with one_at_a_time(Path(uri.removeprefix(SQLITE)).parent if uri.startswith(SQLITE) else Path.cwd()):
         if not client.search_registered_models(f"name = '{name}'"):
@@ -153,8 +155,8 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
         made = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
             name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)
         )
-        verdict = _challenge(client, name, str(made.version), tags)
-    logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, verdict)
+        place = _challenge(client, name, str(made.version), tags)
+    logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, place)
 
 
 def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[str, str]) -> str:
@@ -163,8 +165,8 @@ def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[
     What became of the champion is returned, as it reads in a sentence.
     """
     champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions that are searched for have no aliases
-    if tags["verdict"] != WIN:
-        return f"not its {CHAMPION} ({tags['verdict']})"
+    if tags["verdict"] != Verdict.BETTER:
+        return f"not its {CHAMPION} ({say_verdict(tags['verdict'])})"
     if champion is not None and str(champion) != version:  # a number or a text, as the store likes
         theirs = client.get_model_version(name, champion).tags
         others = [what for what in ("prompts", "judge", "sampling") if theirs.get(what) != tags[what]]

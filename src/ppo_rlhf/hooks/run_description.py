@@ -130,7 +130,9 @@ def _tag(value: Any) -> str:
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
     """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
-    return f"{summary['verdict']} (win rate {100 * summary['eval/win_rate']:.1f} %)."
+    from ppo_rlhf.pipelines.reporting.wording import say_verdict  # heavy: only runs that evaluate pay for it
+
+    return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
 
 def log_inputs(this: RunDescription) -> None:

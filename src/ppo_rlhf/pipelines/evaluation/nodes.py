@@ -25,7 +25,7 @@ from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best,
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
+from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section, say_verdict
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
 from ppo_rlhf.rewards.config import RewardConfig
@@ -208,7 +208,7 @@ def write_model_card(
         f"SFT is `{place(sft_policy.source)}`. Both answered {drawn}.",
         *(f"**{problem}**" for problem in remarks(evaluation_summary, before_after, accuracy)),
     ]
-    said = f"**{evaluation_summary['verdict']}.** {headline(evaluation_summary)}"
+    said = f"**{say_verdict(evaluation_summary['verdict'])}.** {headline(evaluation_summary)}"
     result = result_section(said, before_after, notes)
     card = with_result(ppo_policy.card() or "", result)
     return (None, result) if card is None else (ppo_policy.source, with_index(card, evaluation_summary))

@@ -16,6 +16,7 @@ from ppo_rlhf.evaluation import people
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.paths import last_name, shown
+from ppo_rlhf.pipelines.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.supervised.answers import agreement
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
@@ -112,7 +113,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
         "policy": first["our_source"],
         "against": first["their_source"],
     }
-    summary["result"] = people.say(summary)
+    summary["result"] = say_result_by_people(summary)
     log.info("%s", summary["result"])
     if mlflow.active_run() is not None:
         mlflow.log_metrics(summary["metrics"])

@@ -23,7 +23,7 @@ from ppo_rlhf.names import env_option
 from ppo_rlhf.paths import shown
 from ppo_rlhf.pipelines.reporting import charts
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
-from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows
+from ppo_rlhf.pipelines.reporting.wording import headline, remarks, say_verdict, table_rows
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import reward_model_accuracy
@@ -86,7 +86,7 @@ def write_report(
     by_people = f" By people: {human_evaluation['result']}" if is_of_policy else ""
     return render_page(
         title=reporting.title,
-        verdict=evaluation_summary["verdict"],
+        verdict=say_verdict(evaluation_summary["verdict"]),
         headline=f"{headline(evaluation_summary)}{by_people}",
         win_rate=[evaluation_summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")],
         remarks=remarks(evaluation_summary, before_after, accuracy),
@@ -119,7 +119,7 @@ def print_summary(
     """
     print_result(
         Console(quiet=not is_main_process()),
-        f"{evaluation_summary['verdict']}. {headline(evaluation_summary)}",
+        f"{say_verdict(evaluation_summary['verdict'])}. {headline(evaluation_summary)}",
         before_after,
         remarks(evaluation_summary, before_after, reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],

@@ -9,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.evaluation.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
+from ppo_rlhf.evaluation.comparison import MIN_PROMPTS, Verdict, read_verdict, sign_test
+from ppo_rlhf.evaluation.people import PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
@@ -39,6 +40,15 @@ _KNOWN = {
     "truncated_fraction": Measure("Cut off before a stop token", is_share=True, decimals=1),
     "distinct_1": Measure("Distinct words", "distinct-1", 3),
     "distinct_2": Measure("Distinct word pairs", "distinct-2", 3),
+}
+
+_VERDICTS = {
+    Verdict.BETTER: "{ours} beats {theirs}",
+    Verdict.WORSE: "{ours} loses to {theirs}",
+    Verdict.REWARD_ROSE: "The reward rose",
+    Verdict.REWARD_FELL: "The reward fell",
+    Verdict.NO_CLEAR_DIFFERENCE: "No clear difference between {ours} and {theirs}",
+    Verdict.TOO_FEW_PROMPTS: "Too few {compared} to tell {ours} and {theirs} apart",
 }
 
 
@@ -96,6 +106,38 @@ def write_number(value: float, decimals: int) -> str:
     return f"{value:z.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
+def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compared: str = "held-out prompts") -> str:
+    """Return a stored verdict (`evaluation.comparison.read_verdict`) in words, without a full stop.
+
+    `ours` and `theirs` are the names of the two policies, `compared` says what there were too few of.
+    """
+    return _VERDICTS[read_verdict(verdict)].format(ours=ours, theirs=theirs, compared=compared)
+
+
+def say_result_by_people(summary: Mapping[str, Any]) -> str:
+    """Return in one to three sentences what `evaluation.people.compare_by_people` found, with the judge's name."""
+    ours, theirs, metrics = summary["ours"], summary["theirs"], summary["metrics"]
+    if summary["verdict"] is None:
+        return f"Nobody has compared {ours} and {theirs} yet."
+    verdict = say_verdict(summary["verdict"], ours=ours, theirs=theirs, compared="answered pairs")
+    people = "one person" if summary["people"] == 1 else f"{summary['people']} people"
+    pairs = f"{summary['answered']} pairs"
+    if summary["prompts"] < summary["answered"]:
+        pairs += f" of {summary['prompts']} prompts"
+    text = f"{verdict}, decided by {people} on {pairs}: win rate {_by_people(metrics, 'win_rate')}."
+    if f"{PREFIX}agreement" in metrics:
+        text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
+    if f"{PREFIX}judge_agreement" in metrics:
+        agreed = _by_people(metrics, "judge_agreement")
+        text += f" Of {summary['judged']} pairs in which people prefer a side, {summary['judge']} agrees on {agreed}."
+    return text
+
+
+def _by_people(metrics: Mapping[str, float], name: str) -> str:
+    rate, low, high = (100 * metrics[f"{PREFIX}{name}{end}"] for end in ("", "_low", "_high"))
+    return f"{rate:.1f}% (95% interval {low:.1f}% to {high:.1f}%)"
+
+
 def headline(summary: Mapping[str, Any]) -> str:
     """Return the result in one sentence, from the node `compare_policies`'s `evaluation_summary`."""
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
@@ -124,23 +166,23 @@ def remarks(
     pairs.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
-    result = summary["verdict"]
-    exploits = summary.get("exploits_reward") and result not in (WIN, ROSE)
+    verdict = read_verdict(summary["verdict"])
+    exploits = summary.get("exploits_reward") and verdict not in (Verdict.BETTER, Verdict.REWARD_ROSE)
     found = []
-    if result == NO_DIFFERENCE:
+    if verdict == Verdict.NO_CLEAR_DIFFERENCE:
         found.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
             "prompts (prompts.held_out_share, prompts.max_held_out) narrow it."
         )
-    elif result == TOO_FEW_PROMPTS:
+    elif verdict == Verdict.TOO_FEW_PROMPTS:
         found.append(
             f"{summary['wins']} held-out prompts were won and {summary['losses']} lost: equal policies would differ by "
             f"that much with probability {sign_test(summary['wins'], summary['losses']):.2g}, and below {MIN_PROMPTS} "
             "prompts no winner is named. More held-out prompts (prompts.held_out_share, evaluation_prompts_path) can "
             "tell the two policies apart."
         )
-    elif result in (LOSS, FELL) and not exploits:
-        found.append(f"{result}. Look at the KL curve and the samples first.")
+    elif verdict in (Verdict.WORSE, Verdict.REWARD_FELL) and not exploits:
+        found.append(f"{say_verdict(verdict)}. Look at the KL curve and the samples first.")
     if exploits:
         found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
     elif summary.get("exploits_since_best"):
@@ -153,7 +195,7 @@ def remarks(
         )
     if trained := summary.get("trained_prompts"):
         found.append(f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: they are not held-out.")
-    if result == ROSE:
+    if verdict == Verdict.REWARD_ROSE:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
             "evaluation.judge to another function, and read the samples."

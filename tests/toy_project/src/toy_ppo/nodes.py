@@ -123,7 +123,7 @@ def export_policy(next_training_state: ToyState) -> TrainedModel:
 
 def compare_policies(ppo_policy: object) -> dict[str, object]:
     conditions = {"start_model": "0123456789abcdef", "prompts": "three", "judge": "the toy", "sampling": "none"}
-    verdict = {"verdict": "Too few held-out prompts to tell PPO and SFT apart", "prompts": 3, "decided_by": "the toy"}
+    verdict = {"verdict": "too_few_prompts", "prompts": 3, "decided_by": "the toy"}
     measured = {"eval/win_rate": 0.75, "eval/reward_sft": -1.0, "eval/reward_se": 0.125}
     return {**measured, **verdict, "conditions": conditions}
 
