@@ -107,66 +107,66 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ConfigError: The critic is to start as a reward model, and there is none.
         ModelError: An option does not fit the architecture.
     """
-    c = config = with_planned_dtype(config, shape.on_cpu)
+    config = with_planned_dtype(config, shape.on_cpu)
     sizes = _sizes(config, shape)
-    waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
+    waiting = {"reference policy": config.offload_reference_policy, "reward model": config.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
     held[MOMENTS] = sizes.moments
-    if c.ema_decay is not None:
+    if config.ema_decay is not None:
         held[AVERAGE] = sizes.trained[0]
-    if not shape.on_cpu and c.cuda_graphs is not False and c.rollout_engine == "static" and sizes.kept:
+    if not shape.on_cpu and config.cuda_graphs is not False and config.rollout_engine == "static" and sizes.kept:
         held[COPIES] = sizes.kept
 
-    text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
+    text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
     layers, kept = text.num_hidden_layers, sizes.activations
-    tokens = shape.prompt_length + c.response_length
+    tokens = shape.prompt_length + config.response_length
     one_layer = kept // layers
     decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
-    is_full = c.kl_estimator == "full"  # then the reference policy's logits are there, too
-
+    models_scored = 2 if config.kl_estimator == "full" else 1  # then the reference policy's logits are there, too
     held_logits = most_logits(None if shape.on_cpu else shape.card)
 
     def logits(rows: int) -> int:
-        return min(rows * c.response_length * text.vocab_size, held_logits) * number
+        return min(rows * config.response_length * text.vocab_size, held_logits) * number
 
     def rollout(rows: int) -> int:
-        return rows * decoding + (0 if COPIES in held and not c.load_in_4bit else sizes.copied)
+        return rows * decoding + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
 
     def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
-        return max(rows * tokens * one_layer, logits(rows) * (1 + is_full)) + max([sizes.copied, *offloaded.values()])
+        return max(rows * tokens * one_layer, models_scored * logits(rows)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> UpdateBytes:
-        accumulates = c.local_mini_batch_size > rows  # beside DDP's buckets, which then are apart
+        accumulates = config.local_mini_batch_size > rows  # beside DDP's buckets, which then are apart
         gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
-        return update_bytes(c, shape.policy, tokens=tokens, gradients=gradients, **counted)
+        return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    most_kept = 0 if shape.on_cpu or c.cuda_graphs is False else shape.card // CARDS_SHARE
+    most_kept = 0 if shape.on_cpu or config.cuda_graphs is False else shape.card // CARDS_SHARE
     columns = next_size(tokens, FEWEST_COLUMNS)
-    rows = scored = most_rows = _most_rollout_rows(c)
-    if most_kept and c.rollout_engine == "static":
+    rows = _most_rollout_rows(config)
+    scored, most_rows = rows, rows
+    if most_kept and config.rollout_engine == "static":
         most_rows = min(rows, rows_kept(text, columns, number, shape.card))
-    if c.local_rollout_forward_batch_size is None and shape.free is not None:
+    if config.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, most_rows)
     rows = min(rows, most_rows)
     cache = cache_bytes(text, -(-rows // FEWEST_ROWS) * FEWEST_ROWS * columns, number)
-    by_graphs = {DECODING: cache} if c.rollout_engine == "static" and cache <= most_kept else {}
-    most_tokens = c.max_tokens_per_micro_batch
-    if shape.free is not None and follows_memory(c, torch.device("cpu" if shape.on_cpu else "cuda")):
+    by_graphs = {DECODING: cache} if config.rollout_engine == "static" and cache <= most_kept else {}
+    most_tokens = config.max_tokens_per_micro_batch
+    if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
         most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(by_graphs.values()))
-    micro = micro_batch_rows(c, tokens, most_tokens)
-    passing = micro * tokens, micro * c.response_length * text.vocab_size
+    micro = micro_batch_rows(config, tokens, most_tokens)
+    passing = micro * tokens, micro * config.response_length * text.vocab_size
     by_passes = update(micro).gradients + update(micro).passing(*passing)
     has_room = sum(by_graphs.values()) + by_passes <= most_kept  # else they are given up
-    if has_room and shape.processes == 1 and c.rollout_engine != "hf":
+    if has_room and shape.processes == 1 and config.rollout_engine != "hf":
         by_graphs[PASSES] = by_passes
     held |= by_graphs
-    if c.local_rollout_forward_batch_size is None and shape.on_cpu:
+    if config.local_rollout_forward_batch_size is None and shape.on_cpu:
         scored = min(rows, MOST_ON_CPU)
-    elif c.local_rollout_forward_batch_size is None and shape.free is not None:
+    elif config.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         scored = in_equal_parts(scored, tokens * one_layer, left, scored)
     passes = {
@@ -178,7 +178,14 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}
     return MemoryPlan(
-        *(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported, rows, micro, most_tokens)
+        held=held,
+        phases=phases,
+        on_host=sum(offloaded.values()),
+        trained=sum(sizes.trained),
+        exported=sizes.exported,
+        rollout_rows=rows,
+        update_rows=micro,
+        update_tokens=most_tokens,
     )
 
 
@@ -236,7 +243,15 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
-    return _Sizes(weights, (trained[0], trained[1]), moments, copied, kept, exported, activations)
+    return _Sizes(
+        weights=weights,
+        trained=(trained[0], trained[1]),
+        moments=moments,
+        copied=copied,
+        kept=kept,
+        exported=exported,
+        activations=activations,
+    )
 
 
 Changes = dict[str, Any]

@@ -78,7 +78,7 @@ OTHER_SHAPES = {
 }
 """Sizes that only some architectures have."""
 
-Verdict = tuple[str, dict[str, bool]]
+Judgement = tuple[str, dict[str, bool]]
 """What was measured, and whether that is enough, by what is broken if it is not."""
 
 
@@ -90,7 +90,7 @@ class Probe:
     prompts: range
     length: int
     pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
-    judge: Callable[[Experience, PPOConfig], Verdict]
+    judge: Callable[[Experience, PPOConfig], Judgement]
     settings: dict[str, Any] = field(default_factory=dict)
     to_the_end: bool = False  # trains for CONSTANT_ITERATIONS, also if nothing is broken before
     starts_away: bool = False  # the policy starts away from the reference
@@ -147,8 +147,10 @@ def describe(config: PPOConfig) -> Iterator[str]:
     if changed:
         yield f"replaced for the probes: {', '.join(f'ppo.{name}={getattr(used, name)}' for name in changed)}"
     missing = [name for name in config.not_default() if name in NOT_PROBED]
-    missing += [f"kl_coef={used.kl_coef:g} with kl_estimator={used.kl_estimator}"] * (not brings_back(used))
-    missing += [f"value_model={config.value_model}"] * (config.value_model != used.value_model)
+    if not brings_back(used):
+        missing.append(f"kl_coef={used.kl_coef:g} with kl_estimator={used.kl_estimator}")
+    if config.value_model != used.value_model:
+        missing.append(f"value_model={config.value_model}")
     if missing:
         yield f"not probed: {', '.join(f'ppo.{name}' for name in missing)}"
 
@@ -234,7 +236,7 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
             return Outcome(probe.name, state.iteration, measured, broken)
 
 
-def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_token(experience: Experience, config: PPOConfig) -> Judgement:
     share = float(experience.scores.total.mean())
     entropy = float(experience.rollouts.entropy[:, 0].mean())
     measured = f"{share:.0%} of the responses have the token, entropy {entropy:z.2f} nats"
@@ -242,13 +244,13 @@ def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
     return measured, {complaint: share >= SHARE and entropy <= ENTROPY}
 
 
-def _judge_prompt(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_prompt(experience: Experience, config: PPOConfig) -> Judgement:
     share = float(experience.scores.total.mean())
     measured = f"{share:.0%} of the responses have their prompt's token"
     return measured, {f"the policy does not learn to read the prompt (needed: {SHARE:.0%})": share >= SHARE}
 
 
-def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
     pays = torch.tensor([ids[0] == PROMPTS[0] for ids in experience.rollouts.prompts.prompt_ids])
     values, scores = experience.scores.values, experience.scores.total
     share = float(scores[pays].mean())
@@ -266,7 +268,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
     }
 
 
-def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
     kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
     expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
     return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
@@ -275,24 +277,57 @@ def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
     }
 
 
-def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_penalty(experience: Experience, config: PPOConfig) -> Judgement:
     kl = float(experience.shaped_rewards.kl.sum(-1).mean())
     complaint = f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
     return f"KL {kl:z.3f} nats", {complaint: kl <= NEAR}
 
 
-def _every_token(_: Tensor, tokens: Tensor) -> Tensor:
+# What pays, by the first tokens of prompts and of responses [B].
+
+
+def _pays_one_token(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return tokens == WANTED[0]
+
+
+def _pays_the_prompts_token(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return tokens - prompts == WANTED[0] - PROMPTS[0]
+
+
+def _pays_one_token_after_the_first_prompt(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return (tokens == WANTED[0]) & (prompts == PROMPTS[0])
+
+
+def _pays_every_token(prompts: Tensor, tokens: Tensor) -> Tensor:
     return tokens >= 0
 
 
 PROBES = (
-    Probe("one token", PROMPTS[:1], 1, lambda _, tokens: tokens == WANTED[0], _judge_token),
-    Probe("prompt", PROMPTS, 1, lambda prompts, tokens: tokens - prompts == WANTED[0] - PROMPTS[0], _judge_prompt),
+    Probe("one token", prompts=PROMPTS[:1], length=1, pays=_pays_one_token, judge=_judge_token),
+    Probe("prompt", prompts=PROMPTS, length=1, pays=_pays_the_prompts_token, judge=_judge_prompt),
     Probe(
-        *("delayed reward", PROMPTS[:2], DELAYED_LENGTH),
-        lambda prompts, tokens: (tokens == WANTED[0]) & (prompts == PROMPTS[0]),
-        _judge_delay,
+        "delayed reward",
+        prompts=PROMPTS[:2],
+        length=DELAYED_LENGTH,
+        pays=_pays_one_token_after_the_first_prompt,
+        judge=_judge_delay,
     ),
-    Probe("constant reward", PROMPTS[:1], 1, _every_token, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
-    Probe("KL penalty", PROMPTS[:1], 1, _every_token, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
+    Probe(
+        "constant reward",
+        prompts=PROMPTS[:1],
+        length=1,
+        pays=_pays_every_token,
+        judge=_judge_constant,
+        settings=CONSTANT_SETTINGS,
+        to_the_end=True,
+    ),
+    Probe(
+        "KL penalty",
+        prompts=PROMPTS[:1],
+        length=1,
+        pays=_pays_every_token,
+        judge=_judge_penalty,
+        settings=CONSTANT_SETTINGS,
+        starts_away=True,
+    ),
 )

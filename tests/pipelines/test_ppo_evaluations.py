@@ -29,7 +29,7 @@ SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
 
-    def evaluator(*given: Any) -> SimpleNamespace:
+    def evaluator(*given: Any, **named: Any) -> SimpleNamespace:
         return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1])
 
     measured_now: list[Any] = []

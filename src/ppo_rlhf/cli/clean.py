@@ -77,7 +77,7 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
     found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
     runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
     folders = _folders(runs, homes)
-    why = _needed(runs, folders, homes, context.env or "local", keep, read_next)
+    why = _needed(runs, folders, homes, environment=context.env or "local", keep=keep, read_next=read_next)
     inside = {run_id: [*filter(runs.is_inside, places)] for run_id, places in folders.items()}
     going, total = [run_id for run_id in runs.all if run_id not in why and inside[run_id]], 0
     for run_id in going:
@@ -202,7 +202,7 @@ def _folders(runs: Runs, homes: set[Path]) -> Folders:
 
 
 def _needed(
-    runs: Runs, folders: Folders, homes: set[Path], environment: str, keep: int, read_next: set[str]
+    runs: Runs, folders: Folders, homes: set[Path], *, environment: str, keep: int, read_next: set[str]
 ) -> dict[str, str]:
     """Return the runs that stay, and why.
 

@@ -105,7 +105,8 @@ class _Policies:
         data_root = context.config_loader["globals"].get("data_root", "data")
         project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
         trained = settings_to_answer(context.catalog, ppo, conf, own, project.is_ours)
-        self.config = config = trained.config
+        config = trained.config
+        self.config = config
         self.of_training = trained.lines()
         sft = _handle(context, "sft_policy")
         device, dtype = device_of(config), frozen_dtype(config)

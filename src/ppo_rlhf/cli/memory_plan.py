@@ -96,8 +96,15 @@ def plan(
         free=free // count - memory.PROCESS_BYTES if on_cpu else free,
         card=round(memory_gib * 2**30) if memory_gib else card_bytes(device),
     )
-    found = memory.plan_memory(config, shape)
-    return Planned(policy.source, config, shape, found, device, free, on_host)
+    return Planned(
+        model=policy.source,
+        config=config,
+        shape=shape,
+        plan=memory.plan_memory(config, shape),
+        device=device,
+        free=free,
+        on_host=on_host,
+    )
 
 
 def graphs_line(config: PPOConfig) -> str:

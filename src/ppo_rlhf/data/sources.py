@@ -221,7 +221,11 @@ def _one_split(found: Any, source: str, split: str | None = None) -> Dataset:
     """Return a table, of several splits the one asked for or `train`."""
     if not isinstance(found, dict):
         return found
-    chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else None)
+    chosen = split
+    if not chosen and "train" in found:
+        chosen = "train"
+    elif not chosen and len(found) == 1:
+        (chosen,) = found
     if chosen not in found:
         raise DataError(f"{source}: the splits are {', '.join(found)}. Name one, as in <owner>/<name>:<split>.")
     return found[chosen]

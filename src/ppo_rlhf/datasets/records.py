@@ -75,9 +75,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if self._source is None:
             return None
         if self._source.startswith(SCHEME):
-            table = self._answers = self._answers or load_answers(self._source)  # in one run the same ones
-            return table if self._prepare is None else _prepared(table, self._prepare, self._source)
-        table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
+            if self._answers is None:  # in one run the same ones
+                self._answers = load_answers(self._source)
+            table = self._answers
+        else:
+            table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:

@@ -423,15 +423,15 @@ def _comparison(trace: Trace) -> Comparison | None:
         if each.source.source_type == AssessmentSourceType.HUMAN and each.feedback is not None:
             newest[each.source.source_id] = each
     return Comparison(
-        int(held[NUMBER]),
-        held[PROMPT],
-        held[RESPONSE_A],
-        held[RESPONSE_B],
-        held.get(TOOLS),
-        tuple(_answer(person, each) for person, each in newest.items() if each.feedback.value in ANSWERS),
-        trace.info.trace_id,
-        trace.info.trace_metadata.get(TraceMetadataKey.SOURCE_RUN, ""),
-        tuple(str(each.feedback.value) for each in newest.values() if each.feedback.value not in ANSWERS),
+        number=int(held[NUMBER]),
+        prompt=held[PROMPT],
+        response_a=held[RESPONSE_A],
+        response_b=held[RESPONSE_B],
+        tools=held.get(TOOLS),
+        answers=tuple(_answer(person, each) for person, each in newest.items() if each.feedback.value in ANSWERS),
+        trace_id=trace.info.trace_id,
+        run_id=trace.info.trace_metadata.get(TraceMetadataKey.SOURCE_RUN, ""),
+        others=tuple(str(each.feedback.value) for each in newest.values() if each.feedback.value not in ANSWERS),
     )
 
 

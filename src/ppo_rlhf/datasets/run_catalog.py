@@ -52,7 +52,8 @@ class RunCatalog:
         self.is_checkpoint_saved = True  # whether the last iteration's was due
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
-            usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
+            usual = getattr(dataset, "_usual_filepath", dataset._filepath)
+            dataset._usual_filepath = usual
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
         models = {name: model for name in pipeline.inputs() if is_model(model := entry(name))}
         newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}

@@ -28,7 +28,10 @@ def short_timeouts() -> Iterator[None]:
         yield
     finally:
         for variable, value in before.items():
-            variable.unset() if value is None else variable.set(value)
+            if value is None:
+                variable.unset()
+            else:
+                variable.set(value)
 
 
 def one_line(error: Exception) -> str:

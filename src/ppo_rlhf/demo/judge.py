@@ -50,7 +50,11 @@ def sentiment_values(tokens: Sequence[str]) -> list[float]:
             negated_at = i
         elif word in VALENCE:
             before = tokens[i - 1] if i else ""
-            scale = INTENSIFIED if before in WORDS["VERY"] else SOFTENED if before in WORDS["RATHER"] else 1.0
+            scale = 1.0
+            if before in WORDS["VERY"]:
+                scale = INTENSIFIED
+            elif before in WORDS["RATHER"]:
+                scale = SOFTENED
             value = max(-1.0, min(1.0, VALENCE[word] * scale))
             if i - negated_at <= _NEGATION_REACH:
                 value *= NEGATED_STRONGLY if list(tokens[i + 1 : i + 3]) == ["at", "all"] else NEGATED
@@ -99,14 +103,15 @@ def _score(sentences: list[list[str]], tokens: list[str], aspect: str) -> float:
     if not sentences:
         return EMPTY_SCORE
     wrong = sum(not _is_well_formed(sentence) for sentence in sentences) / len(sentences)
-    return (
-        sentiment(tokens)
-        - wrong
-        - UNFINISHED_PENALTY * (tokens[-1] != END)
-        - TRIGRAM_PENALTY * _repeated_share(list(zip(tokens, tokens[1:], tokens[2:], strict=False)))
-        - VALENCE_PENALTY * _repeated_share([token for token in tokens if token in VALENCE])
-        + ASPECT_BONUS * (aspect in tokens)
-    )
+    trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    score = sentiment(tokens) - wrong
+    if tokens[-1] != END:
+        score -= UNFINISHED_PENALTY
+    score -= TRIGRAM_PENALTY * _repeated_share(trigrams)
+    score -= VALENCE_PENALTY * _repeated_share([token for token in tokens if token in VALENCE])
+    if aspect in tokens:
+        score += ASPECT_BONUS
+    return score
 
 
 def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:

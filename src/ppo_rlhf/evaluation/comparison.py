@@ -282,7 +282,7 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
     return pd.DataFrame(
         {
             "chosen": chosen,
-            "outcome": ("loss", "tie", "win")[int(np.sign(margins[row])) + 1],
+            "outcome": _outcome(margins[row]),
             "prompt": policy.prompts[first[row]],
             "sft_response": sft.completions[first[row]],
             "ppo_response": policy.completions[first[row]],
@@ -292,6 +292,13 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
         }
         for row, chosen in rows
     )
+
+
+def _outcome(margin: float) -> str:
+    """Return win, tie or loss of the policy."""
+    if margin > 0:
+        return "win"
+    return "loss" if margin < 0 else "tie"
 
 
 def _margins(

@@ -37,8 +37,16 @@ def evaluator_of(
     `trained` is how training draws responses; `evaluation` may ask for another temperature.
     """
     first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
-    sampling = evaluation.sampling(trained)
-    return Evaluator(tokenizer, first, scorer, judge, config, sampling, evaluation.seed, evaluation.batch_size)
+    return Evaluator(
+        tokenizer,
+        first,
+        scorer,
+        judge,
+        config,
+        sampling=evaluation.sampling(trained),
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+    )
 
 
 def evaluate_iteration(

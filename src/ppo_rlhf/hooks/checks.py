@@ -41,7 +41,8 @@ class ChecksHook:
         Warn if conf/local is not read.
         """
         processes.check_launch()
-        self._loader = loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
+        loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
+        self._loader = loader
         try:
             loader["parameters"]
         except TypeError as error:  # omegaconf names neither file nor setting

@@ -114,9 +114,15 @@ class RunLog:
             config = parameter(self._catalog, "ppo")
 
             def log(directory: Path, name: str, step: int) -> str:
-                sampling = config, handle.generation_config()
-                keys = self._curves.get(step, {})
-                return log_policy(directory, name, step, keys, *sampling, trust_remote_code=handle.trust_remote_code)
+                return log_policy(
+                    directory,
+                    name,
+                    step,
+                    keys=self._curves.get(step, {}),
+                    config=config,
+                    generation_config=handle.generation_config(),
+                    trust_remote_code=handle.trust_remote_code,
+                )
 
             self._model_id = log(Path(handle.source), POLICY, self._iteration)
             best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)

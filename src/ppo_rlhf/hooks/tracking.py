@@ -186,8 +186,9 @@ class TrackingHook(MlflowHook):
                 self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
                 sweep_leftovers(self._checkpoints)
-            given = run.info.run_id, pipeline, catalog
-            self._log = RunLog(*given, is_resumed=bool(resumption), checkpoints=self._checkpoints)
+            self._log = RunLog(
+                run.info.run_id, pipeline, catalog, is_resumed=bool(resumption), checkpoints=self._checkpoints
+            )
             self._catalog = catalog
             if resumption is not None:
                 self._log.repeat(resumption.make_anew(this, pipeline))

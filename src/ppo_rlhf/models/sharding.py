@@ -42,7 +42,8 @@ def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
             for name, shard in shards._parameters.items():
                 weight = holder._parameters[name]
                 if weight is not None and weight is not shard:
-                    _shards[weight] = holder._parameters[name] = shard
+                    _shards[weight] = shard
+                    holder._parameters[name] = shard
     for own, copied in pairs:
         known_alike(own, copied)
     return trained

@@ -46,7 +46,15 @@ class TokenRows:
             ids = torch.cat([ids, ids.new_zeros(1, missing)], dim=1)
             positions = torch.cat([positions, *(torch.arange(length)[None] for length in fillers)], dim=1)
             lengths += fillers
-        return cls(input_ids, attention_mask, position_ids, ids, positions, PackedLayout.of(lengths), slots)
+        return cls(
+            input_ids,
+            attention_mask,
+            position_ids,
+            packed_ids=ids,
+            packed_positions=positions,
+            layout=PackedLayout.of(lengths),
+            slots=slots,
+        )
 
     def to(self, device: torch.device) -> TokenRows:
         """Return the same rows on another device."""

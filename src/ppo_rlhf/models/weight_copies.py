@@ -112,7 +112,8 @@ def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
         return held
     if held is not None:
         captures.release()  # of another model
-    copies = captures.held[WeightCopies] = WeightCopies(model)
+    copies = WeightCopies(model)
+    captures.held[WeightCopies] = copies
     return copies
 
 

@@ -43,8 +43,9 @@ class CapturedPasses:
             return held
         if held is not None:
             captures.release()
-        found = captures.held[UPDATE] = cls(captures, models, optimizers)
-        return found
+        passes = cls(captures, models, optimizers)
+        captures.held[UPDATE] = passes
+        return passes
 
     @property
     def bytes(self) -> int:

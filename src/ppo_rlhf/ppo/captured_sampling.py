@@ -173,7 +173,8 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
             needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
     captures.release(DECODING)
     del held  # both would not fit
-    sampler = captures.held[DECODING] = CapturedSampler(model, *needed)
+    sampler = CapturedSampler(model, *needed)
+    captures.held[DECODING] = sampler
     return sampler
 
 

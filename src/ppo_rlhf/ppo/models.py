@@ -99,7 +99,11 @@ def as_adapter(handle: PretrainedHandle) -> str:
 
 def check_libraries(config: PPOConfig) -> None:
     """Raise `ConfigError` if a setting needs bitsandbytes, and it is missing."""
-    needing = ["ppo.load_in_4bit=true"] * config.load_in_4bit + ["ppo.optim=adamw_8bit"] * (config.optim == EIGHT_BIT)
+    needing = []
+    if config.load_in_4bit:
+        needing.append("ppo.load_in_4bit=true")
+    if config.optim == EIGHT_BIT:
+        needing.append("ppo.optim=adamw_8bit")
     if needing:
         check_bitsandbytes(" and ".join(needing))
 
@@ -108,7 +112,9 @@ def check_device(config: PPOConfig, device: torch.device) -> None:
     """Raise `ConfigError` if a setting needs another device, whole models, or a compiler or vLLM that is missing."""
     if config.rollout_engine == "vllm":
         check_vllm(device)
-    problems = [*device_problems(config, device.type), *(sharding_problems(config) if shards_models() else ())]
+    problems = [*device_problems(config, device.type)]
+    if shards_models():
+        problems += sharding_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
     if config.compile:

@@ -121,8 +121,10 @@ def set_learning_rates(
     resting = config.critic_warmup_iterations
     policy_rate = policy_peak * learning_rate_factor(config, iteration, policy_peak, resting)
     critic_rate = critic_peak * learning_rate_factor(config, iteration, critic_peak)
-    if policy_optimizer is critic_optimizer:
-        policy_rate = critic_rate = critic_rate if iteration <= resting else policy_rate
+    if policy_optimizer is critic_optimizer and iteration <= resting:
+        policy_rate = critic_rate
+    elif policy_optimizer is critic_optimizer:
+        critic_rate = policy_rate
     for optimizer, rate in ((policy_optimizer, policy_rate), (critic_optimizer, critic_rate)):
         for group in optimizer.param_groups:
             group["lr"] = rate

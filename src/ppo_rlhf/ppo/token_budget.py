@@ -82,8 +82,11 @@ def update_bytes(
     if config.gradient_checkpointing:
         activations = text.num_hidden_layers * text.hidden_size * number + activations // text.num_hidden_layers
     epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
-    kl_in_loss = config.kl_estimator == "full" and config.kl_in == "loss"
-    copies = 2 + bool(config.entropy_coef) + 2 * kl_in_loss
+    copies = 2
+    if config.entropy_coef:
+        copies += 1
+    if config.kl_estimator == "full" and config.kl_in == "loss":
+        copies += 2
     return UpdateBytes(gradients, epoch + copied, activations, number * copies, held)
 
 

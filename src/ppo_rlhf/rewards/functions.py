@@ -250,9 +250,9 @@ def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequ
     """Return the row whose prompt or response the innermost call held when it raised; None if no call held one."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         held = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
-        found = [(id(c) in held) + (id(p) in held) for p, c in zip(prompts, completions, strict=True)]
-        if any(found):
-            return found.index(max(found))
+        texts_held = [sum(id(text) in held for text in row) for row in zip(prompts, completions, strict=True)]
+        if any(texts_held):
+            return texts_held.index(max(texts_held))
     return None
 
 

@@ -108,7 +108,7 @@ def train_reward_model(
     from ppo_rlhf.supervised import trl_support
 
     chosen, rejected = (_token_lists(trained, name) for name in ("chosen_ids", "rejected_ids"))
-    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate, watch)
+    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate=evaluate, watch=watch)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
     if config.normalise:

@@ -98,7 +98,7 @@ def train_sft_policy(
         logger.warning("%s", line)
     from ppo_rlhf.supervised import trl_support
 
-    history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate, watch)
+    history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate=evaluate, watch=watch)
     return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
 
 

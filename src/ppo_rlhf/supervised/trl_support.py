@@ -64,7 +64,8 @@ def run_sft_trainer(
         options["router_aux_loss_coef"] = 0.0
         if getattr(text, "num_local_experts", 0):
             logger.warning("supervised_finetuning: without %s's loss of balanced experts", type(model).__name__)
-    return _train(SFTTrainer, SFTConfig, options, model, tokenizer, table, HistoryCallback("sft", evaluate, watch))
+    callback = HistoryCallback("sft", evaluate, watch)
+    return _train(SFTTrainer, SFTConfig, options, model, tokenizer, table=table, callback=callback)
 
 
 def run_reward_trainer(
@@ -81,7 +82,9 @@ def run_reward_trainer(
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
     _check_processes("reward_modelling", config)
     callback = HistoryCallback("reward_model", evaluate, watch)
-    return _train(RewardTrainer, RewardConfig, trainer_options(config), model, tokenizer, table, callback)
+    return _train(
+        RewardTrainer, RewardConfig, trainer_options(config), model, tokenizer, table=table, callback=callback
+    )
 
 
 def trainer_options(config: OptimisationConfig) -> dict[str, Any]:

@@ -96,9 +96,9 @@ class HeldOut:
             prompts,
             scorer,
             state.config,
-            state.sampling,
-            EvaluationConfig(iteration_prompts=len(prompts)),
-            ResolvedJudge(judge=judge, rates={}, description=described),
+            trained=state.sampling,
+            evaluation=EvaluationConfig(iteration_prompts=len(prompts)),
+            judge=ResolvedJudge(judge=judge, rates={}, description=described),
         )
         self._state, self._reference, self._by_reward = state, reference_policy, by_reward
         self.rows: list[dict[str, Any]] = []

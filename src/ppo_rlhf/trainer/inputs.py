@@ -194,8 +194,15 @@ def few_answered(prompts: PromptDataset) -> ResponseBatch:
     check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
     chats = [chat and answered(chat, text) for chat, text in zip(few.messages, few.texts, strict=False)]  # or no chats
-    stopped = [True] * len(few)
-    return ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, stopped, chats=chats)
+    return ResponseBatch(
+        prompts=few.texts,
+        completions=few.texts,
+        columns=few.columns,
+        prompt_ids=few.prompt_ids,
+        response_ids=few.prompt_ids,
+        terminated=[True] * len(few),
+        chats=chats,
+    )
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:

@@ -117,7 +117,9 @@ class QuerySampler:
 
 
 def _stop_ids(value: Any) -> dict[str, Any]:
-    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if value is None:
+        return {"stop_token_ids": ()}
+    ids = value if isinstance(value, list | tuple) else [value]
     return {"stop_token_ids": tuple(map(int, ids))}
 
 

@@ -52,7 +52,7 @@ def sample_responses(
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
-        sampling_settings(ppo_config, tokenizer, policy),
+        sampling=sampling_settings(ppo_config, tokenizer, policy),
         seed=best_of_n.seed,
         batch_size=best_of_n.batch_size,
     )

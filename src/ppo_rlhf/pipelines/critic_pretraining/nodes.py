@@ -24,7 +24,13 @@ def pretrain_critic(
     """Train only the critic, on responses of the SFT policy; log how much of the returns' variance it explains."""
     with watching("Critic", critic_pretraining.iterations) as report:
         critic, history = training.pretrain_critic(
-            sft_policy, prompt_dataset, evaluation_prompt_dataset, reward_scorer, critic_pretraining, ppo_config, report
+            sft_policy,
+            prompts=prompt_dataset,
+            held_out_prompts=evaluation_prompt_dataset,
+            scorer=reward_scorer,
+            pretraining=critic_pretraining,
+            ppo=ppo_config,
+            report=report,
         )
     log.info(
         "Critic: it explains %.2f of the variance of the returns on held-out prompts (%.2f before). "

@@ -93,7 +93,16 @@ def evaluate_sft_policy(
         length (tokens), terminated.
     """
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
-    return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
+    return _evaluate(
+        reference,
+        None,
+        sft_policy=sft_policy,
+        reward_model=reward_model,
+        evaluation_prompts=evaluation_prompts,
+        ppo=ppo,
+        reward=reward,
+        evaluation=evaluation,
+    )
 
 
 def evaluate_ppo_policy(
@@ -117,7 +126,16 @@ def evaluate_ppo_policy(
     check_vocabularies(ppo_policy, sft_policy)
     policy = _load(ppo_policy, trained_dtype(ppo), ppo)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
-    return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
+    return _evaluate(
+        policy,
+        reference,
+        sft_policy=sft_policy,
+        reward_model=reward_model,
+        evaluation_prompts=evaluation_prompts,
+        ppo=ppo,
+        reward=reward,
+        evaluation=evaluation,
+    )
 
 
 def compare_policies(
@@ -217,6 +235,7 @@ def write_model_card(
 def _evaluate(
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
+    *,
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
     evaluation_prompts: pd.DataFrame,
@@ -241,7 +260,7 @@ def _evaluate(
         resolve_judge(evaluation),
         ppo,
         # SFT's stop tokens for both policies, so that the same rule ends a response
-        evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
+        sampling=evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
         samples_per_prompt=evaluation.samples_per_prompt,

@@ -157,9 +157,15 @@ def evaluate_reference_policy(
         DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1: known before training, not
             after it.
     """
-    sampling = sampling_settings(ppo_config, policy.tokenizer, reference_policy)
-    prompts, judge = evaluation_prompt_dataset, resolve_judge(evaluation)
-    evaluator = evaluator_of(policy.tokenizer, prompts, reward_scorer, ppo_config, sampling, evaluation, judge)
+    evaluator = evaluator_of(
+        policy.tokenizer,
+        evaluation_prompt_dataset,
+        reward_scorer,
+        ppo_config,
+        trained=sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+        evaluation=evaluation,
+        judge=resolve_judge(evaluation),
+    )
     evaluated = evaluator.evaluate(reference_policy, None, device=device_of(ppo_config))
     if evaluation.pass_at:
         check_right_or_wrong(evaluated)
@@ -233,11 +239,19 @@ def evaluate_iteration(
     if not during_training.is_due(state):
         return {}
     judge = resolve_judge(evaluation)
-    prompts, scorer = evaluation_prompt_dataset, reward_scorer
+    evaluator = evaluator_of(
+        state.tokenizer,
+        evaluation_prompt_dataset,
+        reward_scorer,
+        state.config,
+        trained=state.sampling,
+        evaluation=evaluation,
+        judge=judge,
+    )
     row, _ = during_training.evaluate_iteration(
         state,
         reference_policy,
-        evaluator_of(state.tokenizer, prompts, scorer, state.config, state.sampling, evaluation, judge),
+        evaluator,
         reference_evaluation,
         earlier_evaluations,
         by_trained_reward=reward.is_judge(judge.reference),

@@ -166,7 +166,8 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     """Return one panel as a figure of its own."""
     figure = go.Figure()
     _draw(figure, panel, history)
-    style(figure, height=220, showlegend=len(panel.curves) + (panel.expected is not None) > 1)
+    drawn = len(panel.curves) if panel.expected is None else len(panel.curves) + 1
+    style(figure, height=220, showlegend=drawn > 1)
     return figure
 
 

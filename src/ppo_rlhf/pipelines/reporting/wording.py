@@ -91,8 +91,9 @@ def write_change(shown: Measure, before: float, after: float, standard_error: fl
     if not math.isfinite(change):
         return "–"
     error = f" ± {write_number(scale * standard_error, shown.decimals)}" if standard_error > 0.0 else ""
-    is_zero = round(change, shown.decimals) == 0.0
-    text = ("0" if error else "±0") if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
+    text = f"{change:+.{shown.decimals}f}".replace("-", "−")
+    if round(change, shown.decimals) == 0.0:
+        text = "0" if error else "±0"
     return text + error + (" points" if shown.is_share else "")
 
 

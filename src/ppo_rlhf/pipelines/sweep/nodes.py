@@ -49,7 +49,6 @@ def train_settings(
     Raises:
         TrainingError: All trainings failed.
     """
-    models = sft_policy, reward_model, pretrained_critic
     child_run, earlier, rows = child_runs(), from_main(finished_trainings()), []
     for number, each in enumerate(sweep_settings, 1):
         error, metrics = "", next((metrics for params, metrics in earlier if params == each.params), {})
@@ -58,7 +57,16 @@ def train_settings(
         try:
             if not metrics:
                 with child_run(each.name, each.params) as track:
-                    metrics = _train(each, *models, prompt_dataset, evaluation_prompt_dataset, evaluation, track)
+                    metrics = _train(
+                        each,
+                        sft_policy=sft_policy,
+                        reward_model=reward_model,
+                        pretrained_critic=pretrained_critic,
+                        prompts=prompt_dataset,
+                        held_out=evaluation_prompt_dataset,
+                        evaluation=evaluation,
+                        track=track,
+                    )
         except Exception as failure:
             if isinstance(failure, RunInterruptedError) or process_count() > 1:  # the others may wait for this process
                 raise
@@ -103,7 +111,9 @@ def _train(
     config = setting.ppo
     policy, reference = load_sft_policy(sft_policy, config)
     scorer = load_reward_model(reward_model, sft_policy, setting.reward, config)
-    state = initialise_training_state(policy, reference, scorer, prompts, config, pretrained_critic, None)
+    state = initialise_training_state(
+        policy, reference, scorer, prompts, config, pretrained_critic=pretrained_critic, resume_checkpoint=None
+    )
     with reporting(0, config.num_total_batches, setting.name) as show:
 
         def tell(metrics: dict[str, float]) -> None:
@@ -111,8 +121,16 @@ def _train(
             show(state.iteration, metrics)
 
         train(state, reference, prompts, scorer, tell)
-    given = held_out, scorer, resolve_judge(evaluation), config, state.sampling, evaluation.seed, evaluation.batch_size
-    evaluator = Evaluator(state.tokenizer, *given)
+    evaluator = Evaluator(
+        tokenizer=state.tokenizer,
+        prompts=held_out,
+        scorer=scorer,
+        judge=resolve_judge(evaluation),
+        config=config,
+        sampling=state.sampling,
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+    )
     last = compare_evaluations(
         evaluator.evaluate(state.policy, reference, device=state.device),
         evaluator.evaluate(reference, None, device=state.device),
