@@ -116,6 +116,7 @@ def restore(state: TrainingState, directory: Path) -> None:
         if DATE in others:
             log.warning(
                 "The chat template prints the date: prompts have %s from here on, where they had %s.",
-                *(state.origin[DATE], saved["origin"][DATE]),
+                state.origin[DATE],
+                saved["origin"][DATE],
             )
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

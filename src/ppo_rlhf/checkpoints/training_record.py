@@ -30,14 +30,32 @@ from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.state import TrainingState
 
 DRAWN_BY = (
-    *("response_length", "min_response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id"),
-    *("environment", "turn_length"),
+    "response_length",
+    "min_response_length",
+    "temperature",
+    "top_k",
+    "top_p",
+    "stop_token",
+    "stop_token_id",
+    "environment",
+    "turn_length",
 )
 """Fields of PPOConfig that say how responses are drawn."""
 HERE = (
-    *("device", "compile", "cuda_graphs", *VLLM_FIELDS, *OFFLOADING_FIELDS, "local_rollout_forward_batch_size"),
-    *("max_tokens_per_micro_batch", "max_time", "shutdown_grace_s", "report_to", "callbacks", *MODEL_PATHS),
-    *("overlong_prompts", "seed"),
+    "device",
+    "compile",
+    "cuda_graphs",
+    *VLLM_FIELDS,
+    *OFFLOADING_FIELDS,
+    "local_rollout_forward_batch_size",
+    "max_tokens_per_micro_batch",
+    "max_time",
+    "shutdown_grace_s",
+    "report_to",
+    "callbacks",
+    *MODEL_PATHS,
+    "overlong_prompts",
+    "seed",
 )
 """Fields that belong to a machine, a run or its prompts, not to the policy: the settings of whoever uses it count."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")

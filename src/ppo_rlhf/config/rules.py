@@ -16,7 +16,10 @@ ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
 VLLM_SERVED = ("vllm_server_base_url", "vllm_server_timeout")
 VLLM_COLOCATED = (
-    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length"),
+    "vllm_gpu_memory_utilization",
+    "vllm_tensor_parallel_size",
+    "vllm_enable_sleep_mode",
+    "vllm_max_model_length",
 )
 VLLM_FIELDS = ("vllm_mode", *VLLM_SERVED, *VLLM_COLOCATED)
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")

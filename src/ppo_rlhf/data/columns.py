@@ -11,8 +11,18 @@ from ppo_rlhf.data.chats import SHOWN_IN_CHATS
 from ppo_rlhf.models.quiet import say_once
 
 _SHOWN_ELSEWHERE = (
-    *("instruction", "input", "query", "history"),
-    *("images", "image", "videos", "video", "audios", "audio", "objects", "chat_template_kwargs"),
+    "instruction",
+    "input",
+    "query",
+    "history",
+    "images",
+    "image",
+    "videos",
+    "video",
+    "audios",
+    "audio",
+    "objects",
+    "chat_template_kwargs",
 )
 """Columns of prompts that other libraries show the policy. Reward functions get them, as all columns of prompts."""
 

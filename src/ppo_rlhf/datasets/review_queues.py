@@ -149,7 +149,10 @@ class ReviewQueues:
             given = ", ".join(sorted(set(others))[:3])
             logger.warning(
                 "mlflow:%s: %d answers are none of %s and are left out: %s.",
-                *(queue, len(others), ", ".join(ANSWERS), given),
+                queue,
+                len(others),
+                ", ".join(ANSWERS),
+                given,
             )
         return sorted(read, key=lambda each: each.number)
 

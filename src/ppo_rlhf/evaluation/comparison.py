@@ -251,8 +251,11 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
     before, after = measure_prompts(sft, pass_at), measure_prompts(policy, pass_at)
     rows: list[dict[str, object]] = [
         {
-            **{"measure": name, "sft": before[name].mean(), "ppo": after[name].mean()},
-            **{"sft_se": standard_error(before[name]), "ppo_se": standard_error(after[name])},
+            "measure": name,
+            "sft": before[name].mean(),
+            "ppo": after[name].mean(),
+            "sft_se": standard_error(before[name]),
+            "ppo_se": standard_error(after[name]),
             "change_se": standard_error(after[name] - before[name]),
         }
         for name in after

@@ -88,7 +88,9 @@ class MlflowLog:
         can_resume = self._checkpoints is not None and checkpoint_iterations(self._checkpoints) and not self._is_gone
         logger.warning(
             "MLflow lacks %d metrics and %d samples of run %s: %s.%s",
-            *(len(self._metrics), len(self._samples), self._run_id),
+            len(self._metrics),
+            len(self._samples),
+            self._run_id,
             self._refusal or "it does not answer",
             f" `--params resume={self._run_id}` sends the metrics." if can_resume else "",
         )

@@ -192,7 +192,9 @@ def find_resumption(
             return Resumption(run, checkpoint, lock, changes)
     logger.info(
         "resume=%s: pipeline %s has no unfinished run in environment %s; a new run starts.",
-        *(LATEST, this.tags["pipeline"], this.tags["environment"]),
+        LATEST,
+        this.tags["pipeline"],
+        this.tags["environment"],
     )
     return None
 

@@ -121,7 +121,10 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
             log.info(
                 "Micro-batches of at most %d responses have at most %d tokens with their prompts, since %.1f GiB are "
                 "free on %s (ppo.max_tokens_per_micro_batch=null)",
-                *(config.local_micro_batch_size, state.micro_batch_tokens, free / 2**30, device),
+                config.local_micro_batch_size,
+                state.micro_batch_tokens,
+                free / 2**30,
+                device,
             )
     return config.max_tokens_per_micro_batch or state.micro_batch_tokens
 

@@ -97,7 +97,9 @@ class VLLMEngine:
         generation.sync_weights()
         ends = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}  # they have the eos, if it ends
         how: dict[str, Any] = {
-            **{"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p},
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
             "generation_kwargs": {**ends, "min_tokens": max(0, settings.min_response_length - 1)},
         }
         if self._config.vllm_mode == "server":  # TRL's own call would let all processes wait for an error of this one
@@ -164,6 +166,7 @@ def vllm_engine(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMEn
             log.info(
                 "vLLM samples (ppo.vllm_mode=%s), and tokens are weighed by at most %g (ppo.importance_cap). Its noise "
                 "is its own: a run that is resumed is not the same to the last bit.",
-                *(config.vllm_mode, config.importance_cap),
+                config.vllm_mode,
+                config.importance_cap,
             )
     return _ENGINES[key]

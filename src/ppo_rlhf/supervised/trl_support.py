@@ -38,8 +38,15 @@ from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch
 logger = logging.getLogger(__name__)
 Evaluation = Callable[[PreTrainedModel], dict[str, float]]
 SAME = (
-    *("num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "bf16", "logging_steps", "seed"),
+    "num_train_epochs",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "logging_steps",
+    "seed",
 )
 """Settings that have the same name in TRL; its default of bf16 is True."""
 

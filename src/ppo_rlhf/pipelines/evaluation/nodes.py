@@ -181,9 +181,11 @@ def compare_policies(
         "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
         "reward %s, SFT's %s; %s %s nats.",
         *(100 * rate for rate in (metrics["eval/win_rate"], low, high)),
-        *(context["prompts"], context["decided_by"]),
+        context["prompts"],
+        context["decided_by"],
         *(f"{metrics[name]:z.3f}" for name in ("eval/reward", "eval/reward_sft")),
-        *(measure(kl).label, f"{metrics['eval/kl']:z.2f}"),
+        measure(kl).label,
+        f"{metrics['eval/kl']:z.2f}",
     )
     run = mlflow.active_run()
     if run is not None:

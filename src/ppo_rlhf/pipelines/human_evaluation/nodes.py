@@ -58,7 +58,8 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
         log.warning(
             "mlflow:%s: of %d pairs no table of a run tells two policies (the run was deleted, or they are of one); "
             "they are left out.",
-            *(queue, unknown),
+            queue,
+            unknown,
         )
     if not rows:
         raise DataError(
@@ -73,7 +74,10 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     if not is_newest.all():
         log.warning(
             "mlflow:%s: %d of %d pairs are of other policies than the newest answered, %s and %s, and are left out.",
-            *(queue, int((~is_newest).sum()), len(table), *map(shown, newest[sources])),
+            queue,
+            int((~is_newest).sum()),
+            len(table),
+            *map(shown, newest[sources]),
         )
     return table[is_newest].reset_index(drop=True)
 

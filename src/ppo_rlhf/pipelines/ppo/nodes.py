@@ -71,13 +71,16 @@ def prepare_prompts(
         if prompts.max_held_out < len(raw_evaluation_prompts):
             log.info(
                 "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
-                *(len(raw_evaluation_prompts), prompts.max_held_out),
+                len(raw_evaluation_prompts),
+                prompts.max_held_out,
             )
         if shared := sum(find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column)):
             done = "trained on all the same" if prompts.train_on_evaluation_prompts else "left out of training"
             log.warning(
                 "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
-                *(shared, len(raw_prompts), done),
+                shared,
+                len(raw_prompts),
+                done,
             )
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
     stored = {"training_prompts": training.texts_frame(), "evaluation_prompts": held_out.to_frame()}
