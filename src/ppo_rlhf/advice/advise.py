@@ -40,7 +40,7 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     """
     run = Run(config, history)
     return [
-        Advice(rule, rule.seen.format(s=run), allowed(rule.change(run), config))
+        Advice(rule, rule.seen(run), allowed(rule.change(run), config))
         for rule in RULES
         if run.iterations >= rule.iterations and rule.fires(run) and not getattr(run, rule.refuted_by, False)
     ]

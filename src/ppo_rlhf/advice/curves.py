@@ -20,6 +20,11 @@ FIRST_RESPONSES = 64
 """Responses that the start of a run is measured by: with fewer, the noise of one batch would count."""
 
 
+def in_digits(value: float) -> str:
+    """Return a number with three digits, of a large one all before the point."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 class Run(KLSituation):
     """The settings and the metrics of a run. Values that are not finite are left out; an unmeasured level is NaN.
 
@@ -46,12 +51,6 @@ class Run(KLSituation):
         )
         # a sparse reward may begin with zeros
         self.deviation = self.start("objective/scores_std") or self.highest("objective/scores_std")
-
-    def __format__(self, level: str) -> str:
-        """Return a level with three digits: "last:objective/kl" is `last("objective/kl")`."""
-        name, _, key = level.partition(":")
-        value = getattr(self, name)(key)
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
     def values(self, key: str) -> pd.Series:
         """Return the metric at each iteration, NaN where it was not measured."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from ppo_rlhf.advice.curves import Run
+from ppo_rlhf.advice.curves import Run, in_digits
 from ppo_rlhf.ppo import kl_rules
 from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
 
@@ -30,7 +30,9 @@ SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/rewar
 UPDATE, CLIPPED, VALUES_CLIPPED = "policy/approxkl_avg", "policy/clipfrac_avg", "val/clipfrac_avg"
 LENGTH, TRUNCATED = "response/length", "response/truncated_fraction"
 SKIPPED, STEPS = "optimiser/skipped_steps", "optimiser/steps"
-DISTINCT, SINCE_BEST = "eval/distinct_2", ("eval/since_best_score", "eval/since_best_p", "eval/since_best_reward")
+DISTINCT, DISTINCT_OF_SFT = "eval/distinct_2", "eval/distinct_2_sft"
+SINCE_BEST_SCORE, SINCE_BEST_P = "eval/since_best_score", "eval/since_best_p"
+SINCE_BEST_REWARD = "eval/since_best_reward"
 SUCCESS, JUDGED_SUCCESS = "succeeded", "judged_success"
 """Properties of a run that refute a rule."""
 
@@ -54,13 +56,19 @@ class Rule:
     reads: tuple[str, ...]  # metric keys, and settings as ppo.<name>
     iterations: int  # fewest to judge by
     fires: Callable[[Run], bool]  # whether the run calls for the change
-    seen: str  # the numbers that it fired on, the beginning of a sentence on the run s; {s:last:KEY} is a level
+    seen: Callable[[Run], str]  # the numbers that it fired on, the beginning of a sentence
     meaning: str  # what they usually mean, the rest of that sentence
     change: Callable[[Run], Change | None]  # None if no setting helps
     refuted_by: str = ""  # property of a run that shows that what the rule fears did no harm; empty if none can
 
 
 # Conditions of more than a line.
+
+
+def _rollout_mismatch(r: Run) -> bool:
+    """VLLM is left out: it computes in a type of its own."""
+    is_half = r.config.dtype in ("bfloat16", "float16")
+    return r.config.rollout_engine != "vllm" and r.rollout_gap > (0.05 if is_half else 1e-3)
 
 
 def _stands_still(r: Run) -> bool:
@@ -97,7 +105,16 @@ def _steps_skipped(r: Run) -> bool:
 def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
     """Return the row of a rule that the alarms while a run trains have, too."""
     rule = KL_RULES[name]
-    return Rule(f"kl_{name}", Stage.KL, reads, iterations, rule.holds, rule.seen, rule.meaning, rule.change)
+    return Rule(
+        f"kl_{name}",
+        stage=Stage.KL,
+        reads=reads,
+        iterations=iterations,
+        fires=rule.holds,
+        seen=rule.seen,
+        meaning=rule.meaning,
+        change=rule.change,
+    )
 
 
 # Changes of more than a factor.
@@ -117,94 +134,186 @@ def _less_truncation(r: Run) -> Change:
     return penalty
 
 
-# fmt: off
 RULES: tuple[Rule, ...] = (
     # Before tuning: the numbers themselves are wrong.
-    Rule("rollout_mismatch", Stage.BEFORE, ("policy/rollout_logprob_gap", "ppo.dtype"), 1,
-         lambda r: r.config.rollout_engine != "vllm"  # which computes in a type of its own
-         and r.rollout_gap > (0.05 if r.config.dtype in ("bfloat16", "float16") else 1e-3),
-         "policy/rollout_logprob_gap is {s.rollout_gap:.3g} nats per token in {s.config.dtype}",
-         "sampling and training disagree on the same tokens, as after an error in masks or positions, so KL and ratios "
-         "are wrong. If engine hf shows the gap too, the model's code is at fault",
-         lambda r: set_to(r, "rollout_engine", "hf")),
+    Rule(
+        "rollout_mismatch",
+        stage=Stage.BEFORE,
+        reads=("policy/rollout_logprob_gap", "ppo.dtype"),
+        iterations=1,
+        fires=_rollout_mismatch,
+        seen=lambda r: f"policy/rollout_logprob_gap is {r.rollout_gap:.3g} nats per token in {r.config.dtype}",
+        meaning="sampling and training disagree on the same tokens, as after an error in masks or positions, so KL and "
+        "ratios are wrong. If engine hf shows the gap too, the model's code is at fault",
+        change=lambda r: set_to(r, "rollout_engine", "hf"),
+    ),
     # KL.
-    _kl_rule("negative", (KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"), 20),
-    _kl_rule("alarm", (KL, "ppo.kl_alarm"), 3),
-    _kl_rule("warning", (KL, "ppo.kl_warning"), 3),
-    Rule("kl_penalty_too_strong", Stage.KL, (KL, REWARD, SCORES, UPDATE, LENGTH), 20,
-         _penalty_too_strong,
-         "KL is {s.kl:.3g} nats per response, all updates come to {s.walked:.3g}, and the score changed by "
-         "{s.gain:.3g} standard deviations",
-         "updates are taken, and the penalty undoes them",
-         lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0)))),
-    Rule("kl_off_target", Stage.KL, (KL, KL_COEF, "ppo.kl_target"), 20,
-         lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
-         "KL is {s.kl:.3g} nats per response, more than 25% off the target of {s.config.kl_target:g}; the controller "
-         "took the coefficient from {s.config.kl_coef:g} to {s:last:objective/kl_coef}",
-         "the controller began too far off or reacts too late, or the size of the updates keeps KL from its target",
-         kl_rules.help_controller, JUDGED_SUCCESS),
-    Rule("reward_hacked", Stage.KL, SINCE_BEST, 10,
-         lambda r: r.fell and r.end("eval/since_best_reward") >= 0.0,
-         "Since the best evaluation, SFT's included, the judge's score changed by {s:end:eval/since_best_score} (by "
-         "chance with probability {s:end:eval/since_best_p}), the reward by {s:end:eval/since_best_reward}",
-         "the policy exploits its reward; more training makes it worse",
-         lambda r: kl_rules.stronger_penalty(r, 2.0)),
-    Rule("diversity_lost", Stage.KL, (DISTINCT, "eval/distinct_2_sft"), 10,
-         lambda r: r.end(DISTINCT) < 0.5 * r.end("eval/distinct_2_sft"),
-         "eval/distinct_2 is {s:end:eval/distinct_2}, SFT's {s:end:eval/distinct_2_sft}",
-         "stock phrases are taking over",
-         lambda r: kl_rules.stronger_penalty(r, 1.5), JUDGED_SUCCESS),
-    Rule("entropy_collapsed", Stage.KL, (ENTROPY, KL), 10,
-         lambda r: r.kl >= MOVED and r.last(ENTROPY) < r.start(ENTROPY) / 3,
-         "objective/entropy fell from {s:start:objective/entropy} to {s:last:objective/entropy} nats per token",
-         "the policy has settled on few answers and no longer explores",
-         lambda r: kl_rules.stronger_penalty(r, 1.5), JUDGED_SUCCESS),
+    _kl_rule("negative", reads=(KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"), iterations=20),
+    _kl_rule("alarm", reads=(KL, "ppo.kl_alarm"), iterations=3),
+    _kl_rule("warning", reads=(KL, "ppo.kl_warning"), iterations=3),
+    Rule(
+        "kl_penalty_too_strong",
+        stage=Stage.KL,
+        reads=(KL, REWARD, SCORES, UPDATE, LENGTH),
+        iterations=20,
+        fires=_penalty_too_strong,
+        seen=lambda r: (
+            f"KL is {r.kl:.3g} nats per response, all updates come to {r.walked:.3g}, and the score changed by "
+            f"{r.gain:.3g} standard deviations"
+        ),
+        meaning="updates are taken, and the penalty undoes them",
+        change=lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0))),
+    ),
+    Rule(
+        "kl_off_target",
+        stage=Stage.KL,
+        reads=(KL, KL_COEF, "ppo.kl_target"),
+        iterations=20,
+        fires=lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
+        seen=lambda r: (
+            f"KL is {r.kl:.3g} nats per response, more than 25% off the target of {r.config.kl_target:g}; the "
+            f"controller took the coefficient from {r.config.kl_coef:g} to {in_digits(r.last(KL_COEF))}"
+        ),
+        meaning="the controller began too far off or reacts too late, or the size of the updates keeps KL from its "
+        "target",
+        change=kl_rules.help_controller,
+        refuted_by=JUDGED_SUCCESS,
+    ),
+    Rule(
+        "reward_hacked",
+        stage=Stage.KL,
+        reads=(SINCE_BEST_SCORE, SINCE_BEST_P, SINCE_BEST_REWARD),
+        iterations=10,
+        fires=lambda r: r.fell and r.end(SINCE_BEST_REWARD) >= 0.0,
+        seen=lambda r: (
+            f"Since the best evaluation, SFT's included, the judge's score changed by "
+            f"{in_digits(r.end(SINCE_BEST_SCORE))} (by chance with probability {in_digits(r.end(SINCE_BEST_P))}), the "
+            f"reward by {in_digits(r.end(SINCE_BEST_REWARD))}"
+        ),
+        meaning="the policy exploits its reward; more training makes it worse",
+        change=lambda r: kl_rules.stronger_penalty(r, 2.0),
+    ),
+    Rule(
+        "diversity_lost",
+        stage=Stage.KL,
+        reads=(DISTINCT, DISTINCT_OF_SFT),
+        iterations=10,
+        fires=lambda r: r.end(DISTINCT) < 0.5 * r.end(DISTINCT_OF_SFT),
+        seen=lambda r: f"eval/distinct_2 is {in_digits(r.end(DISTINCT))}, SFT's {in_digits(r.end(DISTINCT_OF_SFT))}",
+        meaning="stock phrases are taking over",
+        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        refuted_by=JUDGED_SUCCESS,
+    ),
+    Rule(
+        "entropy_collapsed",
+        stage=Stage.KL,
+        reads=(ENTROPY, KL),
+        iterations=10,
+        fires=lambda r: r.kl >= MOVED and r.last(ENTROPY) < r.start(ENTROPY) / 3,
+        seen=lambda r: (
+            f"objective/entropy fell from {in_digits(r.start(ENTROPY))} to {in_digits(r.last(ENTROPY))} nats per token"
+        ),
+        meaning="the policy has settled on few answers and no longer explores",
+        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        refuted_by=JUDGED_SUCCESS,
+    ),
     # Learning rates and batch sizes.
-    Rule("steps_skipped", Stage.RATES, (SKIPPED, STEPS, "ppo.dtype"), 1,
-         _steps_skipped,
-         "{s:end:optimiser/skipped_steps} optimiser steps were skipped for a non-finite gradient, and "
-         "{s:end:optimiser/steps} were taken",
-         "the range of float16 is too small for the gradients",
-         lambda r: set_to(r, "dtype", "bfloat16")),
-    Rule("update_too_large", Stage.RATES, (UPDATE,), 10,
-         lambda r: r.typical(UPDATE) > 0.1,
-         "policy/approxkl_avg is {s:typical:policy/approxkl_avg} nats per token in the median, up to "
-         "{s:highest:policy/approxkl_avg}",
-         "an iteration moves the policy far beyond its data",
-         lambda r: _rate_for_update(r, r.highest(UPDATE), CALM_UPDATE, 0.1, 0.5), SUCCESS),
-    Rule("update_too_small", Stage.RATES, (KL, REWARD, SCORES, UPDATE, LENGTH), 20,
-         _update_too_small,
-         "KL is {s.kl:.3g} nats per response, all updates come to {s.walked:.3g} (median of policy/approxkl_avg: "
-         "{s:typical:policy/approxkl_avg} nats per token), and the score changed by {s.gain:.3g} standard deviations",
-         "training is stable, and too slow to see",
-         lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, 2.0, 10.0)),
+    Rule(
+        "steps_skipped",
+        stage=Stage.RATES,
+        reads=(SKIPPED, STEPS, "ppo.dtype"),
+        iterations=1,
+        fires=_steps_skipped,
+        seen=lambda r: (
+            f"{in_digits(r.end(SKIPPED))} optimiser steps were skipped for a non-finite gradient, and "
+            f"{in_digits(r.end(STEPS))} were taken"
+        ),
+        meaning="the range of float16 is too small for the gradients",
+        change=lambda r: set_to(r, "dtype", "bfloat16"),
+    ),
+    Rule(
+        "update_too_large",
+        stage=Stage.RATES,
+        reads=(UPDATE,),
+        iterations=10,
+        fires=lambda r: r.typical(UPDATE) > 0.1,
+        seen=lambda r: (
+            f"policy/approxkl_avg is {in_digits(r.typical(UPDATE))} nats per token in the median, up to "
+            f"{in_digits(r.highest(UPDATE))}"
+        ),
+        meaning="an iteration moves the policy far beyond its data",
+        change=lambda r: _rate_for_update(r, r.highest(UPDATE), CALM_UPDATE, least=0.1, most=0.5),
+        refuted_by=SUCCESS,
+    ),
+    Rule(
+        "update_too_small",
+        stage=Stage.RATES,
+        reads=(KL, REWARD, SCORES, UPDATE, LENGTH),
+        iterations=20,
+        fires=_update_too_small,
+        seen=lambda r: (
+            f"KL is {r.kl:.3g} nats per response, all updates come to {r.walked:.3g} (median of policy/approxkl_avg: "
+            f"{in_digits(r.typical(UPDATE))} nats per token), and the score changed by {r.gain:.3g} standard deviations"
+        ),
+        meaning="training is stable, and too slow to see",
+        change=lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, least=2.0, most=10.0),
+    ),
     # Epochs and clipping.
-    Rule("much_clipped", Stage.EPOCHS, (CLIPPED, "ppo.num_ppo_epochs"), 10,
-         lambda r: r.config.num_ppo_epochs > 1 and r.typical(CLIPPED) > 0.3,
-         "policy/clipfrac_avg is {s:typical:policy/clipfrac_avg} in the median",
-         "later epochs see data that the policy has left behind",
-         lambda r: scaled(r, "num_ppo_epochs", 0.5), SUCCESS),
-    Rule("values_much_clipped", Stage.EPOCHS, (VALUES_CLIPPED,), 10,
-         lambda r: r.highest(VALUES_CLIPPED) > 0.6,
-         "val/clipfrac_avg reached {s:highest:val/clipfrac_avg}",
-         "the clip range is small for the size of the returns and holds the critic back",
-         lambda r: scaled(r, "cliprange_value", 2.0), SUCCESS),
+    Rule(
+        "much_clipped",
+        stage=Stage.EPOCHS,
+        reads=(CLIPPED, "ppo.num_ppo_epochs"),
+        iterations=10,
+        fires=lambda r: r.config.num_ppo_epochs > 1 and r.typical(CLIPPED) > 0.3,
+        seen=lambda r: f"policy/clipfrac_avg is {in_digits(r.typical(CLIPPED))} in the median",
+        meaning="later epochs see data that the policy has left behind",
+        change=lambda r: scaled(r, "num_ppo_epochs", 0.5),
+        refuted_by=SUCCESS,
+    ),
+    Rule(
+        "values_much_clipped",
+        stage=Stage.EPOCHS,
+        reads=(VALUES_CLIPPED,),
+        iterations=10,
+        fires=lambda r: r.highest(VALUES_CLIPPED) > 0.6,
+        seen=lambda r: f"val/clipfrac_avg reached {in_digits(r.highest(VALUES_CLIPPED))}",
+        meaning="the clip range is small for the size of the returns and holds the critic back",
+        change=lambda r: scaled(r, "cliprange_value", 2.0),
+        refuted_by=SUCCESS,
+    ),
     # Reward and responses.
-    Rule("truncated", Stage.REWARD, (TRUNCATED, "ppo.stop_token"), 10,
-         lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
-         "{s.cut_off}",
-         "the reward judges texts without an end",
-         _less_truncation),
-    Rule("length_drifted", Stage.REWARD, (LENGTH,), 10,
-         lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
-         "Responses went from {s:start:response/length} to {s:last:response/length} tokens",
-         "the reward may pay for length (Singhal et al. 2023, arXiv:2310.03716); read samples",
-         lambda r: kl_rules.stronger_penalty(r, 1.5), JUDGED_SUCCESS),
-    Rule("spread_lost", Stage.REWARD, (SPREAD,), 10,
-         lambda r: r.config.batch_size > 1 and r.last(SPREAD) <= 0.1 * r.deviation,
-         "The scores' standard deviation fell to {s:last:objective/scores_std} (from {s:highest:objective/scores_std})",
-         "the reward no longer tells responses apart, so there is nothing left to learn from it; stop here",
-         lambda r: None),
+    Rule(
+        "truncated",
+        stage=Stage.REWARD,
+        reads=(TRUNCATED, "ppo.stop_token"),
+        iterations=10,
+        fires=lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
+        seen=lambda r: r.cut_off,
+        meaning="the reward judges texts without an end",
+        change=_less_truncation,
+    ),
+    Rule(
+        "length_drifted",
+        stage=Stage.REWARD,
+        reads=(LENGTH,),
+        iterations=10,
+        fires=lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
+        seen=lambda r: f"Responses went from {in_digits(r.start(LENGTH))} to {in_digits(r.last(LENGTH))} tokens",
+        meaning="the reward may pay for length (Singhal et al. 2023, arXiv:2310.03716); read samples",
+        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        refuted_by=JUDGED_SUCCESS,
+    ),
+    Rule(
+        "spread_lost",
+        stage=Stage.REWARD,
+        reads=(SPREAD,),
+        iterations=10,
+        fires=lambda r: r.config.batch_size > 1 and r.last(SPREAD) <= 0.1 * r.deviation,
+        seen=lambda r: (
+            f"The scores' standard deviation fell to {in_digits(r.last(SPREAD))} (from {in_digits(r.highest(SPREAD))})"
+        ),
+        meaning="the reward no longer tells responses apart, so there is nothing left to learn from it; stop here",
+        change=lambda r: None,
+    ),
 )
 """All rules, in the order of their advice."""
-# fmt: on

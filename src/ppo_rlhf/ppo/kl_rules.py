@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -76,13 +76,14 @@ class KLSituation:
         return self.config.kl_controller == "adaptive"
 
 
-class KLRule(NamedTuple):
-    """When it holds, the change to make (None if no setting helps), and a sentence: what is seen, what it means."""
+@dataclass(frozen=True)
+class KLRule:
+    """A rule on the KL of a run."""
 
     holds: Callable[[KLSituation], bool]
-    change: Callable[[KLSituation], Change | None]
-    seen: str
-    meaning: str
+    seen: Callable[[KLSituation], str]  # the numbers that it holds by, the beginning of a sentence
+    meaning: str  # what they usually mean, the rest of that sentence
+    change: Callable[[KLSituation], Change | None]  # None if no setting helps
 
 
 def set_to(s: KLSituation, setting: str, value: Any) -> Change:
@@ -126,28 +127,34 @@ def without_filter(s: KLSituation) -> Change | None:
     return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
 
 
-# fmt: off
 KL_RULES = {
     "negative": KLRule(
-        lambda s: s.kl < NEGATIVE and s.kl < -STANDARD_ERRORS * s.kl_error, without_filter,
-        "KL is {s.kl:.3g} nats per response, below 0 by more than its noise",
-        "responses are not drawn from the distribution that is trained, and the policy is paid for that; look at "
-        "policy/rollout_logprob_gap, too"),
+        holds=lambda s: s.kl < NEGATIVE and s.kl < -STANDARD_ERRORS * s.kl_error,
+        seen=lambda s: f"KL is {s.kl:.3g} nats per response, below 0 by more than its noise",
+        meaning="responses are not drawn from the distribution that is trained, and the policy is paid for that; look "
+        "at policy/rollout_logprob_gap, too",
+        change=without_filter,
+    ),
     "alarm": KLRule(
-        lambda s: s.kl > s.config.kl_alarm, lower_kl,
-        "KL is {s.kl:.3g} nats per response, above {s.config.kl_alarm:g}",
-        "the policy has left the SFT model's language, most likely to exploit the reward"),
+        holds=lambda s: s.kl > s.config.kl_alarm,
+        seen=lambda s: f"KL is {s.kl:.3g} nats per response, above {s.config.kl_alarm:g}",
+        meaning="the policy has left the SFT model's language, most likely to exploit the reward",
+        change=lower_kl,
+    ),
     "warning": KLRule(
-        lambda s: s.config.kl_warning < s.kl <= s.config.kl_alarm, lower_kl,
-        "KL is {s.kl:.3g} nats per response, above {s.config.kl_warning:g}",
-        "the policy is leaving the SFT model's language; read the samples"),
+        holds=lambda s: s.config.kl_warning < s.kl <= s.config.kl_alarm,
+        seen=lambda s: f"KL is {s.kl:.3g} nats per response, above {s.config.kl_warning:g}",
+        meaning="the policy is leaving the SFT model's language; read the samples",
+        change=lower_kl,
+    ),
     "collapsed": KLRule(
-        lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl, lambda s: None,
-        "KL fell from {s.highest_kl:.3g} to {s.kl:.3g} nats per response",
-        "the policy is back where it started: the penalty outweighs the score, or without a penalty its updates undo "
-        "each other"),
+        holds=lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl,
+        seen=lambda s: f"KL fell from {s.highest_kl:.3g} to {s.kl:.3g} nats per response",
+        meaning="the policy is back where it started: the penalty outweighs the score, or without a penalty its "
+        "updates undo each other",
+        change=lambda s: None,
+    ),
 }
-# fmt: on
 
 WINDOW = 10  # iterations in a mean
 History = Sequence[Mapping[str, float]]
@@ -162,7 +169,7 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
         rule = KL_RULES[name]
         change = allowed(rule.change(situation), config)
         first = f" {change}" if change else ""
-        lines.append(f"KL {name}: {rule.seen.format(s=situation)}; {rule.meaning}.{first}")
+        lines.append(f"KL {name}: {rule.seen(situation)}; {rule.meaning}.{first}")
     return lines
 
 
