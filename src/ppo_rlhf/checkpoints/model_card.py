@@ -144,12 +144,19 @@ def with_index(card: str, summary: Mapping[str, Any]) -> str:
     parsed = ModelCard(card)
     data: Any = parsed.data
     data.model_name = data.model_name or "policy"
-    task = ("text-generation", "prompts", f"{summary['prompts']} held-out prompts")
-    data.eval_results = [
-        EvalResult(*task, key.removeprefix("eval/"), value, metric_name=name)
-        for key, name in INDEXED.items()
-        if isinstance(value := summary.get(key), float) and math.isfinite(value)
-    ]
+    data.eval_results = []
+    for key, name in INDEXED.items():
+        value = summary.get(key)
+        if isinstance(value, float) and math.isfinite(value):
+            result = EvalResult(
+                task_type="text-generation",
+                dataset_type="prompts",
+                dataset_name=f"{summary['prompts']} held-out prompts",
+                metric_type=key.removeprefix("eval/"),
+                metric_value=value,
+                metric_name=name,
+            )
+            data.eval_results.append(result)
     return str(parsed)
 
 

@@ -71,9 +71,11 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
     mlflow.set_tracking_uri(existing_store(context.mlflow, context.env))
     catalog = context.catalog  # which is made anew at each access
     entries = [catalog.get(name) for name in list(catalog)]
-    homes = {file.parent / "runs" for entry in entries if (file := file_of(entry))}
+    files = [file_of(entry) for entry in entries]
+    homes = {file.parent / "runs" for file in files if file}
     homes |= {entry.root for entry in entries if hasattr(entry, "root")}
-    read_next = {model.source for entry in entries if is_model(entry) and (model := entry.load())}
+    models = [entry.load() for entry in entries if is_model(entry)]
+    read_next = {model.source for model in models if model}
     found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
     runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
     folders = _folders(runs, homes)
@@ -151,7 +153,8 @@ def _what_is_left(runs: Runs, folders: Folders, why: Mapping[str, str]) -> Itera
     )
     left += Counter({f"folders {OUTSIDE}": outside})
     yield f"Left: {', '.join(f'{count} {what}' for what, count in left.items()) or 'nothing'}."
-    places = Counter(place for run_id, reason in why.items() if reason == ELSEWHERE and (place := runs.places[run_id]))
+    elsewhere = [runs.places[run_id] for run_id, reason in why.items() if reason == ELSEWHERE]
+    places = Counter(place for place in elsewhere if place)
     for place, count in places.most_common(MOST_PLACES):
         yield f"{count:6} runs of {place}"
     if len(places) > MOST_PLACES:
@@ -218,7 +221,7 @@ def _needed(
         if own is None and run.data.tags.get(MLFLOW_PARENT_RUN_ID) in runs.all:
             continue  # it stays or goes with its parent
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
-        lock = own and lock_run(own)
+        lock = None if own is None else lock_run(own)
         is_here = any(runs.is_inside(folder) or folder.parent in homes for folder in folders[run_id])
         if run.data.tags.get("environment") != environment:
             why[run_id] = "of other environments"

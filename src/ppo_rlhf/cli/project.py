@@ -62,9 +62,12 @@ def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
         yield MlflowClient(uri), settings.tracking.experiment.name
 
 
+def _as_items(found: re.Match[str]) -> str:
+    return "=" + "\n".join(f"- {item}" for item in found[1].split(","))
+
+
 def split_params(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Return the settings; `name=[1,2]` is a list. Kedro cuts at commas, so it gets YAML's other way to write one."""
     if isinstance(value, str):
-        items = lambda found: "=" + "\n".join(f"- {item}" for item in found[1].split(","))  # noqa: E731
-        value = re.sub(r"=\[([^\[\]]*,[^\[\]]*)\]", items, value)
+        value = re.sub(r"=\[([^\[\]]*,[^\[\]]*)\]", _as_items, value)
     return _split_params(context, option, value)

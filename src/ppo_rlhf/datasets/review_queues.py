@@ -139,7 +139,8 @@ class ReviewQueues:
             for item in items:
                 if item not in traces and (trace := _trace(item)) is not None:
                     traces[item] = trace
-        read = [each for item in items if item in traces and (each := _comparison(traces[item])) is not None]
+        pairs = [_comparison(traces[item]) for item in items if item in traces]
+        read = [each for each in pairs if each is not None]
         if lost := len(items) - len(read):
             logger.warning("mlflow:%s: %d of %d traces hold no pair and are left out.", queue, lost, len(items))
         if not read:

@@ -55,8 +55,11 @@ class RunCatalog:
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)
             dataset._usual_filepath = usual
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
-        models = {name: model for name in pipeline.inputs() if is_model(model := entry(name))}
-        newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
+        newest: dict[str, str] = {}
+        for name in pipeline.inputs():
+            handle = entry(name).load() if is_model(entry(name)) else None
+            if handle is not None:
+                newest[name] = handle.source
         found = outputs.find(catalog) if outputs is not None and resumed else {}
         # `written`: the datasets that a resumed run has written before
         self.written, versions = processes.from_main((found, {**newest, **found}))

@@ -287,7 +287,8 @@ class Callbacks:
                 error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}")
                 error.__cause__ = raised
                 break
-        flags, errors = zip(*from_all((asdict(self._control), error and str(error))), strict=True)
+        told = None if error is None else str(error)
+        flags, errors = zip(*from_all((asdict(self._control), told)), strict=True)
         for name, value in flags[0].items():  # the main process's
             setattr(self._control, name, value)
         self._error = error or self._refusal()

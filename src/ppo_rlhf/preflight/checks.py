@@ -353,7 +353,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     for few, source in _tried(run, tables):
         chats = few.messages
         texts = [text if chat is None else _text(chat) for text, chat in zip(few.texts, chats, strict=True)]
-        whole = [chat and answered(chat, text) for chat, text in zip(chats, texts, strict=True)]
+        whole = [None if chat is None else answered(chat, text) for chat, text in zip(chats, texts, strict=True)]
         columns = {**few.columns, TURNS: [[text] for text in texts], MESSAGES: whole}
         ids = None
         if reference in run.reward_functions:  # the bytes stand for tokens if this run makes the tokenizer

@@ -18,10 +18,11 @@ def after_hashes(prompts: Sequence[str], completions: Sequence[str], answer: Seq
     This is the rule of verl's published GSM8K runs. If the answer is 72, `#### 72.` and `#### $72` are wrong, and so is
     72 without `####`.
     """
-    return [
-        float((found := _answer_after_hashes(completion)) is not None and found == _reference(expected))
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
+    scores = []
+    for completion, expected in zip(completions, answer, strict=True):
+        found = _answer_after_hashes(completion)
+        scores.append(float(found is not None and found == _reference(expected)))
+    return scores
 
 
 def last_number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:

@@ -193,7 +193,10 @@ def few_answered(prompts: PromptDataset) -> ResponseBatch:
     """Return two prompts that stand for their responses; raise `DataError` if functions cannot get their columns."""
     check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
-    chats = [chat and answered(chat, text) for chat, text in zip(few.messages, few.texts, strict=False)]  # or no chats
+    chats = [
+        None if chat is None else answered(chat, text)
+        for chat, text in zip(few.messages, few.texts, strict=False)  # or no chats
+    ]
     return ResponseBatch(
         prompts=few.texts,
         completions=few.texts,

@@ -160,12 +160,12 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
     """Return (name, value, default) of each setting that is not at its default, and the reward's components."""
     usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)  # these follow the globals
     groups: dict[str, tuple[Any, Any]] = {"ppo": (ppo, PPOConfig()), "evaluation": (evaluation, usual)}
-    rows = [
-        (f"{group}.{field.name}", str(value), str(default))
-        for group, (given, defaults) in groups.items()
-        for field in fields(given)
-        if (value := getattr(given, field.name)) != (default := getattr(defaults, field.name))
-    ]
+    rows = []
+    for group, (given, defaults) in groups.items():
+        for field in fields(given):
+            value, default = getattr(given, field.name), getattr(defaults, field.name)
+            if value != default:
+                rows.append((f"{group}.{field.name}", str(value), str(default)))
     for component in reward.components:
         source = component.function or "the reward model"
         rows.append((f"reward.components: {component.title}", f"{source}, weight {component.weight:g}", "–"))

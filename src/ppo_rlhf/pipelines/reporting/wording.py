@@ -144,11 +144,11 @@ def headline(summary: Mapping[str, Any]) -> str:
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
     prompts, samples = summary["prompts"], summary.get("samples_per_prompt", 1)
     pairs = "" if samples == 1 else f"{prompts * samples:,} pairs of responses to "
-    others = [
-        f" {name} {write_share(value)} ({write_share(summary[f'{key}_low'])} to {write_share(summary[f'{key}_high'])})"
-        for key, value in summary.items()
-        if (name := key.removeprefix("eval/win_rate_")) != key and not f"_{name}".endswith(("_low", "_high"))
-    ]
+    others = []
+    for key, value in summary.items():
+        if key.startswith("eval/win_rate_") and not key.endswith(("_low", "_high")):
+            ends = f"{write_share(summary[f'{key}_low'])} to {write_share(summary[f'{key}_high'])}"
+            others.append(f" {key.removeprefix('eval/win_rate_')} {write_share(value)} ({ends})")
     better = "scores higher" if summary["by_trained_reward"] else "is the better one"
     return (
         f"PPO's response {better} on {rate} of {pairs}{prompts:,} held-out prompts "

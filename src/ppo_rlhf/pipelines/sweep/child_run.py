@@ -25,8 +25,15 @@ def child_runs() -> Callable[[str, Mapping[str, str]], AbstractContextManager[Lo
     Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """
     if (parent := mlflow.active_run()) is None:
-        return lambda name, params: nullcontext(lambda iteration, metrics: None)
+        return _no_child_run
     return partial(_child_run, parent, mlflow.MlflowClient())
+
+
+def _no_child_run(name: str, params: Mapping[str, str]) -> AbstractContextManager[Log]:
+    def log_nothing(iteration: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    return nullcontext(log_nothing)
 
 
 def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
