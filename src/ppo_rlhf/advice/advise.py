@@ -75,7 +75,11 @@ def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting, raises = (item.change.setting, (item.change.factor or 0.0) > 1.0) if item.change else (place, False)
+        setting: str | int = place  # without a change it is a group of its own
+        raises = False
+        if item.change is not None:
+            setting = item.change.setting
+            raises = item.change.factor is not None and item.change.factor > 1.0
         first_raises, group = groups.setdefault(setting, (raises, []))
         if raises == first_raises:
             group.append(item)

@@ -111,10 +111,10 @@ def read_tools(value: Any, where: str) -> Tools:
     given = _without_nulls(given)
     if given is None or given is pd.NA or given != given or given in ("", []):  # empty cells of pandas' tables are NaN
         return None
-    tools = [
-        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool
-        for tool in (given if isinstance(given, list) else [given])
-    ]
+    tools = []
+    for tool in given if isinstance(given, list) else [given]:
+        is_plain = isinstance(tool, dict) and "name" in tool
+        tools.append({"type": "function", "function": tool} if is_plain else tool)
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -63,9 +63,10 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
         better, worse = worse, better
     given = sorted(comparison.answers, key=lambda each: each.when)
     is_chat = not is_text(comparison.prompt)
-    sides = [[{"role": ASSISTANT, "content": text}] if is_chat else text for text in (better, worse)]
     return {
-        **dict(zip(("prompt", "chosen", "rejected"), (comparison.prompt, *sides), strict=True)),
+        "prompt": comparison.prompt,
+        "chosen": [{"role": ASSISTANT, "content": better}] if is_chat else better,
+        "rejected": [{"role": ASSISTANT, "content": worse}] if is_chat else worse,
         "tools": None if comparison.tools is None else as_json(comparison.tools),
         TRACE: comparison.trace_id,
         PEOPLE: [each.person for each in given],

@@ -60,12 +60,12 @@ def compare_by_people(
     metrics |= {f"{PREFIX}pairs": float(len(answered)), f"{PREFIX}people": float(len(people))}
     if agreement is not None:
         metrics[f"{PREFIX}agreement"] = agreement
-    both = [
-        (of, float(np.mean([*each.values()])), judge)
-        for of, each, judge in zip(asked, worths, judged or [None] * len(worths), strict=True)
-        if each and judge is not None
-    ]
-    decided = [(of, 1.0 - abs(float(mean > 0.5) - judge)) for of, mean, judge in both if mean != 0.5]
+    decided = []
+    for of, each, judge in zip(asked, worths, judged or [None] * len(worths), strict=True):
+        mean = float(np.mean([*each.values()])) if each else 0.5
+        if judge is not None and mean != 0.5:
+            by_people = 1.0 if mean > 0.5 else 0.0
+            decided.append((of, 1.0 - abs(by_people - judge)))
     if decided:
         metrics |= _rate("judge_agreement", _by_prompt(decided))
     by_person = []

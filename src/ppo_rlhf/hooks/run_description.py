@@ -67,25 +67,35 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
-    unused = [] if getattr(groups.get("reward"), "needs_model", True) else ["reward_model"]
-    unused += ["evaluation_prompts"] if path_of(catalog.get("raw_evaluation_prompts")) else []
-    unused += [] if getattr(ppo, "value_model", "") == "pretrained" else ["pretrained_critic"]
+    unused = []
+    if not getattr(groups.get("reward"), "needs_model", True):
+        unused.append("reward_model")
+    if path_of(catalog.get("raw_evaluation_prompts")):
+        unused.append("evaluation_prompts")
+    if getattr(ppo, "value_model", "") != "pretrained":
+        unused.append("pretrained_critic")
     feedback: Any = groups.get("feedback")
-    unused += [name for name in ("sft_policy", POLICY) if feedback is not None and not feedback.names(name)]
+    if feedback is not None:
+        unused += [name for name in ("sft_policy", POLICY) if not feedback.names(name)]
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
-    tags = {
-        **{name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value},  # kedro-mlflow's
-        **({SET: given} if (given := _given(run_params)) else {}),
-        **({} if command is None else {"kedro_command": shlex.join(command)}),
+    given = _given(run_params)
+    tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value}  # kedro-mlflow's
+    if given:
+        tags[SET] = given
+    if command is not None:
+        tags["kedro_command"] = shlex.join(command)
+    if seed is not None:
+        tags["seed"] = str(seed)
+    if changed:
+        tags["ppo.not_default"] = ", ".join(f"{name}={value}" for name, value in changed.items())
+    tags |= {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
         HOST: platform.node(),
-        **({} if seed is None else {"seed": str(seed)}),
-        **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         PROCESSES: str(process_count()),
         **_git_tags(project_path),
         "version.python": platform.python_version(),

@@ -64,12 +64,14 @@ class LoraSettings:
         experts' own: no adapter on those layers could be loaded again, so they are left out.
         """
         head, left_out = model.get_output_embeddings(), mixtures(model)
-        paths = [
-            path
-            for path, module in model.named_modules()
-            if (isinstance(module, nn.Linear | Conv1D) and path not in left_out and module is not head)
-            or (module is head and self.target_modules == ALL_LINEAR_AND_HEAD)
-        ]
+        paths = []
+        for path, module in model.named_modules():
+            if module is head:
+                takes = self.target_modules == ALL_LINEAR_AND_HEAD
+            else:
+                takes = isinstance(module, nn.Linear | Conv1D) and path not in left_out
+            if takes:
+                paths.append(path)
         if not left_out or not paths:
             return paths
         with _without_warnings_on_targets():

@@ -102,7 +102,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
             )
             for side in ("ours", "theirs")
         ]
-        judged = [(float(a > b) + float(a >= b)) / 2 for a, b in zip(*map(_numbers, scores), strict=True)]
+        judged = [_worth(a, b) for a, b in zip(*map(_numbers, scores), strict=True)]
     first = table.iloc[0]
     summary = people.compare_by_people(
         [json.loads(row) for row in table["worths"]],
@@ -142,23 +142,37 @@ def _numbers(scores: Any) -> list[float]:
 
 
 def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
-    of_policy = ("response_a", "response_b") if row["policy_is_a"] else ("response_b", "response_a")
-    is_policy_ours = row["policy_name"] == "ppo_policy"
-    order = ("policy", "against") if is_policy_ours else ("against", "policy")
-    texts = dict(zip(("policy", "against"), (row[name] for name in of_policy), strict=True))
-    is_ours_a = row["policy_is_a"] == is_policy_ours
+    """Return a row of `unblind_answers`; `row` is the pair's in the table of its run."""
+    if row["policy_name"] == "ppo_policy":
+        ours, theirs, is_ours_a = "policy", "against", row["policy_is_a"]
+    else:
+        ours, theirs, is_ours_a = "against", "policy", not row["policy_is_a"]
     answers = {answer.person: answer.value for answer in each.answers}
     worths = {
         person: _WORTH_OF_A[value] if is_ours_a else 1.0 - _WORTH_OF_A[value] for person, value in answers.items()
     }
-    names = [people.KINDS.get(row[f"{side}_name"], last_name(row[f"{side}_name"])) for side in order]
     return {
         "number": each.number,
         "prompt": row["prompt"],
         "columns": row["columns"],
-        **dict(zip(("ours", "theirs"), (texts[side] for side in order), strict=True)),
+        "ours": row["response_a"] if is_ours_a else row["response_b"],
+        "theirs": row["response_b"] if is_ours_a else row["response_a"],
         "answers": json.dumps(answers),
         "worths": json.dumps(worths),
-        **dict(zip(("our_name", "their_name"), names, strict=True)),
-        **dict(zip(("our_source", "their_source"), (row[side] for side in order), strict=True)),
+        "our_name": _name_of(row[f"{ours}_name"]),
+        "their_name": _name_of(row[f"{theirs}_name"]),
+        "our_source": row[ours],
+        "their_source": row[theirs],
     }
+
+
+def _name_of(policy: str) -> str:
+    """Return how a sentence names a policy, given as a dataset of the catalog or as a source."""
+    return people.KINDS.get(policy, last_name(policy))
+
+
+def _worth(ours: float, theirs: float) -> float:
+    """Return what a pair is worth to our policy by its scores: 1, 0, or ½ for a tie."""
+    if ours == theirs:
+        return 0.5
+    return 1.0 if ours > theirs else 0.0
