@@ -11,7 +11,7 @@ from ppo_rlhf.datasets import RecordsDataset, review_queues
 from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
 from tests.datasets.test_review_queues import HARD, filled, queues
 from tests.pipelines.review_page import answer, serving, start_review
-from tests.pipelines.test_browser import browser
+from tests.reporting.test_browser import browser
 
 __all__ = ["browser", "queues"]
 

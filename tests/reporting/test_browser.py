@@ -15,7 +15,7 @@ from ppo_rlhf.pipelines.reporting.charts import PANELS
 from ppo_rlhf.pipelines.reporting.page import PLOTLY
 from ppo_rlhf.token_view import render_page
 from ppo_rlhf.token_view.page import QUANTITIES
-from tests.pipelines.test_reporting import before_after, run_reporting
+from tests.reporting.test_report import before_after, run_reporting
 
 WORDS = ["the", "film", "was", "a", "slow", "and", "unbelievably_long_word_that_no_line_has_room_for"]
 NUMBERS = {quantity.name: [0.5, -0.2, 0.0, 1.5, -3.0, 0.1, 0.2] for quantity in QUANTITIES}

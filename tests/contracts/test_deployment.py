@@ -20,7 +20,7 @@ from ppo_rlhf.cli import cli
 from ppo_rlhf.cli.init import project_files
 from ppo_rlhf.pipeline_registry import STAGES, register_pipelines
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "ppo_rlhf"
 ARGUMENTS = ["--conf-source", "conf", "--env", "test", "--pipelines", "data_preparation"]
 PAGE = (ROOT / "docs" / "deployment.md").read_text()

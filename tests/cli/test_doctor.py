@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 from packaging.version import Version
 
-from tests.test_cli import files_below
+from tests.cli.test_cli import files_below
 from tests.tiny_models import save, tiny_model
 
 Kedro = Callable[..., Result]

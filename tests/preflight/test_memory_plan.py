@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ppo_rlhf.cli.memory_plan import Planned, graphs_line
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
+from tests.cli.test_doctor import own as own
 from tests.own_code import save_with_own_code
-from tests.test_doctor import own as own
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
 Kedro = Callable[..., Result]
