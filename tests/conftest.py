@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-pytest_plugins = ("tests.ppo_runs",)
-
 REPOSITORY = Path(__file__).parents[1]
 TOY_PROJECT = Path(__file__).parent / "toy_project"
 

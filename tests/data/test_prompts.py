@@ -18,6 +18,7 @@ from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.tokenizers import set_template_defaults
 from ppo_rlhf.trainer.trainer import PPOTrainer
+from tests.ppo_runs import build_prompts, build_tokenizer
 from tests.tiny_models import set_today
 
 CHAT_TEMPLATE = (
@@ -50,8 +51,8 @@ def message(function, *arguments, **options) -> str:
 # --- the dataset -----------------------------------------------------------------------------------------------------
 
 
-def test_selecting_rows_takes_ids_texts_and_columns_in_the_order_asked_for_and_repeats(make_prompts):
-    prompts = make_prompts((1, 2, 3))
+def test_selecting_rows_takes_ids_texts_and_columns_in_the_order_asked_for_and_repeats():
+    prompts = build_prompts((1, 2, 3))
     chosen = prompts.select([2, 0, 2])
     assert len(chosen) == 3
     assert chosen.prompt_ids == [prompts.prompt_ids[i] for i in (2, 0, 2)]
@@ -60,9 +61,9 @@ def test_selecting_rows_takes_ids_texts_and_columns_in_the_order_asked_for_and_r
     assert len(prompts) == 3
 
 
-def test_lengths_and_texts_of_many_selected_rows_are_not_gathered_one_by_one(monkeypatch, make_tokenizer):
+def test_lengths_and_texts_of_many_selected_rows_are_not_gathered_one_by_one(monkeypatch):
     table = table_of({"prompt": ["a", "a b c", "a b"]})
-    tokenised = PromptReader(make_tokenizer(), 10, 4, "error").tokenise(table, "prompt", "prompts")
+    tokenised = PromptReader(build_tokenizer(), 10, 4, "error").tokenise(table, "prompt", "prompts")
     monkeypatch.delattr(
         "datasets.table.IndexedTableMixin.fast_gather"
     )  # a slice for each row: seconds and 100 MB for 300,000
@@ -97,31 +98,31 @@ def test_a_dataset_survives_a_parquet_file_with_every_kind_of_column(tmp_path):
 # --- tokenising ------------------------------------------------------------------------------------------------------
 
 
-def test_texts_become_ids_and_other_columns_are_kept(make_tokenizer):
-    prompts = tokenise(["a b c", "d"], make_tokenizer(), topic=["x", "y"], weight=[1, 2])
+def test_texts_become_ids_and_other_columns_are_kept():
+    prompts = tokenise(["a b c", "d"], build_tokenizer(), topic=["x", "y"], weight=[1, 2])
     assert prompts.prompt_ids == [[3, 4, 5], [6]]
     assert prompts.texts == ["a b c", "d"]
     assert prompts.columns == {"topic": ["x", "y"], "weight": [1, 2]}
 
 
 @pytest.mark.parametrize(("column", "taken"), [("question", "prompt"), ("prompt", "prompt_ids")])
-def test_a_column_with_a_name_of_ours_is_refused(make_tokenizer, column, taken):
-    assert f"`{taken}`" in message(tokenise, ["a b"], make_tokenizer(), column=column, **{taken: ["x"]})
+def test_a_column_with_a_name_of_ours_is_refused(column, taken):
+    assert f"`{taken}`" in message(tokenise, ["a b"], build_tokenizer(), column=column, **{taken: ["x"]})
 
 
-def test_a_beginning_of_text_that_the_tokenizer_adds_is_kept(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
+def test_a_beginning_of_text_that_the_tokenizer_adds_is_kept():
+    tokenizer = with_specials(build_tokenizer(bos_token="<unk>"), "<unk> $A")
     assert tokenise(["a b"], tokenizer).prompt_ids == [[1, 3, 4]]
 
 
-def test_an_end_of_text_that_the_tokenizer_appends_is_taken_off_but_one_in_the_text_is_kept(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(), "$A </s>")
+def test_an_end_of_text_that_the_tokenizer_appends_is_taken_off_but_one_in_the_text_is_kept():
+    tokenizer = with_specials(build_tokenizer(), "$A </s>")
     assert tokenise(["a b"], tokenizer).prompt_ids == [[3, 4]]
-    assert tokenise(["a </s>"], make_tokenizer()).prompt_ids == [[3, 2]]
+    assert tokenise(["a </s>"], build_tokenizer()).prompt_ids == [[3, 2]]
 
 
-def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no_extra_special_tokens(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(), "<unk> $A </s>")
+def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no_extra_special_tokens():
+    tokenizer = with_specials(build_tokenizer(), "<unk> $A </s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     messages = [{"role": "s", "content": "a b"}, {"role": "i", "content": "c"}]
     prompts = tokenise([messages], tokenizer, column="messages", context=30)
@@ -130,9 +131,9 @@ def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no
     assert prompts.columns == {"messages": [messages]}
 
 
-def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one(make_tokenizer):
+def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one():
     """As a chat template rendered it beforehand; the expected ids are those of the tokenizer's own template."""
-    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A </s>")
+    tokenizer = with_specials(build_tokenizer(bos_token="<unk>"), "<unk> $A </s>")
     tokenizer.chat_template = "<unk> " + CHAT_TEMPLATE
     messages = [{"role": "s", "content": "a b"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -145,8 +146,8 @@ def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def test_content_in_parts_of_text_is_content_of_their_joined_text(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+def test_content_in_parts_of_text_is_content_of_their_joined_text():
+    tokenizer = build_tokenizer(chat_template=CHAT_TEMPLATE)
     rows = [[{"role": "s", "content": content}] for content in (parts("a ", "b"), "a b")]
     prompts = tokenise(rows, tokenizer)
     assert prompts.prompt_ids == [[21, 3, 4, 2, 19]] * 2
@@ -158,21 +159,19 @@ ANSWER = {"role": "tool", "content": "c"}
 
 
 @pytest.mark.parametrize("absent", [{}, {"content": None}], ids=["absent", "null"])
-def test_a_message_without_content_has_the_content_null(make_tokenizer, absent):
+def test_a_message_without_content_has_the_content_null(absent):
     template = "{% for m in messages %}{{ m['content'] or 'd ' + m['tool_calls'][0]['function']['name'] }} {% endfor %}"
-    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer = build_tokenizer(chat_template=template)
     call = {"tool_calls": [{"function": {"name": "b", "arguments": {}}}]}
     chat = [USER, {"role": "assistant", "content": None, **call}, ANSWER]
     assert tokenizer.apply_chat_template(chat, return_dict=False) == [3, 6, 4, 5]
     assert tokenise([[USER, {"role": "assistant", **call, **absent}, ANSWER]], tokenizer).prompt_ids == [[3, 6, 4, 5]]
 
 
-def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_filled_in_absent_keys(
-    make_tokenizer, tmp_path
-):
+def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_filled_in_absent_keys(tmp_path):
     """Arrow gives every message of a table the keys of each, and every call the arguments of each."""
     template = "{% for m in messages %}{{ m | tojson }} </s> {% endfor %}"
-    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer = build_tokenizer(chat_template=template)
     other_call = {"tool_calls": [{"function": {"name": "v", "arguments": {"day": "d"}}}]}
     chats = [
         [USER, {"role": "assistant", "content": None, **call}, {**ANSWER, "name": "w"}] for call in (CALL, other_call)
@@ -202,16 +201,16 @@ def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_fille
         ("a", "role"),
     ],
 )
-def test_a_message_that_cannot_be_read_is_shown_with_its_row_and_the_reason(make_tokenizer, message_1, reason):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+def test_a_message_that_cannot_be_read_is_shown_with_its_row_and_the_reason(message_1, reason):
+    tokenizer = build_tokenizer(chat_template=CHAT_TEMPLATE)
     found = message(tokenise, ["a", [USER, message_1, USER]], tokenizer)
     assert found.startswith("prompts: row 1, column `prompt`: message 1 ")
     assert reason in found
     assert f" is {message_1!s:.40}" in found
 
 
-def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+def test_a_chat_that_ends_with_the_assistant_is_continued():
+    tokenizer = build_tokenizer(chat_template=CHAT_TEMPLATE)
     begun = [{"role": "s", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     prompts = tokenise([begun, begun[:1]], tokenizer, context=30)
     expected = tokenizer.apply_chat_template(begun, continue_final_message=True, return_dict=False)
@@ -219,11 +218,11 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
     assert prompts.prompt_ids == [expected, [21, 3, 4, 2, 19]]
 
 
-def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
+def test_a_missing_column_is_named_with_those_there_are():
     frame = table_of({"text": ["a"], "label": [1]})
     there = "the columns are text, label"
     expected = f"my prompts: no column `prompt` (prompts.column); {there}"
-    reader = PromptReader(make_tokenizer(), 10, 4, "error")
+    reader = PromptReader(build_tokenizer(), 10, 4, "error")
     assert message(reader.read, frame, "prompt", "my prompts") == expected
 
 
@@ -239,12 +238,12 @@ def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
         ["a", "   "],
     ],
 )
-def test_a_row_that_is_no_prompt_is_refused_with_its_number(make_tokenizer, values):
-    assert message(tokenise, values, make_tokenizer()).startswith("prompts: row 1, column `prompt`: ")
+def test_a_row_that_is_no_prompt_is_refused_with_its_number(values):
+    assert message(tokenise, values, build_tokenizer()).startswith("prompts: row 1, column `prompt`: ")
 
 
-def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
-    tokenizer = make_tokenizer()
+def test_messages_that_the_template_refuses_are_one_line():
+    tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate,\\n user first') }}"
     found = message(tokenise, [[{"role": "tool", "content": "a"}]], tokenizer)
     assert found.endswith("refuses these messages: roles must alternate, user first")
@@ -255,27 +254,27 @@ def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
 SHORT, JUST, LONG, LONGER = "a b", "a b c d e f", "a b c d e f g", "a b c d e f g h i"
 
 
-def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_settings(make_tokenizer):
-    found = message(tokenise, [SHORT, JUST, LONG, LONGER], make_tokenizer(), name="training prompts")
+def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_settings():
+    found = message(tokenise, [SHORT, JUST, LONG, LONGER], build_tokenizer(), name="training prompts")
     for part in ("training prompts: 2 of 4", "row 2", "6 tokens", "ppo.response_length=4", "ppo.overlong_prompts"):
         assert part in found
 
 
-def test_overlong_prompts_are_dropped_with_their_columns(make_tokenizer):
-    prompts = tokenise([LONG, SHORT, LONGER, JUST], make_tokenizer(), overlong="drop", n=[0, 1, 2, 3])
+def test_overlong_prompts_are_dropped_with_their_columns():
+    prompts = tokenise([LONG, SHORT, LONGER, JUST], build_tokenizer(), overlong="drop", n=[0, 1, 2, 3])
     assert prompts.texts == [SHORT, JUST]
     assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
     assert prompts.columns == {"n": [1, 3]}
 
 
 @pytest.fixture
-def stretched(make_tokenizer) -> TrainedModel:
+def stretched() -> TrainedModel:
     """A Phi 3 whose RoPE is another one beyond 10 tokens; it reads 64."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     lengths = {"original_max_position_embeddings": 10, "max_position_embeddings": 64}
     config = Phi3Config(**shape, **lengths, vocab_size=23, pad_token_id=0, rope_scaling=rope)
-    return TrainedModel(Phi3ForCausalLM(config), make_tokenizer())
+    return TrainedModel(Phi3ForCausalLM(config), build_tokenizer())
 
 
 def no_reward(prompts, completions):
@@ -298,13 +297,13 @@ def test_the_trainer_answers_queries_up_to_the_length_up_to_which_rope_is_steady
     assert "10 tokens this model's RoPE" in message(trainer.generate, [torch.tensor([3] * 7)])
 
 
-def test_overlong_prompts_are_truncated_on_the_left(make_tokenizer):
-    prompts = tokenise([SHORT, LONGER], make_tokenizer(), overlong="truncate_left")
+def test_overlong_prompts_are_truncated_on_the_left():
+    prompts = tokenise([SHORT, LONGER], build_tokenizer(), overlong="truncate_left")
     assert prompts.prompt_ids == [[3, 4], [6, 7, 8, 9, 10, 11]]
 
 
-def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
+def test_a_truncated_prompt_keeps_its_bos():
+    tokenizer = with_specials(build_tokenizer(bos_token="<unk>"), "<unk> $A")
     begin = tokenizer.bos_token_id
     prompts = tokenise([SHORT, LONGER], tokenizer, overlong="truncate_left")
     assert prompts.prompt_ids == [[begin, 3, 4], [begin, 7, 8, 9, 10, 11]]
@@ -333,11 +332,11 @@ def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maxi
     assert split_held_out(numbered(4), evaluation, PromptsConfig(max_held_out=2)) == ([0, 1, 2, 3], [0, 1])
 
 
-def test_training_and_held_out_prompts_are_tokenised_rows_of_the_table(make_tokenizer):
+def test_training_and_held_out_prompts_are_tokenised_rows_of_the_table():
     table = table_of({"prompt": ["a b", "c", "d e", "f"], "number": [0, 1, 2, 3]})
     settings = PromptsConfig(held_out_share=0.5)
     trained, held_out = split_held_out(table, None, settings)
-    parts = PromptReader(make_tokenizer(), None, 4, "error").read_split(table, None, settings)
+    parts = PromptReader(build_tokenizer(), None, 4, "error").read_split(table, None, settings)
     assert [part.select(range(2)).columns["number"] for part in parts] == [trained, held_out]
     assert parts[0].select([0]).texts == [table["prompt"][trained[0]]]
     assert parts[1].texts == [table["prompt"][row] for row in held_out]
@@ -390,8 +389,8 @@ def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(make_tokenizer, caplog, column):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(caplog, column):
+    tokenizer = build_tokenizer(chat_template=CHAT_TEMPLATE)
     as_sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     begun = as_sharegpt if column == "conversations" else chat
@@ -405,17 +404,17 @@ def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(ma
     assert caplog.messages == [f"Of 2 conversations in the column {column} the last reply is left out."]
 
 
-def test_a_conversation_of_one_reply_is_refused(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+def test_a_conversation_of_one_reply_is_refused():
+    tokenizer = build_tokenizer(chat_template=CHAT_TEMPLATE)
     alone = table_of({"messages": [[{"role": "assistant", "content": "a"}]]})
     reader = PromptReader(tokenizer, None, 4, "error")
     assert "row 0, column `messages`: before its only message" in message(reader.read, alone, "prompt", "prompts")
 
 
-def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenizer(tmp_path, make_tokenizer):
+def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenizer(tmp_path):
     (tmp_path / "prompts.txt").write_text("a b\nc\n")
     tokenised = set()
-    for tokenizer in (make_tokenizer(), make_tokenizer(), with_specials(make_tokenizer(), "<unk> $A")):
+    for tokenizer in (build_tokenizer(), build_tokenizer(), with_specials(build_tokenizer(), "<unk> $A")):
         table = load_table(str(tmp_path / "prompts.txt"), text_column="prompt", cache=str(tmp_path / "cache"))
         reader = PromptReader(tokenizer, None, 4, "error")
         (file,) = {entry["filename"] for entry in reader.tokenise(table, "prompt", "prompts").cache_files}
@@ -425,16 +424,14 @@ def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenize
 
 
 @pytest.mark.parametrize(("dated", "files"), [(True, [1, 2, 2, 1]), (False, [1, 1, 1, 1])])
-def test_tokens_that_are_kept_serve_only_the_day_that_the_template_prints(
-    tmp_path, make_tokenizer, monkeypatch, dated, files
-):
+def test_tokens_that_are_kept_serve_only_the_day_that_the_template_prints(tmp_path, monkeypatch, dated, files):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     template = "{{ strftime_now('%d') }} " + CHAT_TEMPLATE if dated else CHAT_TEMPLATE
     found: list[str] = []
     for day in (3, 4, 4, 3):
         set_today(monkeypatch, day)
         table = load_table(str(tmp_path / "prompts.jsonl"), cache=str(tmp_path / "cache"))
-        tokenised = PromptReader(make_tokenizer(chat_template=template), None, 4, "error").tokenise(
+        tokenised = PromptReader(build_tokenizer(chat_template=template), None, 4, "error").tokenise(
             table, "prompt", "x"
         )
         found.append(tokenised.cache_files[0]["filename"])
@@ -442,13 +439,13 @@ def test_tokens_that_are_kept_serve_only_the_day_that_the_template_prints(
     assert [list(dict.fromkeys(found)).index(file) + 1 for file in found] == files
 
 
-def test_other_values_for_the_chat_template_give_other_tokens_of_the_same_file(tmp_path, make_tokenizer):
+def test_other_values_for_the_chat_template_give_other_tokens_of_the_same_file(tmp_path):
     """The cache of tokenised prompts is asked again, and answers only for the values that it was made with."""
     template = CHAT_TEMPLATE + "{% if add_generation_prompt and not thinks %} b{% endif %}"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     found, files = [], []
     for thinks in (True, False, True):
-        tokenizer = make_tokenizer(chat_template=template)
+        tokenizer = build_tokenizer(chat_template=template)
         set_template_defaults(tokenizer, {"thinks": thinks}, "x")
         table = load_table(str(tmp_path / "prompts.jsonl"), cache=str(tmp_path / "cache"))
         tokenised = PromptReader(tokenizer, None, 4, "error").tokenise(table, "prompt", "prompts")

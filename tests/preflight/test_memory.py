@@ -70,8 +70,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_weights_and_moments_are_those_of_a_run_to_the_byte(make_run, settings: dict[str, Any]):
-    run = make_run("llama", **{"dtype": "float32", **settings})
+def test_weights_and_moments_are_those_of_a_run_to_the_byte(settings: dict[str, Any]):
+    run = build_run("llama", **{"dtype": "float32", **settings})
     models = (run.state.policy, run.reference, run.state.critic)
     planned = plan(**settings)
     unique = {p.untyped_storage().data_ptr(): p.nbytes for model in models for p in model.parameters()}
@@ -109,9 +109,9 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
         assert passing(two, "update") - passing(one, "update") == buckets
 
 
-def test_an_epochs_tensors_are_counted_to_a_tenth(make_run):
+def test_an_epochs_tensors_are_counted_to_a_tenth():
     """Prompts of one length, responses of full length: then nothing is padding."""
-    run = make_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
+    run = build_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
     *_, experience = run.before_update()
     (minibatches, *_), mask = experience.rollouts.epochs, experience.rollouts.mask
     pieces = update._micro_batches(run.state, experience, minibatches, mask, experience.advantages)
@@ -250,8 +250,8 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 2}], ids=str)
-def test_copies_of_linear_weights_are_those_of_a_run_to_the_byte(make_run, graphs_on_cpu, settings: dict[str, Any]):
-    run = make_run("llama", dtype="bfloat16", **settings)
+def test_copies_of_linear_weights_are_those_of_a_run_to_the_byte(graphs_on_cpu, settings: dict[str, Any]):
+    run = build_run("llama", dtype="bfloat16", **settings)
     run.rollouts()
     on_a_gpu = RunShape(LLAMA, 6, on_cpu=False)
     planned = plan(on_a_gpu, dtype="bfloat16", **settings)

@@ -14,6 +14,7 @@ from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores, normalised, penalised
 from tests.core.support import Case, cases
+from tests.ppo_runs import build_run, weights_of
 
 SCORES = torch.tensor([9.0, 9.0, -9.0, -9.0, 1.0], dtype=torch.float64)
 TERMINATED = torch.tensor([True, False, True, False, False])
@@ -97,11 +98,11 @@ def test_scores_as_large_as_float32_takes_are_normalised_like_any_others(mode, d
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("mode", ["batch", "running"])
-def test_small_differences_of_large_scores_survive_until_they_are_normalised(make_run, mode, dtype):
+def test_small_differences_of_large_scores_survive_until_they_are_normalised(mode, dtype):
     """Float32 has steps of 8 at 1e8. The scores 0 to 11 have mean 5.5 and the Bessel-corrected variance 13."""
     numbered = partial(score_by_function, lambda prompts, completions: [1e8 + i for i in range(12)], "numbered")
     options = {"reward_normalisation": mode, "dtype": dtype, "missing_eos_penalty": None, "kl_coef": 0.0}
-    rollouts, scores, shaped_rewards, _ = make_run(
+    rollouts, scores, shaped_rewards, _ = build_run(
         scorer=RewardScorer([("numbered", 1.0, numbered)]), **options
     ).before_update()
     assert scores.total.tolist() == [1e8 + i for i in range(12)]
@@ -110,8 +111,8 @@ def test_small_differences_of_large_scores_survive_until_they_are_normalised(mak
     assert_close(paid.double(), (torch.arange(12.0).double() - 5.5) / 13**0.5, rtol=1e-6, atol=0.0)
 
 
-def test_the_update_adds_each_iterations_scores_to_the_running_moments_once(make_run):
-    run, scores = make_run(reward_normalisation="running"), []
+def test_the_update_adds_each_iterations_scores_to_the_running_moments_once():
+    run, scores = build_run(reward_normalisation="running"), []
     for _ in range(2):
         experience = run.before_update()[-1]
         assert run.state.reward_moments.count == len(scores)
@@ -123,11 +124,11 @@ def test_the_update_adds_each_iterations_scores_to_the_running_moments_once(make
     assert moments.variance == pytest.approx(statistics.variance(scores), rel=1e-12)
 
 
-def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were(make_run):
+def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were():
     def half_broken(batch):
         return torch.tensor([math.nan, math.inf, *range(len(batch) - 2)], dtype=torch.float64)
 
-    run = make_run(scorer=RewardScorer([("broken", 1.0, half_broken)]), reward_normalisation="running")
+    run = build_run(scorer=RewardScorer([("broken", 1.0, half_broken)]), reward_normalisation="running")
     run.iteration()
     assert (run.state.reward_moments.count, run.state.reward_moments.mean) == (10, 4.5)
     scores = torch.tensor([math.nan, 1.0, 2.0, 3.0])
@@ -137,7 +138,7 @@ def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were(make
 
 
 @pytest.mark.slow
-def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit(make_run, snapshot):
+def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit():
     """Scores times 1000 plus 5 are the same after normalisation, and not without it."""
 
     def score(factor: float, shift: float):
@@ -148,10 +149,10 @@ def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit(ma
     weights = {}
     for mode in ("none", "running"):
         for name, arguments in (("plain", (1.0, 0.0)), ("other", (1000.0, 5.0))):
-            run = make_run(scorer=score(*arguments), reward_normalisation=mode, missing_eos_penalty=None)
+            run = build_run(scorer=score(*arguments), reward_normalisation=mode, missing_eos_penalty=None)
             for _ in range(2):
                 run.iteration()
-            weights[mode, name] = snapshot(run.state.policy)["lm_head.weight"]
+            weights[mode, name] = weights_of(run.state.policy)["lm_head.weight"]
     assert_close(weights["running", "plain"], weights["running", "other"], rtol=0.0, atol=1e-4)
     assert float((weights["none", "plain"] - weights["none", "other"]).abs().max()) > 1e-3
 

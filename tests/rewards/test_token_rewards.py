@@ -19,7 +19,7 @@ from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.ppo.test_experience import LENGTHS, OLD, REFERENCE, TERMINATED, state_of
-from tests.ppo_runs import build_model, build_tokenizer
+from tests.ppo_runs import build_model, build_rollouts, build_run, build_tokenizer
 
 IDS = [[7, 2], [8, 9, 2], [5]]
 
@@ -136,8 +136,8 @@ BY_TOKEN = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 0.0, -2.0, 4.0], [0.5, 0.0,
 WHOLE = torch.tensor([10.0, 20.0, 30.0]).double()
 
 
-def shaped(make_rollouts, **settings: Any) -> torch.Tensor:
-    rollouts = make_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
+def shaped(**settings: Any) -> torch.Tensor:
+    rollouts = build_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
     total = WHOLE + BY_TOKEN.sum(-1)
     scores = Scores(total, {"both": total}, torch.zeros(3, 5).double(), 1.0, token_rewards=BY_TOKEN)
     found = shape_rewards(rollouts, scores, state_of(**settings))
@@ -145,10 +145,10 @@ def shaped(make_rollouts, **settings: Any) -> torch.Tensor:
     return found.rewards
 
 
-def test_each_number_is_paid_on_its_token_beside_the_kl_and_the_score(make_rollouts) -> None:
+def test_each_number_is_paid_on_its_token_beside_the_kl_and_the_score() -> None:
     """(7): the KL is [0.5, -1], [0, 0.5, -0.25, 2], [-1, 0, 0] nats a token."""
     expected = [[0.95, 12.1, 0.0, 0.0], [1.0, -0.05, -1.975, 23.8], [0.6, 0.0, 38.0, 0.0]]
-    assert_close(shaped(make_rollouts, kl_coef=0.1), torch.tensor(expected).double(), rtol=0.0, atol=1e-6)
+    assert_close(shaped(kl_coef=0.1), torch.tensor(expected).double(), rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,24 +160,24 @@ def test_each_number_is_paid_on_its_token_beside_the_kl_and_the_score(make_rollo
         ({"truncated_responses": "bootstrap"}, [1.0, 0.0, -2.0, 4.0]),
     ],
 )
-def test_scale_and_penalties_of_a_cut_off_response(make_rollouts, settings: Any, cut_off: list[float]) -> None:
-    rewards = shaped(make_rollouts, kl_coef=0.0, **settings)
+def test_scale_and_penalties_of_a_cut_off_response(settings: Any, cut_off: list[float]) -> None:
+    rewards = shaped(kl_coef=0.0, **settings)
     scale = settings.get("reward_scale", 1.0)
     assert rewards[1].tolist() == cut_off
     assert rewards[0].tolist() == [scale * 1.0, scale * 12.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("setting", [{"reward_clip": 5.0}, {"reward_normalisation": "running"}])
-def test_settings_for_whole_scores_are_refused(make_rollouts, setting: Any) -> None:
+def test_settings_for_whole_scores_are_refused(setting: Any) -> None:
     with pytest.raises(ConfigError, match=f"ppo.{next(iter(setting))}="):
-        shaped(make_rollouts, **setting)
+        shaped(**setting)
 
 
-def test_the_rollouts_own_tokens_are_scored_and_padded_to_the_response_length(make_run) -> None:
+def test_the_rollouts_own_tokens_are_scored_and_padded_to_the_response_length() -> None:
     def by_token(completions, completion_ids):
         return [[float(token) for token in ids] for ids in completion_ids]
 
-    run = make_run(scorer=RewardScorer([("ids", 1.0, lambda batch: score_by_function(by_token, "ids", batch))]))
+    run = build_run(scorer=RewardScorer([("ids", 1.0, lambda batch: score_by_function(by_token, "ids", batch))]))
     rollouts = run.rollouts()
     scores = score_responses(rollouts, run.scorer, run.state)
     expected = torch.where(rollouts.mask, rollouts.responses.response_ids, 0).double()
