@@ -1,13 +1,5 @@
 """Texts that a terminal would obey are written out."""
 
-import logging
-
-import click
-import pytest
-
-from ppo_rlhf.cli.errors import with_one_line_errors
-from ppo_rlhf.cli.generate import _written
-from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.visible import visible
 
 EVIL = "\x1b]0;title\x07\x9b2Jred"
@@ -17,24 +9,3 @@ def test_control_characters_are_written_out_and_lines_and_tabs_stay():
     assert visible(EVIL) == r"\x1b]0;title\x07\x9b2Jred"
     assert visible("a\n\tb é 漢") == "a\n\tb é 漢"
     assert visible("\r\x7f") == r"\r\x7f"
-
-
-def test_generate_shows_answers_without_control_characters():
-    written = click.unstyle(_written("SFT", EVIL, tokens=3, has_ended=True, reward=None))
-    assert written.startswith(f"  SFT   {visible(EVIL)}")
-
-
-def test_errors_that_quote_a_text_are_shown_without_control_characters():
-    def lines():
-        raise DataError(f"the template refuses {EVIL}")
-
-    with pytest.raises(click.ClickException) as shown:
-        with_one_line_errors(lines)
-    assert shown.value.message == f"the template refuses {visible(EVIL)}"
-
-
-def test_log_lines_are_written_without_control_characters():
-    import ppo_rlhf.settings  # noqa: F401  # as Kedro does
-
-    record = logging.getLogRecordFactory()("ppo_rlhf", logging.INFO, "", 0, "reward of %s", (EVIL,), None)
-    assert record.getMessage() == f"reward of {visible(EVIL)}"
