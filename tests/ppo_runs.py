@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers and runs, made on the fly. Every model is random, small, and far from uniform."""
+"""Runs of PPO on tiny models, made on the fly. Every model is random, small, and far from uniform."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,20 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import (
-    BitNetConfig,
-    BitNetForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -32,6 +20,7 @@ from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+from tests.tiny_models import tiny_model, word_tokenizer
 
 MEASURED = ("time/", "throughput/", "memory/")
 """How the names of metrics begin that no two runs share."""
@@ -43,48 +32,17 @@ PROMPT_LENGTHS = (1, 4, 2, 7, 3, 5)
 
 
 def build_model(
-    kind: str = "llama",
-    *,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-    vocab_size: int = len(VOCABULARY),
-    spread: float = 0.4,
-    **overrides: Any,
+    kind: str = "llama", *, dtype: torch.dtype = torch.float64, spread: float = 0.4, **overrides: Any
 ) -> PreTrainedModel:
-    ids = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": END}
-    llama_shape = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-    }
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "gpt2": (
-            GPT2Config,
-            GPT2LMHeadModel,
-            {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **no_dropout},
-        ),
-        "llama": (LlamaConfig, LlamaForCausalLM, llama_shape),
-        "bitnet": (BitNetConfig, BitNetForCausalLM, llama_shape),
-    }
-    config_class, model_class, shape = classes[kind]
-    generator = torch.Generator().manual_seed(seed)
-    model = model_class(config_class(**{**ids, **shape, **overrides}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, spread, generator=generator)
-    return model.to(dtype).eval()
+    ids = {"vocab_size": len(VOCABULARY), "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": END}
+    sizes = {"max_position_embeddings": 64}
+    if kind == "gpt2":
+        sizes = {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return tiny_model(kind, spread=spread, **{**ids, **sizes, **overrides}).to(dtype)
 
 
 def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    usual = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>", "padding_side": "left"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**usual, **options})
+    return word_tokenizer(vocabulary=VOCABULARY, **{"padding_side": "left", **options})
 
 
 def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:

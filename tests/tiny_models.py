@@ -1,12 +1,19 @@
-"""Tiny models and tokenizers on disk, made on the fly: random weights of full size, so that outputs differ clearly."""
+"""Tiny models, adapters and tokenizers, made on the fly: random weights of full size, so that outputs differ clearly.
 
+All tests take them from here; those of runs of PPO by `ppo_runs`, with fewer words and in float64.
+"""
+
+from __future__ import annotations
+
+import copy
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, WhitespaceSplit
@@ -31,6 +38,11 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from ppo_rlhf.models.adapters import LoraSettings
+
 WORDS = [*"abcdefghijklmnopqrst", "."]
 VOCABULARY = ["<pad>", "<unk>", "<s>", "</s>", *WORDS]
 PAD, UNKNOWN, BEGIN, END = range(4)
@@ -46,13 +58,16 @@ MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_laye
 """In 16 bits its hidden states have 32: it sums in 32 what its layers give."""
 
 
-def word_tokenizer(*, prepend_begin: bool = False, **options: Any) -> PreTrainedTokenizerFast:
+def word_tokenizer(
+    *, vocabulary: list[str] = VOCABULARY, prepend_begin: bool = False, **options: Any
+) -> PreTrainedTokenizerFast:
     """One id a word; `prepend_begin` puts <s> before every text, as many real tokenizers do."""
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     if prepend_begin:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, "bos_token": "<s>", **options})
+    begin = {"bos_token": "<s>"} if "<s>" in vocabulary else {}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, **begin, **options})
 
 
 def spaced_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
@@ -79,8 +94,10 @@ def set_today(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
 
 
-def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **overrides: Any) -> PreTrainedModel:
-    """A causal LM of two layers, 16 wide; with `reward` GPT-2's sequence classifier."""
+def tiny_model(
+    kind: str = "llama", *, seed: int = 0, spread: float = 0.3, reward: bool = False, **overrides: Any
+) -> PreTrainedModel:
+    """A causal LM of two layers, 16 wide, matrices of standard deviation `spread`; with `reward` a GPT-2 classifier."""
     ids = {"vocab_size": len(VOCABULARY), "bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": None}
     llama_shape = {
         "hidden_size": 16,
@@ -97,7 +114,7 @@ def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **ov
         "bitnet": (BitNetConfig, BitNetForCausalLM, llama_shape),
     }[kind]
     model = model_class(config_class(**{**ids, **shape, **overrides}))
-    return draw_weights(model, 0.3, seed=seed).eval()
+    return draw_weights(model, spread, seed=seed).eval()
 
 
 def draw_weights(model: PreTrainedModel, deviation: float, *, seed: int = 0) -> PreTrainedModel:
@@ -108,6 +125,46 @@ def draw_weights(model: PreTrainedModel, deviation: float, *, seed: int = 0) -> 
             if parameter.dim() > 1:
                 parameter.normal_(0.0, deviation, generator=generator)
     return model
+
+
+def named_model(name: str, **sizes: Any) -> PreTrainedModel:
+    """A new causal LM of transformers' architecture of this name: two layers, 16 wide, two experts a token."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    ids = {"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**shape, max_position_embeddings=64, **ids, **sizes)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def with_trained_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PreTrainedModel:
+    """Return our adapter on this model, over the same weights, as training leaves it: B is not 0."""
+    from ppo_rlhf.models.adapters import with_adapter  # loads peft, which takes seconds
+    from ppo_rlhf.models.averages import trained_parameters
+
+    model = with_adapter(model, settings, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 100)
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def adapter_of(
+    base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", *, seed: int = 1, **options: Any
+) -> PeftModel:
+    """Save an adapter of peft whose matrices are not zero, and return a copy of the base with it."""
+    from peft import LoraConfig, get_peft_model  # seconds
+
+    adapted: Any = get_peft_model(copy.deepcopy(base), LoraConfig(**{"r": 2, "target_modules": [layer], **options}))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    adapted.peft_config["default"].base_model_name_or_path = base_path
+    adapted.save_pretrained(folder)
+    return adapted.eval()
 
 
 def with_a_block_twice() -> PreTrainedModel:

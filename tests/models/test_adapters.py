@@ -25,7 +25,7 @@ from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.own_code import save_with_own_code
-from tests.tiny_models import KINDS, save, tiny_model
+from tests.tiny_models import KINDS, save, tiny_model, with_trained_adapter
 
 IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
 SETTINGS = LoraSettings(rank=3, alpha=6, target_modules="all-linear")
@@ -34,13 +34,7 @@ TIED = {"tie_word_embeddings": True}
 
 
 def adapted(model, seed: int = 0, settings: LoraSettings = SETTINGS):
-    """With an adapter that has trained: B is not 0."""
-    model = with_adapter(model, settings, torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed + 100)
-    with torch.no_grad():
-        for parameter in trained_parameters(model).values():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return with_trained_adapter(model, settings, seed=seed)
 
 
 def pointers(model: nn.Module, *, trained: bool) -> set[int]:

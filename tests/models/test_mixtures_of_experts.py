@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,15 +22,10 @@ from ppo_rlhf.models.adapters import (
 )
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
-from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model
+from tests.tiny_models import named_model, save, tiny_model, with_trained_adapter
 
 IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
 ALL = LoraSettings(rank=2, alpha=4, target_modules="all-linear")
-SHAPE: dict[str, Any] = {
-    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "max_position_embeddings": 64},
-    **{"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD},
-}
 LATENT = {
     **{
         "q_lora_rank": 8,
@@ -71,19 +65,11 @@ WORKED_BEFORE = ("GptOss", "GraniteMoe", "Qwen2Moe")
 
 
 def mixture(name: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SHAPE, **CASES[name][0])
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    return named_model(name, **CASES[name][0])
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    """With an adapter that has trained."""
-    policy = with_adapter(model, ALL, torch.Generator().manual_seed(1))
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in trained_parameters(policy).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return policy
+    return with_trained_adapter(model, ALL, seed=1)
 
 
 def last(names) -> set[str]:

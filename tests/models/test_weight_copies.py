@@ -6,12 +6,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models.adapters import LoraSettings, with_adapter
+from ppo_rlhf.models.adapters import LoraSettings
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.forward import backbone_of, logits_of
 from ppo_rlhf.models.weight_copies import WeightCopies, computes_alike, copied_weights, linear_weights
 from tests.graph_on_cpu import graphs_on_cpu
-from tests.tiny_models import KINDS, tiny_model
+from tests.tiny_models import KINDS, tiny_model, with_trained_adapter
 
 __all__ = ["graphs_on_cpu"]  # a fixture
 CPU, IDS = torch.device("cpu"), torch.tensor([[3, 9, 14, 6, 12]])
@@ -24,13 +24,7 @@ def in_bfloat16() -> torch.autocast:
 
 
 def adapted(kind: str, dtype: torch.dtype):
-    settings = LoraSettings(2, 4, "all-linear")
-    model = with_adapter(tiny_model(kind).to(dtype), settings, torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
-    return model
+    return with_trained_adapter(tiny_model(kind).to(dtype), LoraSettings(2, 4, "all-linear"))
 
 
 MODELS = {

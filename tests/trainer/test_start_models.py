@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training import PPOConfig, PPOTrainer
-from tests.tiny_adapters import adapter_of
-from tests.tiny_models import END, PAD, VOCABULARY, draw_weights, save, tiny_model
+from tests.tiny_models import END, PAD, VOCABULARY, adapter_of, draw_weights, save, tiny_model
 
 IDS = torch.tensor([[4, 5, 6, 7]])
 KINDS = ["whole model", "adapter", "adapter on an adapter", "hub revision", "adapter with a whole layer"]
