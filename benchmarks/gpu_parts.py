@@ -156,7 +156,7 @@ def decode(part: Part) -> None:
         run, seconds = Run(part, shape, **settings), []
         for _ in range(3):
             rollouts = run.rollouts()
-            seconds.append(rollouts.generation_seconds)
+            seconds.append(run.state.clock.seconds["sampling"])
         result = f"{min(seconds[1:]):.3f} s, at first {seconds[0]:.3f} s{run.graphs()}{part.peak()}"
         found = rollouts.responses.response_ids
         if shape not in tokens:
@@ -179,9 +179,9 @@ def update(part: Part) -> None:
         run, times, scoring = Run(part, "gpt2", **settings), [], []
         for _ in range(3):
             found, seconds = run.update()
-            times.append(1e3 * found.seconds / len(found.steps))
+            times.append(1e3 * run.state.clock.seconds["update"] / len(found))
             scoring.append(seconds)
-        ratio = found.steps[0].mean("ratio")
+        ratio = found[0].mean("ratio")
         return (
             f"{min(times[1:]):.1f} ms a step, in the first iteration {times[0]:.1f} ms; log-probabilities "
             f"{min(scoring[1:]):.3f} s, at first {scoring[0]:.3f} s; first ratio "
@@ -203,10 +203,13 @@ def profile(part: Part) -> None:
     run.update()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if part.on_gpu else [])]
     with profiler(activities=kinds) as measured:
-        found, _ = run.update()
+        run.update()
     rows = list(measured.key_averages())
     on_device = sum(row.self_device_time_total for row in rows)
-    say("an epoch's update", f"{found.seconds:.3f} s under the profiler, the device at work {on_device / 1e6:.3f} s")
+    say(
+        "an epoch's update",
+        f"{run.state.clock.seconds['update']:.3f} s under the profiler, the device at work {on_device / 1e6:.3f} s",
+    )
 
     def cost(row: Any) -> float:
         return float(row.self_device_time_total if part.on_gpu else row.self_cpu_time_total)
@@ -305,28 +308,28 @@ class Run:
 
     def rollouts(self) -> Any:
         """Return rollouts of an iteration, with responses of full length."""
-        from ppo_rlhf.ppo.rollout import generate_rollouts
+        from ppo_rlhf.ppo.loop import generate_rollouts
 
-        return generate_rollouts(self.state, self.reference, self.prompts, self.config, self.scorer)
+        return generate_rollouts(self.state, self.reference, self.prompts, self.scorer)
 
     def update(self) -> tuple[Any, float]:
-        """Learn from responses of mixed lengths; return the update, and the seconds of all log-probabilities."""
+        """Learn from responses of mixed lengths; return its steps, and the seconds of all log-probabilities."""
         from ppo_rlhf.ppo import loop
-        from ppo_rlhf.ppo.rollout import complete_rollouts
+        from ppo_rlhf.ppo.measuring import measure
         from ppo_rlhf.ppo.sampling import Responses
 
         rows, width = self.part.rows, self.part.length
         lengths = torch.randint(1, width + 1, (rows,), generator=self.numbers)
         ids = torch.randint(self.vocabulary, (rows, width), generator=self.numbers)
         responses = Responses(ids, lengths, torch.zeros(rows, dtype=torch.bool))
-        times = {"started": time.perf_counter(), "generation_seconds": None}
-        rollouts = complete_rollouts(self.state, self.reference, self.prompts, responses, self.config, **times)
+        self.state.clock.restart()
+        rollouts = measure(self.state, self.reference, self.prompts, responses)
         scores = loop.score_responses(rollouts, self.scorer, self.state)
         shaped = loop.shape_rewards(rollouts, scores, self.state)
-        experience = loop.estimate_advantages(rollouts, scores, shaped, self.config)
-        found = loop.optimise_policy(self.state, experience)
+        experience = loop.estimate_advantages(rollouts, scores, shaped, self.state)
+        found = loop.optimise_policy(self.state, experience, self.reference)
         self.state.advance(scores.total, loop.iteration_metrics(self.state, experience, found))
-        return found, rollouts.seconds
+        return found, self.state.clock.seconds["log-probabilities"]
 
 
 PARTS: dict[str, Callable[[Part], None]] = {each.__name__: each for each in (launch, decode, update, profile, demo)}

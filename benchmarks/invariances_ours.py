@@ -69,6 +69,7 @@ def observe(case: Case) -> Seen:
     ):
         trainer.train()
     rollouts, scores, rewards, _ = inputs
-    raw = loop.estimate_advantages(rollouts, scores, rewards, dataclasses.replace(config, whiten_advantages=False))
+    plain = dataclasses.replace(config, whiten_advantages=False)
+    raw = loop.estimate_advantages(rollouts, scores, rewards, dataclasses.replace(state, config=plain))
     responses = rollouts.responses.token_lists()
     return Seen(responses, scores.total, rollouts.mask, raw.advantages, ratios[0], gradients[0], len(gradients))

@@ -37,8 +37,8 @@ from ppo_rlhf.models.forward import logits_of, packs
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import sampling, update
-from ppo_rlhf.ppo.batch import make_batch
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
+from ppo_rlhf.ppo.sequences import make_batch
 
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16
 ROWS, PROMPT, RESPONSE = 32, 40, 64

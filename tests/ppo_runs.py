@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch import Minibatch
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.batch_sampling import response_batch
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.measuring import Rollouts
 from ppo_rlhf.ppo.models import build_critic, build_state, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
-from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from tests.tiny_models import tiny_model, word_tokenizer
 
 MEASURED = ("time/", "throughput/", "memory/")
@@ -58,14 +59,25 @@ def first_letters(batch: ResponseBatch) -> Tensor:
     return torch.tensor(shares, dtype=torch.float64)
 
 
+def batch_of(rollouts: Rollouts, run: "Run") -> ResponseBatch:
+    """The rollouts as rewards take them."""
+    return response_batch(rollouts.prompts, rollouts.responses, run.state.tokenizer)
+
+
 def with_responses(rollouts: Rollouts, **columns: Tensor) -> Rollouts:
     """The rollouts with other columns of their responses."""
     return replace(rollouts, responses=replace(rollouts.responses, **columns))
 
 
-def learn_from(state: TrainingState, experience: Experience) -> dict[str, float]:
-    """Complete an iteration from its experience on, as `loop.learn` does, and return its metrics."""
-    metrics = loop.iteration_metrics(state, experience, loop.optimise_policy(state, experience))
+def learn_from(
+    state: TrainingState, experience: Experience, reference: PreTrainedModel | None = None
+) -> dict[str, float]:
+    """Complete an iteration from its experience on, as `loop.learn` does, and return its metrics.
+
+    The reference is left out where the loss has no KL over the vocabulary.
+    """
+    steps = loop.optimise_policy(state, experience, cast(PreTrainedModel, reference))
+    metrics = loop.iteration_metrics(state, experience, steps)
     state.advance(experience.scores.total, metrics)
     return metrics
 
@@ -81,16 +93,16 @@ class Run:
     config: PPOConfig
 
     def rollouts(self) -> Rollouts:
-        return loop.generate_rollouts(self.state, self.reference, self.prompts, self.config, self.scorer)
+        return loop.generate_rollouts(self.state, self.reference, self.prompts, self.scorer)
 
-    def before_update(self) -> tuple[Rollouts, Scores, ShapedRewards, Experience]:
+    def before_update(self) -> tuple[Rollouts, Scores, Tensor, Experience]:
         rollouts = self.rollouts()
         scores = loop.score_responses(rollouts, self.scorer, self.state)
-        shaped = loop.shape_rewards(rollouts, scores, self.state)
-        return rollouts, scores, shaped, loop.estimate_advantages(rollouts, scores, shaped, self.config)
+        rewards = loop.shape_rewards(rollouts, scores, self.state)
+        return rollouts, scores, rewards, loop.estimate_advantages(rollouts, scores, rewards, self.state)
 
     def iteration(self) -> dict[str, float]:
-        return learn_from(self.state, self.before_update()[-1])
+        return learn_from(self.state, self.before_update()[-1], self.reference)
 
 
 def build_run(
@@ -149,8 +161,10 @@ def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **tensors: Tensor) -> Rollouts:
-    """Hand-made rollouts; every [B, T] tensor is 0 on real tokens and NaN in padding unless given."""
+def build_rollouts(
+    lengths: list[int], terminated: list[bool], width: int, values: Tensor | None = None, **tensors: Tensor
+) -> Rollouts:
+    """Hand-made rollouts; every [B, T] tensor is 0 on real tokens and NaN in padding unless given, and values are 0."""
     lengths_B = torch.tensor(lengths)
     is_response_BT = torch.arange(width) < lengths_B[:, None]
     blank = torch.where(is_response_BT, 0.0, torch.nan).double()
@@ -164,19 +178,13 @@ def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **ten
         sampler_logprobs=given.pop("sampler_logprobs"),
     )
     rows = list(range(len(lengths)))
-    completions = [f"response {row}" for row in rows]
     return Rollouts(
         iteration=1,
         prompts=prompts,
         responses=responses,
-        texts=ResponseBatch(
-            prompts.texts, completions, prompts.columns, prompts.prompt_ids, responses.token_lists(), terminated
-        ),
         **given,
-        started=0.0,
+        values=torch.zeros(len(lengths), width + 1).double() if values is None else values,
         epochs=[[Minibatch(rows, [rows], [rows])]],
-        generation_seconds=2.0,
-        seconds=5.0,
     )
 
 

@@ -30,3 +30,4 @@ def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_p
         *("training_state", "reference_policy", "reward_scorer", "prompt_dataset"),
         *("evaluation_prompt_dataset", "reference_evaluation"),
     }
+    assert "params:ppo" not in ppo.only_nodes_with_tags("iteration").inputs()

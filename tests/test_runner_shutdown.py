@@ -45,12 +45,9 @@ class SaveRequest:
     state: State
 
     @property
-    def due(self) -> bool:
+    def checkpoint_due(self) -> bool:
         state = self.state
         return state.finished or state.stopping or state.iteration % state.save_interval == 0
-
-    def gathered(self) -> SaveRequest:
-        return self
 
 
 @dataclass
@@ -73,7 +70,7 @@ class Saves(AbstractDataset[SaveRequest, Any]):
         self._scene = scene
 
     def save(self, data: SaveRequest) -> None:
-        if data.due:
+        if data.checkpoint_due:
             self._scene.reach("save", data.state.iteration)
             self._scene.saved.append(data.state.iteration)
         else:

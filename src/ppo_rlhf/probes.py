@@ -333,7 +333,7 @@ def _judge_prompt(experience: Experience, config: PPOConfig) -> Judgement:
 
 def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
     pays = torch.tensor([ids[0] == PROMPTS[0] for ids in experience.rollouts.prompts.prompt_ids])
-    values, scores = experience.scores.values, experience.scores.total
+    values, scores = experience.rollouts.values, experience.scores.total
     share = float(scores[pays].mean())
     if not share:
         return "no response has the token", {"the policy does not learn from a reward two tokens later": False}
@@ -350,7 +350,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
 
 
 def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
-    kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
+    kl, value = float(experience.rollouts.kl.sum(-1).mean()), float(experience.rollouts.values[:, 0].mean())
     expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
     return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
@@ -359,7 +359,7 @@ def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
 
 
 def _judge_penalty(experience: Experience, config: PPOConfig) -> Judgement:
-    kl = float(experience.shaped_rewards.kl.sum(-1).mean())
+    kl = float(experience.rollouts.kl.sum(-1).mean())
     complaint = f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
     return f"KL {kl:z.3f} nats", {complaint: kl <= NEAR}
 

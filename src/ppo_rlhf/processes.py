@@ -355,27 +355,27 @@ def dealt_rows(lengths: Sequence[int]) -> list[list[int]]:
 
     The processes take the longest rows first, in snake order: 0, 1, ..., n, n, ..., 1, 0, and so on.
     """
-    hands: list[list[int]] = [[] for _ in range(process_count())]
+    shards: list[list[int]] = [[] for _ in range(process_count())]
     for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
-        turn, seat = divmod(place, len(hands))
-        hands[-1 - seat if turn % 2 else seat].append(row)
-    return [sorted(hand) for hand in hands]
+        turn, seat = divmod(place, len(shards))
+        shards[-1 - seat if turn % 2 else seat].append(row)
+    return [sorted(shard) for shard in shards]
 
 
-def gather_dealt(own_rows: torch.Tensor, hands: list[list[int]]) -> torch.Tensor:
+def gather_dealt(own_rows: torch.Tensor, shards: list[list[int]]) -> torch.Tensor:
     """Return the rows `[B, …]` of all processes on the CPU, each in its place.
 
-    This process has the rows `[b, …]` of its hand, in its order; `hands` are from `dealt_rows`.
+    This process has the rows `[b, …]` of its shard, in its order; `shards` are from `dealt_rows`.
     """
     import torch
 
-    most = max(map(len, hands))
+    most = max(map(len, shards))
     own = own_rows.cpu()
     filled = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    of_all = zip(gather_tensors(filled), hands, strict=True)
-    found = torch.cat([rows[: len(hand)] for rows, hand in of_all])
+    of_all = zip(gather_tensors(filled), shards, strict=True)
+    found = torch.cat([rows[: len(shard)] for rows, shard in of_all])
     placed = torch.empty_like(found)
-    placed[[row for hand in hands for row in hand]] = found
+    placed[[row for shard in shards for row in shard]] = found
     return placed
 
 

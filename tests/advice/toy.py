@@ -17,7 +17,7 @@ from ppo_rlhf.evaluation.comparison import distinct_n
 from ppo_rlhf.evaluation.since_best import SCORES, since_best
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.evaluation.test_since_best import evaluation
-from tests.ppo_runs import VOCABULARY, WORDS, build_run, learn_from
+from tests.ppo_runs import VOCABULARY, WORDS, batch_of, build_run, learn_from
 
 LENGTH = 8
 PROMPTS = PromptDataset(
@@ -97,8 +97,9 @@ def train(reward: Reward, iterations: int = 40, spread: float = 0.2, **settings:
     earlier: list[dict[str, Any]] = []
     while not run.state.finished:
         rollouts, scores, _, experience = run.before_update()
-        judge, rewards = variety(rollouts.texts).numpy(), scores.total.double().numpy()
-        now, diversity = evaluation(judge, rewards), distinct_n(list(rollouts.texts.completions), 2)
+        batch = batch_of(rollouts, run)
+        judge, rewards = variety(batch).numpy(), scores.total.double().numpy()
+        now, diversity = evaluation(judge, rewards), distinct_n(list(batch.completions), 2)
         row = learn_from(run.state, experience) | {"iteration": 1.0 + len(rows), "judge": float(judge.mean())}
         if not rows:
             sft, sft_diversity = now, diversity

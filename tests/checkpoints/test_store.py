@@ -22,7 +22,6 @@ from ppo_rlhf.checkpoints.files import (
 from ppo_rlhf.checkpoints.records import EVALUATIONS, add_evaluation, prune_run
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
-    CheckpointRequest,
     read_checkpoint,
     write_checkpoint,
 )
@@ -394,4 +393,4 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 def test_a_checkpoint_is_due_at_every_interval_at_the_end_and_on_a_signal(make_run, iteration, interval, stopping, due):
     state = make_run(save_interval=interval).state  # 3 iterations
     state.iteration, state.stopping = iteration, stopping
-    assert CheckpointRequest(state).due is due
+    assert state.checkpoint_due is due

@@ -12,11 +12,11 @@ from kedro.io import DataCatalog, DatasetError
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.records import RANKED_BY, read_evaluations
-from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
+from ppo_rlhf.ppo.state import TrainingState
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,14 @@ def written(monkeypatch):
     return iterations
 
 
-def request(iteration: int, **settings) -> CheckpointRequest:
+def after(iteration: int, *, stopping: bool = False, **settings) -> SimpleNamespace:
+    """The state after an iteration."""
     config = PPOConfig(**{"save_interval": 10, "save_total_limit": 2, **settings})
     state = SimpleNamespace(
-        iteration=iteration, config=config, finished=iteration == 60, stopping=False, save_asked=False
+        iteration=iteration, config=config, finished=iteration == 60, stopping=stopping, save_asked=False
     )
-    return CheckpointRequest(state)
+    state.checkpoint_due = TrainingState.checkpoint_due.fget(state)
+    return state
 
 
 def evaluation(iteration: int, score: float, kl: float = 1.0) -> dict[str, float]:
@@ -56,24 +58,22 @@ def saved_through(tmp_path, evaluations: dict[int, dict[str, float]], **settings
     """Run 60 iterations as the pipeline does: the checkpoint of an iteration is saved before its evaluation."""
     checkpoint, log = CheckpointDataset(str(tmp_path)), EvaluationLogDataset(str(tmp_path))
     for iteration in range(1, 61):
-        checkpoint.save(request(iteration, **settings))
+        checkpoint.save(after(iteration, **settings))
         log.save(evaluations.get(iteration, {}))
     return checkpoint_iterations(tmp_path / "run")
 
 
 def test_a_run_that_is_asked_to_stop_is_saved_whatever_the_interval(tmp_path, written):
-    asked = request(7)
-    asked.state.stopping = True
-    CheckpointDataset(str(tmp_path)).save(asked)
+    CheckpointDataset(str(tmp_path)).save(after(7, stopping=True))
     assert written == [7]
 
 
 def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there(tmp_path):
     for iteration in (10, 30, 40):
         (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
-    CheckpointDataset(str(tmp_path)).save(request(20))
+    CheckpointDataset(str(tmp_path)).save(after(20))
     assert checkpoint_iterations(tmp_path / "run") == [10, 20, 30, 40]
-    CheckpointDataset(str(tmp_path)).save(request(60))
+    CheckpointDataset(str(tmp_path)).save(after(60))
     assert checkpoint_iterations(tmp_path / "run") == [40, 60]
 
 
@@ -113,12 +113,12 @@ def test_a_checkpoint_is_only_written(tmp_path):
 
 
 def test_each_mlflow_run_has_a_directory_of_its_own(tmp_path, monkeypatch):
-    CheckpointDataset(str(tmp_path)).save(request(10))
+    CheckpointDataset(str(tmp_path)).save(after(10))
     monkeypatch.setattr(mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="other")))
     dataset = CheckpointDataset(str(tmp_path))
     assert not dataset.exists()
     for iteration in (20, 30, 40):
-        dataset.save(request(iteration))
+        dataset.save(after(iteration))
     assert checkpoint_iterations(tmp_path / "other") == [30, 40]
     assert checkpoint_iterations(tmp_path / "run") == [10]  # another run's are never pruned
 
@@ -162,7 +162,7 @@ def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoi
     for attempt in (
         lambda: EvaluationLogDataset(str(tmp_path)).load(),
         lambda: EvaluationLogDataset(str(tmp_path)).save(evaluation(70, 0.5)),
-        lambda: CheckpointDataset(str(tmp_path)).save(request(70)),
+        lambda: CheckpointDataset(str(tmp_path)).save(after(70)),
     ):
         with pytest.raises(DatasetError) as caught:
             attempt()

@@ -17,7 +17,7 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
-from ppo_rlhf.ppo import token_budget
+from ppo_rlhf.ppo import batch
 from ppo_rlhf.processes import (
     dealt_rows,
     from_all,
@@ -89,10 +89,10 @@ def build(settings: dict[str, Any], responses: int = 16) -> Run:
 def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
     """Return tokens, metrics and weights of a run's first iterations."""
     run = build(settings, responses)
-    rollouts, scores, _, experience = run.before_update()
+    rollouts, _, _, experience = run.before_update()
     found: dict[str, Any] = {
         "tokens": rollouts.responses.response_ids.tolist(),
-        "values": scores.values.tolist(),
+        "values": rollouts.values.tolist(),
         "advantages": experience.advantages.tolist(),
     }
     for iteration in range(ITERATIONS):
@@ -139,20 +139,20 @@ def settled() -> dict[str, Any]:
     """Return the number of tokens that processes with unequal memory settle on, and what they train to with it."""
     fitting = [50, 20, 30, 40][own_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_budget, "UNLIMITED_ON", ())
-        patch.setattr(token_budget.UpdateBytes, "tokens_in", lambda self, free: fitting)
+        patch.setattr(batch, "UNLIMITED_ON", ())
+        patch.setattr(batch.UpdateBytes, "tokens_in", lambda self, free: fitting)
         run = build({})
         run.iteration()
     return {"tokens": run.state.micro_batch_tokens, "weights": weight_sums(run)}
 
 
 def check_gathers() -> None:
-    """Gather rows of every type that is gathered, in unequal hands; each row holds its number."""
+    """Gather rows of every type that is gathered, in unequal shards; each row holds its number."""
     for count in (1, 2, 5, 8):
-        hands = dealt_rows([(7 * row) % 5 for row in range(count)])
+        shards = dealt_rows([(7 * row) % 5 for row in range(count)])
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
             whole = torch.arange(2 * count).view(count, 2).to(dtype)
-            assert torch.equal(gather_dealt(whole[hands[own_rank()]], hands), whole)
+            assert torch.equal(gather_dealt(whole[shards[own_rank()]], shards), whole)
     mine = torch.tensor([float(own_rank())])
     assert [float(one) for one in gather_tensors(mine)] == list(range(process_count()))
 

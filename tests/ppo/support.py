@@ -43,24 +43,25 @@ def cut_anew(run, experience: Experience) -> Experience:
 def moved_on(experience: Experience) -> Experience:
     """The same experience as if some updates had passed: ratios, clipping and value clipping are all at work."""
     generator = torch.Generator().manual_seed(2)
-    rollouts, scores = experience.rollouts, experience.scores
+    rollouts = experience.rollouts
 
     def shifted(values: torch.Tensor, size: float) -> torch.Tensor:
         return values + size * torch.randn(values.shape, generator=generator, dtype=values.dtype)
 
-    rollouts = dataclasses.replace(rollouts, old_logprobs=shifted(rollouts.old_logprobs, 0.3))
-    scores = dataclasses.replace(scores, values=shifted(scores.values, 0.5))
-    return dataclasses.replace(experience, rollouts=rollouts, scores=scores)
+    moved = {"old_logprobs": shifted(rollouts.old_logprobs, 0.3), "values": shifted(rollouts.values, 0.5)}
+    return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, **moved))
 
 
-def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
-    return gradients_of(make_run(kind, **{**ONE_STEP, **settings}), experience)
+def gradients(make_run, experience, kind="llama", reference=None, **settings) -> dict[str, torch.Tensor]:
+    run = make_run(kind, **{**ONE_STEP, **settings})
+    run.reference = reference or run.reference
+    return gradients_of(run, experience)
 
 
 def gradients_of(run, experience) -> dict[str, torch.Tensor]:
     """Return the gradients at the only step of a run that learns from the experience."""
     seen = freeze(run)
-    learn_from(run.state, cut_anew(run, experience))
+    learn_from(run.state, cut_anew(run, experience), run.reference)
     (found,) = seen
     return found
 

@@ -1,99 +1,184 @@
-"""A batch against its slow plain form: Python lists, row by row and token by token."""
+"""Micro-batches as large as an accelerator's free memory allows. It is this CPU, with a memory of its own."""
 
-from dataclasses import fields
+from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ppo_rlhf.models.packed_attention import PackedLayout
-from ppo_rlhf.models.token_rows import TokenRows, filled_size, right_padded
-from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.core import logprobs as core_logprobs
+from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
+from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.ppo import batch, logprobs
+from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes
+from tests.ppo_runs import MEASURED, Run, weights_of
 
-PAD = 9
-IDS = st.integers(0, 50_000)
-ROWS = st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=40), st.lists(IDS, min_size=1, max_size=30)), min_size=1)
-
-
-def plain_layout(lengths: list[int]) -> PackedLayout:
-    width = max(lengths)
-    places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
-    sources = [0] * (len(lengths) * width)
-    for token, (row, column) in enumerate(places):
-        sources[row * width + column] = token
-    starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
-    return PackedLayout(
-        (len(lengths), width),
-        torch.tensor([row * width + column for row, column in places]),
-        torch.tensor(sources),
-        torch.tensor(starts, dtype=torch.int32),
-    )
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WIDTHS = 2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16))
+"""Inputs and outputs of the linear layers of ppo_runs' Llama: two layers, two heads of 8, one of them for keys."""
+LONGEST = 7 + 8
+"""Tokens of the longest prompt with its response."""
 
 
-def plain_rows(sequences: list[list[int]], fill: bool) -> TokenRows:
-    width, tokens = max(map(len, sequences)), sum(map(len, sequences))
-    missing = filled_size(tokens) - tokens if fill else 0
-    fillers = [width] * (missing // width) + [missing % width] * (missing % width > 0)
-    return TokenRows(
-        torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sequences]),
-        torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
-        torch.tensor([list(range(width)) for _ in sequences]),
-        torch.tensor([[token for ids in sequences for token in ids] + [0] * missing]),
-        torch.tensor([[place for length in [*map(len, sequences), *fillers] for place in range(length)]]),
-        plain_layout([*map(len, sequences), *fillers]),
-        torch.tensor([row * width + column for row, ids in enumerate(sequences) for column in range(len(ids))]),
-    )
+@pytest.fixture
+def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give runs in float64 on this CPU so much free memory that micro-batches of so many tokens fit."""
+    monkeypatch.setattr(batch, "UNLIMITED_ON", ())
+    monkeypatch.setattr(logprobs, "LOGITS_HELD", 3 * 23)
+
+    def set_free(tokens: int, moments: int = 2) -> None:
+        parameters = 8 * (2 * 23 * 16 + 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16) + 16)  # the policy's
+        critic = parameters - 8 * 23 * 16 + 8 * (16 + 1)
+        epoch, logits = 12 * (LONGEST * 64 + 8 * 61), 3 * 23 * 2 * 8
+        fixed = (1 + moments) * (parameters + critic) + epoch + logits
+        free = fixed + math.ceil((tokens + 0.5) * int(1.5 * WIDTHS) * 8 / 0.8)
+        monkeypatch.setattr(batch, "free_bytes", lambda device: free)
+
+    return set_free
 
 
-def plain_filled(indices: list[int], available: int, fill: bool) -> list[int]:
-    free = [index for index in range(available) if index not in set(indices)]
-    return indices + (free[: filled_size(len(indices)) - len(indices)] if fill else [])
+def trained(run: Run, iterations: int = 2) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train and return what was measured of the numbers, and the weights."""
+    rows = [run.iteration() for _ in range(iterations)]
+    numbers = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+    return numbers, weights_of(run.state.policy)
 
 
-def plain_batch(pairs: list[tuple[list[int], list[int]]], fill: bool) -> SequenceBatch:
-    width = max(len(response) for _, response in pairs)
-    states, predicting, targets, response_slots, state_slots, token = [], [], [], [], [], 0
-    for row, (prompt, response) in enumerate(pairs):
-        for step in range(len(response) + 1):
-            if step < len(response):
-                predicting.append(len(states))
-                targets.append(response[step])
-                response_slots.append(row * width + step)
-            states.append(token + len(prompt) - 1 + step)
-            state_slots.append(row * (width + 1) + step)
-        token += len(prompt) + len(response)
-    states = plain_filled(states, token, fill)
-    predicting = plain_filled(predicting, len(states), fill)
-    targets += [0] * (len(predicting) - len(targets))
-    numbers = [torch.tensor(found) for found in (states, predicting, targets, response_slots, state_slots)]
-    rows = plain_rows([prompt + response for prompt, response in pairs], fill)
-    return SequenceBatch(rows, (len(pairs), width), *numbers)
+def sizes(run: Run) -> list[int]:
+    """Return the tokens of each micro-batch of the next iteration's first epoch."""
+    rollouts = run.rollouts()
+    tokens = [len(ids) for ids in rollouts.prompts.prompt_ids]
+    tokens = [own + length for own, length in zip(tokens, rollouts.responses.lengths.tolist(), strict=True)]
+    return [sum(tokens[row] for row in rows) for minibatch in rollouts.epochs[0] for rows in minibatch.micro_batches]
 
 
-def check_equal(found: object, expected: object) -> None:
-    for field in fields(expected):
-        one, other = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(other, torch.Tensor):
-            assert one.dtype == other.dtype, field.name
-            assert torch.equal(one, other), field.name
-        elif isinstance(other, TokenRows | PackedLayout):
-            check_equal(one, other)
-        else:
-            assert one == other, field.name
+def test_the_tokens_that_fit_are_those_worked_out_by_hand():
+    update = UpdateBytes(gradients=60, fixed=40, token=10, logit=2, held=20)
+    assert update.needed(3, 7) == 100 + 30 + 14
+    assert update.needed(3, 70) == 100 + 30 + 40
+    assert [update.tokens_in(free) for free in (1140, 1139, 140, 0)] == [80, 79, 2, 2]
 
 
-@given(ROWS, st.booleans(), st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
-def test_a_batch_is_the_one_that_plain_loops_make(pairs, fill, more):
-    """Columns after the responses, here filled with an id that no vocabulary has, are not read."""
-    width = max(len(response) for _, response in pairs) + more
-    response_ids = torch.tensor([response + [10**9] * (width - len(response)) for _, response in pairs])
-    lengths = torch.tensor([len(response) for _, response in pairs])
-    found = make_batch([prompt for prompt, _ in pairs], response_ids, lengths, PAD, fill=fill)
-    check_equal(found, plain_batch(pairs, fill))
+@pytest.mark.parametrize("tokens", [40, 33, 20])
+def test_micro_batches_have_as_many_tokens_as_fit(make_run, fitting, tokens: int):
+    fitting(tokens)
+    run = make_run()
+    found = sizes(run)
+    assert run.state.micro_batch_tokens == tokens
+    assert max(found) <= tokens < sum(found)
 
 
-@given(st.lists(st.lists(IDS, min_size=1, max_size=30), min_size=1), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_padded_rows_are_those_that_plain_loops_make(sequences, fill):
-    check_equal(right_padded(sequences, PAD, fill=fill), plain_rows(sequences, fill))
+def test_a_run_is_to_the_bit_the_one_whose_setting_names_the_number(make_run, fitting, same_tensors):
+    fitting(40)
+    settled = trained(make_run())
+    named = make_run(max_tokens_per_micro_batch=40)
+    found = trained(named)
+    assert found[0] == settled[0]
+    assert same_tensors(found[1], settled[1])
+    assert named.state.micro_batch_tokens is None  # nothing was settled
+
+
+def test_a_larger_batch_takes_no_larger_micro_batches_and_a_small_one_stays_whole(make_run, fitting):
+    fitting(40)
+    larger = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
+    assert max(sizes(make_run(**larger))) <= 40
+    assert len(sizes(make_run(**larger))) > 2
+    fitting(10**6)
+    run = make_run(per_device_train_batch_size=3, gradient_accumulation_steps=4, num_mini_batches=2)
+    [[first, *_], *_] = run.rollouts().epochs
+    assert [len(rows) for rows in first.micro_batches] == [3, 3]  # responses limit it
+
+
+def test_the_number_is_settled_and_logged_once(make_run, fitting, caplog):
+    caplog.set_level("INFO")
+    fitting(40)
+    run = make_run()
+    run.iteration()
+    fitting(20)
+    run.iteration()
+    assert run.state.micro_batch_tokens == 40
+    [line] = [record.getMessage() for record in caplog.records if "max_tokens_per_micro_batch" in record.getMessage()]
+    assert line.startswith("Micro-batches of at most 6 responses have at most 40 tokens with their prompts, since ")
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"max_tokens_per_micro_batch": 30}], ids=str)
+def test_a_cpu_a_deterministic_run_and_a_set_number_do_not_ask_the_memory(
+    make_run, monkeypatch, settings: dict[str, Any]
+):
+    monkeypatch.setattr(batch, "free_bytes", lambda device: pytest.fail("the memory was asked"))
+    if settings:  # on an accelerator
+        monkeypatch.setattr(batch, "UNLIMITED_ON", ())
+    run = make_run(**settings)
+    run.iteration()
+    assert run.state.micro_batch_tokens is None
+
+
+def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, tmp_path: Path, same_tensors):
+    fitting(40)
+    whole, run = make_run(), make_run()
+    expected = trained(whole, 3)
+    run.iteration()
+    written = write_checkpoint(tmp_path / "run", run.state)
+    fitting(20)
+    resumed = make_run()
+    restore(resumed.state, written)
+    assert resumed.state.micro_batch_tokens == 40
+    found = trained(resumed, 2)
+    assert found[0] == expected[0][1:]
+    assert same_tensors(found[1], expected[1])
+
+
+def test_a_checkpoint_of_a_cpu_has_no_number_and_an_accelerator_settles_one_for_it(
+    make_run, monkeypatch, tmp_path: Path, fitting
+):
+    monkeypatch.setattr(batch, "UNLIMITED_ON", ("cpu",))
+    run = make_run()
+    run.iteration()
+    written = write_checkpoint(tmp_path / "run", run.state)
+    assert "micro_batch_tokens" not in json.loads((written / "state.json").read_text())
+    monkeypatch.setattr(batch, "UNLIMITED_ON", ())
+    fitting(33, moments=0)  # they are there already
+    resumed = make_run()
+    restore(resumed.state, written)
+    resumed.iteration()
+    assert resumed.state.micro_batch_tokens == 33
+
+
+def test_autocast_copies_all_weights_and_none_under_lora(make_run):
+    def copied(**settings: Any) -> int:
+        run = make_run(**{"dtype": "float32", **settings})
+        return copied_bytes(run.config, run.state.policy, run.state.policy.base_model)
+
+    weights = sum(own_part(parameter).numel() for parameter in make_run().state.policy.parameters())
+    assert copied() == 0
+    assert copied(dtype="bfloat16") == 2 * weights
+    assert copied(dtype="bfloat16", use_peft=True, lora_r=2) == 0
+
+
+def test_the_card_says_how_many_logits_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    assert logprobs.logits_held(CPU) == 2**24
+    assert card_bytes(CUDA) == UNKNOWN_CARD  # a device that is only pretended
+    for module in (logprobs, core_logprobs):
+        monkeypatch.setattr(module, "card_bytes", lambda device: 24 * 2**30)
+    assert logprobs.logits_held(CUDA) == 24 * 2**22
+    logits = torch.empty(4, 2**13, 1024, device="meta")  # 2^25 logits; a block has 24 * 2^20
+    assert [block[0] for block in core_logprobs._blocks(logits)] == [slice(0, 3), slice(3, 6)]
+    assert len(list(core_logprobs._blocks(torch.empty(1, 2**12, 1024)))) == 4
+
+
+def test_the_memory_of_a_gpu_is_torchs_whole_number(monkeypatch: pytest.MonkeyPatch):
+    class Properties:
+        total_memory = 123
+
+    card_bytes.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert card_bytes(CUDA) == 123
+    card_bytes.cache_clear()

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models import forward
 from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
-from ppo_rlhf.ppo import captured_sampling, loop, rollout, state
+from ppo_rlhf.ppo import captured_sampling, loop, measuring, state
 from ppo_rlhf.ppo.captured_passes import CapturedPasses
 from ppo_rlhf.ppo.models import build_critic, build_state
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -194,7 +194,9 @@ def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_r
         run.iteration()
         experience = run.before_update()[-1]
         experience.advantages[experience.rollouts.epochs[0][0].rows[0], 0] = float("nan")
-        metrics = loop.iteration_metrics(run.state, experience, loop.optimise_policy(run.state, experience))
+        metrics = loop.iteration_metrics(
+            run.state, experience, loop.optimise_policy(run.state, experience, run.reference)
+        )
         run.state.advance(experience.scores.total, metrics)
 
     run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
@@ -242,9 +244,9 @@ def test_what_is_not_captured_trains_as_without_graphs_and_says_so_once(
     caplog.set_level(logging.INFO)
     engine = "hf" if why == GENERATE else "static"
     if why == "several processes train":
-        monkeypatch.setattr(rollout, "process_count", lambda: 2)
+        monkeypatch.setattr(measuring, "process_count", lambda: 2)
     elif why != GENERATE:
-        for place in (forward, rollout, state):
+        for place in (forward, measuring, state):
             monkeypatch.setattr(place, "packs", lambda _: False)
     run, plain = (make_run(**SETTINGS, rollout_engine=engine, cuda_graphs=on) for on in (None, False))
     for each in (run, plain):

@@ -16,8 +16,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.experience import Experience, Scores, estimate_advantages, shape_rewards
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.ppo.experience import Experience, estimate_advantages, shape_rewards
+from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 
 P, WIDTH, FAR = 0.8, 5, 400
 UNFINISHED = -3.0  # the score that a reward model gives to a response that was cut off
@@ -56,13 +56,13 @@ def world(make_rollouts):
         config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False, kl_coef=0.0, **settings)
         lengths = [*range(1, WIDTH + 1), WIDTH]
         terminated = [True] * WIDTH + [False]
-        rollouts = make_rollouts(lengths, terminated, WIDTH)
         values = true_values(gamma)
+        rollouts = make_rollouts(lengths, terminated, WIDTH, values=values.expand(WIDTH + 1, WIDTH + 1).clone())
         total = torch.tensor([*(score(k) for k in range(1, WIDTH + 1)), UNFINISHED], dtype=torch.float64)
-        scores = Scores(total, {}, values.expand(WIDTH + 1, WIDTH + 1).clone(), seconds=0.0)
+        scores = Scores(total, {})
         state = SimpleNamespace(config=config, kl_controller=FixedKLController(0.0), reward_moments=RunningMoments())
-        shaped = shape_rewards(rollouts, scores, state)
-        experience = estimate_advantages(rollouts, scores, shaped, config)
+        rewards = shape_rewards(rollouts, scores, state)
+        experience = estimate_advantages(rollouts, scores, rewards, state)
         paths = [*((1 - P) * P ** (k - 1) for k in range(1, WIDTH + 1)), P**WIDTH]
         probabilities = torch.tensor(paths, dtype=torch.float64)
         assert float(probabilities.sum()) == pytest.approx(1.0)

@@ -12,10 +12,9 @@ from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.transfers import tensors_of
-from ppo_rlhf.ppo import rollout, update
-from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
-from ppo_rlhf.ppo.common_shapes import in_common_shapes
+from ppo_rlhf.ppo import measuring, update
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward, PolicyOutput
+from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from tests.ppo_runs import MEASURED, build_model, learn_from
 
 from .support import ONE_STEP, assert_same_gradients, cut_anew, freeze, moved_on
@@ -161,7 +160,7 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
     settings = {**ONE_STEP, **CASES[case]}
     plain = make_run(kind, **settings)
     experience = cut_anew(plain, moved_on(make_run(kind, **settings).before_update()[-1]))
-    expected, statistics = freeze(plain), learn_from(plain.state, experience)
+    expected, statistics = freeze(plain), learn_from(plain.state, experience, plain.reference)
     real: dict[int, SequenceBatch] = {}  # by its batch in common shapes
     cut_out = []
 
@@ -190,14 +189,14 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
         )
 
     original = update._cut
-    monkeypatch.setattr(rollout, "in_common_shapes", with_other_tokens)
+    monkeypatch.setattr(measuring, "in_common_shapes", with_other_tokens)
     monkeypatch.setattr(update, "_cut", cut)
     run = make_run(kind, **settings)
     for each in run.state.forwards:
         each.register_forward_hook(poison)
     found = freeze(run)
     rollouts = dataclasses.replace(experience.rollouts, common_shapes=True)
-    numbers = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
+    numbers = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts), run.reference)
     assert min(cut_out) > 0
     assert_same_gradients(found[0], expected[0])
     for name, value in statistics.items():

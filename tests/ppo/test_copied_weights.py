@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.models.weight_copies import WeightCopies, linear_weights
-from ppo_rlhf.ppo import loop, rollout, sampling
+from ppo_rlhf.ppo import batch_sampling, loop, measuring, sampling
+from ppo_rlhf.ppo.batch import first_epoch
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import MEASURED, Run, learn_from, weights_of
 
@@ -33,12 +34,12 @@ def trained(run: Run) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
     """Train to the end; return what each update learned from, and its metrics."""
     found = []
     while not run.state.finished:
-        rollouts, scores, _, experience = run.before_update()
+        rollouts, _, _, experience = run.before_update()
         responses = rollouts.responses
         tensors = [responses.response_ids, responses.sampler_logprobs, rollouts.old_logprobs, rollouts.entropy]
         metrics = learn_from(run.state, experience)
         comparable = {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
-        found.append(([*tensors, scores.values], comparable))
+        found.append(([*tensors, rollouts.values], comparable))
     return found
 
 
@@ -51,7 +52,8 @@ def test_samples_log_probabilities_values_and_weights_are_equal_to_the_bit(make_
     assert copying.state.captures.held[WeightCopies].bytes == 2 * sum(
         weight.numel() for weight in linear_weights(copying.state.policy)
     )
-    monkeypatch.setattr(rollout, "copied_weights", lambda *_: nullcontext())
+    for place in (batch_sampling, measuring):
+        monkeypatch.setattr(place, "copied_weights", lambda *_: nullcontext())
     casting = make_run(kind, dtype="bfloat16", **settings)
     for (tensors, metrics), (expected, expected_metrics) in zip(found, trained(casting), strict=True):
         assert all(map(torch.equal, tensors, expected))
@@ -73,7 +75,8 @@ def test_graphs_that_read_the_copies_are_replayed_in_later_iterations_with_the_w
     replayed = run.rollouts()
     assert graphs_on_cpu.captures == captured
     assert graphs_on_cpu.replays > before
-    monkeypatch.setattr(rollout, "copied_weights", lambda *_: nullcontext())
+    for place in (batch_sampling, measuring):
+        monkeypatch.setattr(place, "copied_weights", lambda *_: nullcontext())
     run.state.captures.release()
     expected = run.rollouts()
     assert torch.equal(replayed.responses.response_ids, expected.responses.response_ids)
@@ -123,7 +126,7 @@ def test_an_error_while_sampling_leaves_the_policy_its_weights(make_run, monkeyp
         assert model.lm_head.weight.dtype == torch.bfloat16
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rollout, "generate_responses", fail)
+    monkeypatch.setattr(batch_sampling, "generate_responses", fail)
     with pytest.raises(ZeroDivisionError):
         run.rollouts()
     assert all(parameter is before[name] for name, parameter in run.state.policy.named_parameters())
@@ -144,16 +147,10 @@ def test_without_copies_a_block_of_passes_casts_each_weight_once(make_run, monke
     rollouts = run.rollouts()
     assert len(rollouts.epochs[0][0].micro_batches) > 1
     with Casts():
+        batches = rollouts.sequences(first_epoch(rollouts.epochs), run.state)
         if part == "values":
-            loop.score_responses(rollouts, run.scorer, run.state)
+            measuring.critic_values(run.state, batches, rollouts.epochs)
         else:
-            rollout._first_forward(
-                run.state,
-                rollouts.prompts,
-                rollouts.responses,
-                rollouts.epochs,
-                None,
-                common_shapes=rollouts.common_shapes,
-            )
+            measuring.policy_passes(run.state, batches, rollouts.epochs, rollouts.mask, None)
     assert cast
     assert len(set(cast)) == len(cast)

@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, freeze
-from tests.ppo_runs import MEASURED, VOCABULARY, Run, build_run, learn_from, with_responses
+from tests.ppo_runs import MEASURED, VOCABULARY, Run, batch_of, build_run, learn_from, with_responses
 
 REPLY = ["s", "t", "r"]
 REPLY_IDS = [VOCABULARY.index(word) for word in REPLY]
@@ -120,7 +120,7 @@ def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, setti
     words = [[" ".join(VOCABULARY[i] for i in part) for part in episode.parts] for episode in expected]
     special = ("<pad>", "<unk>", "</s>")
     without = [["".join(f" {w}" for w in text.split() if w not in special) for text in texts] for texts in words]
-    assert rollouts.texts.turns == without
+    assert batch_of(rollouts, run).turns == without
 
 
 def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> None:
@@ -144,14 +144,14 @@ def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> N
 def test_the_first_update_has_ratio_one_and_kl_is_that_of_the_policys_tokens() -> None:
     run = build_run(**SETTINGS, num_ppo_epochs=1)
     run.reference = build_run(model={"seed": 7}, **SETTINGS).reference
-    rollouts, _, shaped, experience = run.before_update()
+    rollouts, _, rewards, experience = run.before_update()
     metrics = learn_from(run.state, experience)
     gaps = (rollouts.old_logprobs - rollouts.reference_logprobs)[rollouts.mask]
     assert metrics["val/ratio"] == 1.0
     assert metrics["objective/kl"] == pytest.approx(float(gaps.sum()) / 12)
     assert metrics["response/length"] == float(rollouts.mask.sum()) / 12
-    assert metrics["response/turns"] == np.mean([(len(turns) + 1) / 2 for turns in rollouts.texts.turns])
-    assert not shaped.rewards[~rollouts.mask].any()
+    assert metrics["response/turns"] == np.mean([(len(turns) + 1) / 2 for turns in batch_of(rollouts, run).turns])
+    assert not rewards[~rollouts.mask].any()
 
 
 def test_nothing_between_the_turns_changes_a_gradient() -> None:
@@ -167,12 +167,11 @@ def test_nothing_between_the_turns_changes_a_gradient() -> None:
         spoilt[:, : mask.shape[1]][between] = torch.nan
         return spoilt
 
-    names = ("old_logprobs", "reference_logprobs", "entropy")
+    names = ("old_logprobs", "reference_logprobs", "entropy", "values")
     sampled = with_responses(rollouts, sampler_logprobs=poisoned(rollouts.responses.sampler_logprobs))
     spoilt = dataclasses.replace(
         experience,
         rollouts=dataclasses.replace(sampled, **{name: poisoned(getattr(rollouts, name)) for name in names}),
-        scores=dataclasses.replace(experience.scores, values=poisoned(experience.scores.values)),
         advantages=poisoned(experience.advantages),
         returns=poisoned(experience.returns),
     )
@@ -194,7 +193,7 @@ def test_a_reward_by_token_leaves_out_what_the_environment_wrote() -> None:
     rollouts, scores, *_ = run.before_update()
     counted = torch.where(rollouts.mask, 2.0 * (1.0 + torch.arange(14)), 0.0).double()
     assert bool((rollouts.mask.sum(1) < rollouts.responses.lengths).any())
-    assert torch.equal(scores.token_rewards, counted)
+    assert torch.equal(scores.token_rewards, counted[:, : scores.token_rewards.shape[1]])
     assert torch.equal(scores.total, counted.sum(-1))
 
 
@@ -213,11 +212,13 @@ def test_a_reward_function_that_names_turns_gets_them_and_one_that_does_not_gets
     scorer = RewardScorer(
         [(name, 1.0, lambda batch, f=f, name=name: score_by_function(f, name, batch)) for name, f in functions.items()]
     )
-    rollouts, scores, *_ = build_run(scorer=scorer, **SETTINGS).before_update()
-    assert seen["turns"] == rollouts.texts.turns
-    assert ["".join(texts) for texts in rollouts.texts.turns] == seen["completions"]
+    run = build_run(scorer=scorer, **SETTINGS)
+    rollouts, scores, *_ = run.before_update()
+    turns = batch_of(rollouts, run).turns
+    assert seen["turns"] == turns
+    assert ["".join(texts) for texts in turns] == seen["completions"]
     assert seen["columns"] == {"wanted"}
-    assert scores.total.tolist() == [len(texts) for texts in rollouts.texts.turns]
+    assert scores.total.tolist() == [len(texts) for texts in turns]
     build_run(scorer=scorer).before_update()
     assert seen["turns"] == [[text] for text in seen["completions"]]  # without an environment
 

@@ -11,21 +11,24 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.ppo.experience import (
-    Scores,
     completion_rows,
     estimate_advantages,
     positive_mask,
     score_responses,
     shape_rewards,
 )
-from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.ppo_runs import with_responses
+from ppo_rlhf.rewards.scoring import RewardScorer, Scores
+from tests.ppo_runs import build_tokenizer, with_responses
 
 NAN = torch.nan
 LENGTHS, TERMINATED = [2, 4, 3], [True, False, True]
 OLD = torch.tensor([[-1.0, -2.0, NAN, NAN], [-0.5, -0.5, -0.5, -0.5], [-3.0, -1.0, -2.0, NAN]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-1.5, -1.0, NAN, NAN], [-0.5, -1.0, -0.25, -2.5], [-2.0, -1.0, -2.0, NAN]]).double()
 KL = torch.tensor([[0.5, -1.0, 0.0, 0.0], [0.0, 0.5, -0.25, 2.0], [-1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+VALUES = torch.tensor(
+    [[0.5, -0.5, NAN, NAN, NAN], [1.0, 2.0, 0.0, -1.0, NAN], [0.25, 0.5, 0.75, NAN, NAN]], dtype=torch.float64
+)
 
 
 def state_of(**settings) -> SimpleNamespace:
@@ -34,14 +37,14 @@ def state_of(**settings) -> SimpleNamespace:
     return SimpleNamespace(config=config, kl_controller=controller, reward_moments=RunningMoments())
 
 
-def scores_of(*totals: float, values: torch.Tensor | None = None) -> Scores:
+def scores_of(*totals: float) -> Scores:
     total = torch.tensor(totals, dtype=torch.float64)
-    return Scores(total, {"reward": total}, torch.zeros(len(totals), 5).double() if values is None else values, 1.0)
+    return Scores(total, {"reward": total})
 
 
 @pytest.fixture
 def rollouts(make_rollouts):
-    return make_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
+    return make_rollouts(LENGTHS, TERMINATED, 4, VALUES, old_logprobs=OLD, reference_logprobs=REFERENCE)
 
 
 # --- shaping ---------------------------------------------------------------------------------------------------------
@@ -50,23 +53,22 @@ def rollouts(make_rollouts):
 def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollouts):
     shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1))
     expected = [[-0.05, 0.1 + 3.0, 0.0, 0.0], [0.0, -0.05, 0.025, -0.2 - 7.0], [0.1, 0.0, 1.0, 0.0]]
-    assert_close(shaped.rewards, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-12)
-    assert_close(shaped.kl, KL, rtol=0.0, atol=0.0)
-    assert_close(shaped.kl_penalty, KL, rtol=0.0, atol=0.0)
-    assert shaped.kl_coef == 0.1
-    assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
+    assert_close(shaped, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-12)
+    assert_close(rollouts.kl, KL, rtol=0.0, atol=0.0)
+    assert_close(rollouts.kl_penalty("k1"), KL, rtol=0.0, atol=0.0)
 
 
 def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
     state = state_of(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5)
-    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
-    assert shaped.rewards.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.5], [0.0, 0.0, 1.0, 0.0]]
-    assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
+    scores = scores_of(3.0, -7.0, 1.0)
+    shaped = shape_rewards(rollouts, scores, state)
+    assert shaped.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.5], [0.0, 0.0, 1.0, 0.0]]
+    assert scores.total.tolist() == [3.0, -7.0, 1.0]
 
 
 def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens(rollouts):
-    plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1)).rewards
-    white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1, whiten_rewards=True)).rewards
+    plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1))
+    white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1, whiten_rewards=True))
     numbers = plain[rollouts.mask]
     mean = sum(numbers.tolist()) / 9
     variance = sum((x - mean) ** 2 for x in numbers.tolist()) / 8
@@ -76,10 +78,6 @@ def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------
-
-VALUES = torch.tensor(
-    [[0.5, -0.5, NAN, NAN, NAN], [1.0, 2.0, 0.0, -1.0, NAN], [0.25, 0.5, 0.75, NAN, NAN]], dtype=torch.float64
-)
 
 
 def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
@@ -95,21 +93,21 @@ def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
 def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstrapped_past_the_end(rollouts, gamma, lam):
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, config)
-    expected = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, gamma, lam)
+    state = state_of(gamma=gamma, lam=lam, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, state)
+    expected = advantages_by_brute_force(shaped, VALUES, LENGTHS, gamma, lam)
     assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
     returns = torch.where(rollouts.mask, expected + VALUES[:, :-1], 0.0)
     assert_close(experience.returns, returns, rtol=0.0, atol=1e-12)
 
 
 def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_not_whitened(rollouts):
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of())
-    raw = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False))
-    white = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=True))
+    raw = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False))
+    white = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=True))
     numbers = raw.advantages[rollouts.mask]
     mean = numbers.sum() / 9
     variance = (numbers - mean).square().sum() / 8
@@ -118,32 +116,32 @@ def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_no
     assert torch.equal(white.returns, raw.returns)
     assert white.rollouts is rollouts
     assert white.scores is scores
-    assert white.shaped_rewards is shaped
+    assert white.rewards is shaped
 
 
 def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
     """lam 0 for the advantages, 1 for the returns: returns are then the sums of rewards to the end, by hand."""
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    config = PPOConfig(lam=0.0, lam_critic=1.0, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, config)
-    to_go = shaped.rewards.flip(1).cumsum(1).flip(1)
+    state = state_of(lam=0.0, lam_critic=1.0, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, state)
+    to_go = shaped.flip(1).cumsum(1).flip(1)
     assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
-    one_step = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 1.0, 0.0)
+    one_step = advantages_by_brute_force(shaped, VALUES, LENGTHS, 1.0, 0.0)
     assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("lam_critic", [None, 1.0])
 def test_the_policys_lambda_can_follow_the_length_and_the_critics_does_not(rollouts, lam_critic):
     """alpha 1/2: 1 − 2 / length is 0, 1/2 and 1/3 for 2, 4 and 3 tokens."""
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    config = PPOConfig(lam_alpha=0.5, lam_critic=lam_critic, gamma=0.9, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, config)
-    rows = [advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 0.9, lam) for lam in (0.0, 0.5, 1 / 3)]
+    state = state_of(lam_alpha=0.5, lam_critic=lam_critic, gamma=0.9, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, state)
+    rows = [advantages_by_brute_force(shaped, VALUES, LENGTHS, 0.9, lam) for lam in (0.0, 0.5, 1 / 3)]
     expected = torch.stack([rows[row][row] for row in range(3)])
     assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
-    of_critic = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 0.9, 0.95 if lam_critic is None else 1.0)
+    of_critic = advantages_by_brute_force(shaped, VALUES, LENGTHS, 0.9, 0.95 if lam_critic is None else 1.0)
     returns = torch.where(rollouts.mask, of_critic + VALUES[:, :-1], 0.0)
     assert_close(experience.returns, returns, rtol=0.0, atol=1e-12)
 
@@ -153,10 +151,10 @@ def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts)
     policy_mask = rollouts.responses.mask.clone()
     policy_mask[1, 1] = False
     turns = with_responses(rollouts, policy_mask=policy_mask)
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(turns, scores, state_of(kl_coef=0.1))
     found, expected = (
-        estimate_advantages(turns, scores, shaped, PPOConfig(whiten_advantages=False, **lam)).advantages[1]
+        estimate_advantages(turns, scores, shaped, state_of(whiten_advantages=False, **lam)).advantages[1]
         for lam in ({"lam_alpha": 0.5}, {"lam": 1 / 3})
     )
     assert_close(found, expected, rtol=0.0, atol=1e-12)
@@ -165,11 +163,11 @@ def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts)
 
 def test_masked_responses_count_in_no_whitening(rollouts):
     """Row 1 is cut off: mean and variance are those of rows 0 and 2, and its own advantages are 0."""
-    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of())
     settings = {"truncated_responses": "mask"}
-    raw = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False, **settings)).advantages
-    white = estimate_advantages(rollouts, scores, shaped, PPOConfig(**settings)).advantages
+    raw = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False, **settings)).advantages
+    white = estimate_advantages(rollouts, scores, shaped, state_of(**settings)).advantages
     numbers = torch.cat([raw[0, :2], raw[2, :3]])
     expected = (raw - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
     assert_close(white[0, :2], expected[0, :2], rtol=0.0, atol=1e-12)
@@ -180,9 +178,8 @@ def test_masked_responses_count_in_no_whitening(rollouts):
 def test_kl_that_is_in_the_loss_is_not_in_the_reward(rollouts):
     state = state_of(kl_coef=0.1, kl_in="loss", kl_estimator="k2")
     shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
-    assert shaped.rewards.tolist() == [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 1.0, 0.0]]
-    assert_close(shaped.kl_penalty, 0.5 * KL.square(), rtol=0.0, atol=1e-12)
-    assert shaped.kl_coef == 0.1  # what the loss will weigh it by
+    assert shaped.tolist() == [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 1.0, 0.0]]
+    assert_close(rollouts.kl_penalty("k2"), 0.5 * KL.square(), rtol=0.0, atol=1e-12)
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ def test_kl_that_is_in_the_loss_is_not_in_the_reward(rollouts):
 def test_value_t_is_the_critics_output_at_the_token_before_response_token_t(make_run, kind):
     run = make_run(kind)
     rollouts = run.rollouts()
-    values = score_responses(rollouts, run.scorer, run.state).values
+    values = rollouts.values
     assert values.shape == (12, 9)
     critic = run.state.critic
     for row, (prompt, tokens) in enumerate(
@@ -229,10 +226,11 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
     scores = score_responses(rollouts, run.scorer, run.state)
     kept.append({k: v.clone() for k, v in vars(scores).items() if isinstance(v, torch.Tensor)})
     shaped = shape_rewards(rollouts, scores, run.state)
-    kept.append({k: v.clone() for k, v in vars(shaped).items() if isinstance(v, torch.Tensor)})
-    estimate_advantages(rollouts, scores, shaped, run.config)
-    for stage, tensors in zip((rollouts, scores, shaped), kept, strict=True):
+    rewards = shaped.clone()
+    estimate_advantages(rollouts, scores, shaped, run.state)
+    for stage, tensors in zip((rollouts, scores), kept, strict=True):
         assert all(torch.equal(getattr(stage, name), tensor) for name, tensor in tensors.items())
+    assert torch.equal(shaped, rewards)
     after = [snapshot(model) for model in models]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
     assert (run.state.iteration, run.state.history) == (0, [])
@@ -244,10 +242,10 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
 def test_completions_are_a_row_for_each_response(rollouts):
     scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(rollouts, scores, state_of())
-    experience = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False))
-    rows = completion_rows(experience)
+    experience = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False))
+    rows = completion_rows(experience, build_tokenizer())
     assert [row["prompt"] for row in rows] == rollouts.prompts.texts
-    assert [row["completion"] for row in rows] == ["response 0", "response 1", "response 2"]
+    assert [row["completion"] for row in rows] == [" a a", " a a a a", " a a a"]
     assert [row["score"] for row in rows] == [3.0, -7.0, 1.0]
     assert [row["kl"] for row in rows][:2] == [-0.5, 2.25]  # summed over the response, nats
     assert [row["stopped"] for row in rows][:2] == [True, False]
@@ -257,9 +255,9 @@ def test_completions_are_a_row_for_each_response(rollouts):
 def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
     """Responses of 2, 4 and 3 tokens: 3 / 2, 8 / 4 and -3 / 3."""
     scores = scores_of(3.0, -7.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), PPOConfig())
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
     advantages = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 5.0], [3.0, 0.0, -6.0, 0.0]]).double()
-    rows = completion_rows(replace(experience, advantages=advantages))
+    rows = completion_rows(replace(experience, advantages=advantages), build_tokenizer())
     assert [row["advantage"] for row in rows] == [1.5, 2.0, -1.0]
     assert [row["tokens"] for row in rows] == [2, 4, 3]
 
@@ -270,6 +268,6 @@ def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
 def test_a_response_whose_score_is_the_threshold_is_a_positive_example(rollouts):
     """Answers that are right (1) or wrong (0) with the threshold 1."""
     config, scores = PPOConfig(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), config)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
     expected = [[True, True, False, False], [False] * 4, [True, True, True, False]]
     assert positive_mask(experience, rollouts.mask, config).tolist() == expected

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.models import forward
 from ppo_rlhf.ppo import logprobs, loop
-from ppo_rlhf.ppo.rollout import complete_rollouts
+from ppo_rlhf.ppo.measuring import measure
 from ppo_rlhf.ppo.sampling import Responses
 
 ITERATIONS = 8
@@ -29,16 +29,13 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
     """Train on responses that another run sampled; everything else is this run's own."""
     history = []
     for rollouts in recorded:
-        ours = complete_rollouts(
+        ours = measure(
             run.state,
             run.reference,
             rollouts.prompts,
             Responses(rollouts.responses.response_ids, rollouts.responses.lengths, rollouts.responses.terminated),
-            run.config,
-            started=0.0,
-            generation_seconds=None,
         )
-        history.append(loop.learn(run.state, ours, run.scorer))
+        history.append(loop.learn(run.state, run.reference, ours, run.scorer))
     return history
 
 
@@ -56,7 +53,7 @@ def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     recorded, history = [], []
     for _ in range(ITERATIONS):
         recorded.append(fast.rollouts())
-        history.append(loop.learn(fast.state, recorded[-1], fast.scorer))
+        history.append(loop.learn(fast.state, fast.reference, recorded[-1], fast.scorer))
     take_the_plain_path(monkeypatch)
     plain = make_run(kind, dtype="float32", **SETTINGS, **options)
     assert plain.state.computes_padding
@@ -78,7 +75,7 @@ def test_a_float64_run_samples_the_tokens_of_one_on_the_plain_path(make_run, mon
         for _ in range(ITERATIONS):
             rollouts = run.rollouts()
             sampled.append(rollouts.responses.response_ids)
-            loop.learn(run.state, rollouts, run.scorer)
+            loop.learn(run.state, run.reference, rollouts, run.scorer)
         return sampled
 
     fast = tokens("static")

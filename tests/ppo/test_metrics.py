@@ -2,15 +2,18 @@
 
 import math
 import statistics
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.metrics import SUMMED, StepSums, Update, add_over_processes, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.core.kl import FixedKLController
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.metrics import SUMMED, StepSums, add_over_processes, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.state import Clock
+from ppo_rlhf.rewards.scoring import Scores
 
 NAN = torch.nan
 STATUS = Path("/proc/self/status")
@@ -59,15 +62,14 @@ def zero_padded(rows: list[list[float]]) -> torch.Tensor:
 
 @pytest.fixture
 def experience(make_rollouts):
-    rollouts = make_rollouts(
-        LENGTHS, [True, False, True, True], 3, old_logprobs=OLD, sampler_logprobs=SAMPLER, entropy=ENTROPY
-    )
     values = torch.cat([table(*VALUES), torch.full((4, 1), NAN, dtype=torch.float64)], dim=1)
+    tables = {"old_logprobs": OLD, "reference_logprobs": OLD - table(*KL), "sampler_logprobs": SAMPLER}
+    rollouts = make_rollouts(LENGTHS, [True, False, True, True], 3, values, entropy=ENTROPY, **tables)
+    rollouts = replace(rollouts, full_kl=table(*PENALTY))
     components = {"model": torch.tensor([1.0, 2.0, 3.0, 4.0]), "shape": torch.tensor([0.0, -1.0, 0.0, -1.0])}
-    scores = Scores(torch.tensor(SCORES, dtype=torch.float64), components, values, seconds=7.0)
-    # The stages write 0 into padding of these three; sums over a response rely on it.
-    shaped = ShapedRewards(zero_padded(REWARDS), zero_padded(KL), zero_padded(PENALTY), 0.1, scores.total)
-    return Experience(rollouts, scores, shaped, zero_padded(RETURNS), zero_padded(RETURNS))
+    scores = Scores(torch.tensor(SCORES, dtype=torch.float64), components)
+    # The stages write 0 into padding of these; sums over a response rely on it.
+    return Experience(rollouts, scores, zero_padded(REWARDS), zero_padded(RETURNS), zero_padded(RETURNS))
 
 
 def step(*values: float) -> StepSums:
@@ -88,17 +90,32 @@ STEPS = [
 
 def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
     coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0, "drop_uniform_prompts": 0}
-    settings = {**coefficients, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
+    settings = {
+        **coefficients,
+        "kl_in": "reward",
+        "kl_estimator": "full",
+        "dtype": "float32",
+        "batch_size": 4,
+        **config,
+    }
     counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
-    accelerator = SimpleNamespace(scaler=scaler, num_processes=1)
+    clock = Clock()
+    clock.seconds |= {"sampling": 2.0, "log-probabilities": 3.0, "values": 1.5, "rewards": 5.5, "update": 4.0}
     return SimpleNamespace(
-        config=SimpleNamespace(**settings), device=torch.device("cpu"), accelerator=accelerator, **counters
+        config=SimpleNamespace(**settings),
+        device=torch.device("cpu"),
+        accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
+        clock=clock,
+        kl_controller=FixedKLController(0.1),
+        policy_optimizer=SimpleNamespace(param_groups=[{"lr": 1e-5}]),
+        critic_optimizer=SimpleNamespace(param_groups=[{"lr": 3e-5}]),
+        **counters,
     )
 
 
 @pytest.fixture
 def metrics(experience):
-    return iteration_metrics(state_after(96, 11, 1), experience, Update(STEPS, (1e-5, 3e-5), seconds=4.0))
+    return iteration_metrics(state_after(96, 11, 1), experience, STEPS)
 
 
 def test_the_keys_are_the_fixed_ones_and_one_for_each_component_and_every_value_is_a_finite_number(metrics):
@@ -164,7 +181,7 @@ def test_each_metric_is_its_formula_worked_out_with_plain_numbers(metrics, name)
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3, NLL 2. KL in the reward leaves steps with KL 0."""
     state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, kl_in="loss")
-    metrics = iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))
+    metrics = iteration_metrics(state, experience, STEPS)
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0 + 0.3 * 2.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
@@ -172,7 +189,7 @@ def test_the_total_loss_has_every_term_with_its_coefficient(experience):
 
 def test_the_loss_scale_is_the_scalers_in_float16_and_else_1(experience, metrics):
     state = state_after(96, 11, 1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
-    assert iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))["optimiser/loss_scale"] == 1024.0
+    assert iteration_metrics(state, experience, STEPS)["optimiser/loss_scale"] == 1024.0
     assert metrics["optimiser/loss_scale"] == 1.0
 
 
@@ -195,9 +212,7 @@ def test_micro_batches_add_up_to_their_minibatch():
 def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
     only_critic = StepSums(tokens=5, value_loss=5.0, value_clipfrac=2.5, value_grad_norm=40.0, with_policy=False)
     given = state_after(96, 11, 1), experience
-    plain, found = (
-        iteration_metrics(*given, Update(steps, (1e-5, 3e-5), 4.0)) for steps in (STEPS, [*STEPS, only_critic])
-    )
+    plain, found = (iteration_metrics(*given, steps) for steps in (STEPS, [*STEPS, only_critic]))
     changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}
     assert {name: found[name] for name in changed} == {name: close(value) for name, value in changed.items()}
     assert found["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
@@ -207,8 +222,10 @@ def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(
 
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.ppo.metrics.time.perf_counter", lambda: 8.0)  # started at 0
-    metrics = iteration_metrics(state_after(4, 3, 0), experience, Update(STEPS, (1.0, 1.0), 1.0))
+    monkeypatch.setattr("ppo_rlhf.ppo.metrics.time.perf_counter", lambda: 8.0)
+    state = state_after(4, 3, 0)
+    state.clock.started = 0.0
+    metrics = iteration_metrics(state, experience, STEPS)
     assert metrics["time/iteration_s"] == 8.0
     assert metrics["throughput/episodes_per_s"] == 4 / 8.0
     assert metrics["throughput/generated_tokens_per_s"] == TOKENS / 2.0
@@ -216,10 +233,9 @@ def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience,
 
 def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     rollouts = make_rollouts([2], [True], 2)
-    scores = Scores(torch.tensor([3.0]), {}, torch.zeros(1, 3), 1.0)
     zeros = torch.zeros(1, 2)
-    experience = Experience(rollouts, scores, ShapedRewards(zeros, zeros, zeros, 0.1, scores.total), zeros, zeros)
-    metrics = iteration_metrics(state_after(1, 1, 0), experience, Update(STEPS[:1], (1.0, 1.0), 1.0))
+    experience = Experience(rollouts, Scores(torch.tensor([3.0]), {}), zeros, zeros, zeros)
+    metrics = iteration_metrics(state_after(1, 1, 0, kl_estimator="k1"), experience, STEPS[:1])
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
     assert metrics["val/explained_variance"] == metrics["val/correlation"] == 0.0

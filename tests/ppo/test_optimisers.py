@@ -56,7 +56,9 @@ def test_a_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, warmup):
 
 def rates_of(run: Run, iteration: int) -> tuple[float, float]:
     state = run.state
-    return set_learning_rates(state.policy_optimizer, state.critic_optimizer, run.config, iteration)
+    set_learning_rates(state.policy_optimizer, state.critic_optimizer, run.config, iteration)
+    policy_rate, critic_rate = (each.param_groups[0]["lr"] for each in (state.policy_optimizer, state.critic_optimizer))
+    return policy_rate, critic_rate
 
 
 @pytest.mark.parametrize("name", get_args(LearningRateSchedule))

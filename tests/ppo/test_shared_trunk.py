@@ -57,7 +57,7 @@ def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, exp
         steps = slice(len(prompt) - 1, -1)
         log_p = torch.log_softmax(output.logits[0, steps] / config.temperature, dim=-1)
         ratio = (log_p[torch.arange(length), response] - rollouts.old_logprobs[row, :length]).exp()
-        advantage, old = experience.advantages[row, :length], experience.scores.values[row, :length]
+        advantage, old = experience.advantages[row, :length], rollouts.values[row, :length]
         surrogate = torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
         values = (output.hidden_states[-1][0, steps] @ head.weight.T + head.bias)[:, 0]
         target, near = experience.returns[row, :length], old + (values - old).clamp(-0.2, 0.2)

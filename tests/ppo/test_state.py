@@ -13,6 +13,7 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop, models
 from ppo_rlhf.ppo.models import build_critic, sampling_settings
+from ppo_rlhf.ppo.state import Clock
 from tests.graph_on_cpu import graphs_on_cpu
 
 __all__ = ["graphs_on_cpu"]  # a fixture
@@ -28,6 +29,19 @@ def test_a_fresh_state_has_its_counters_at_zero_and_knows_how_long_the_run_is(ma
     assert state.total_iterations == 3  # ceil(25 / 12)
     assert state.kl_controller.kl_coef == 0.3
     assert state.device == torch.device("cpu")
+
+
+def test_a_clock_adds_up_what_a_part_takes_and_forgets_it_with_the_next_iteration(monkeypatch):
+    now = iter([10.0, 11.0, 13.0, 20.0, 25.0, 40.0])
+    monkeypatch.setattr("ppo_rlhf.ppo.state.time.perf_counter", lambda: next(now))
+    clock = Clock()
+    assert clock.started == 10.0
+    for _ in range(2):  # 11 to 13, 20 to 25
+        with clock.timed("update"):
+            pass
+    assert clock.seconds == {"update": 7.0}
+    clock.restart()
+    assert (clock.started, clock.seconds) == (40.0, {})
 
 
 def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):

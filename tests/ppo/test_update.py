@@ -41,7 +41,7 @@ def poisoned(experience: Experience) -> Experience:
         wide = torch.cat([mask, torch.zeros(len(mask), values.shape[1] - mask.shape[1], dtype=torch.bool)], dim=1)
         return torch.where(wide, values, NAN)
 
-    names, responses = ("old_logprobs", "reference_logprobs", "entropy"), experience.rollouts.responses
+    names, responses = ("old_logprobs", "reference_logprobs", "entropy", "values"), experience.rollouts.responses
     rollouts = dataclasses.replace(
         with_responses(
             experience.rollouts,
@@ -53,7 +53,6 @@ def poisoned(experience: Experience) -> Experience:
     return dataclasses.replace(
         experience,
         rollouts=rollouts,
-        scores=dataclasses.replace(experience.scores, values=poison(experience.scores.values)),
         advantages=poison(experience.advantages),
         returns=poison(experience.returns),
     )
@@ -180,7 +179,7 @@ def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step
 
     note("_micro_batches")
     note("take_step")
-    update.optimise_policy(run.state, experience)
+    update.optimise_policy(run.state, experience, run.reference)
     epoch = ["take_step", "_micro_batches", "take_step"]
     assert events == ["_micro_batches", *epoch, *epoch, "take_step", "take_step"]
 
@@ -340,12 +339,12 @@ def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_change
     run.iteration()
     run.iteration()
     experience = run.before_update()[-1]
-    kl = torch.zeros_like(experience.shaped_rewards.kl)
-    kl[:, 0] = drift
-    shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
+    old_logprobs = experience.rollouts.reference_logprobs.clone()
+    old_logprobs[:, 0] += drift
+    rollouts = dataclasses.replace(experience.rollouts, old_logprobs=old_logprobs)
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with pytest.raises(DivergenceError) as caught:
-        learn_from(run.state, dataclasses.replace(experience, shaped_rewards=shaped))
+        learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
     assert "ppo.kl_stop=2.5" in str(caught.value)
     assert caught.value.last_good_iteration == 1  # iteration 2's own rollouts were near; what it led to is not
     after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
@@ -405,7 +404,7 @@ def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_r
 def test_the_update_changes_neither_the_experience_nor_the_reference(make_run, snapshot, same_tensors):
     run = make_run()
     experience = run.before_update()[-1]
-    records = (experience, experience.rollouts, experience.scores, experience.shaped_rewards)
+    records = (experience, experience.rollouts, experience.scores)
     kept = [{n: v.clone() for n, v in vars(record).items() if isinstance(v, torch.Tensor)} for record in records]
     reference = snapshot(run.reference)
     learn_from(run.state, experience)

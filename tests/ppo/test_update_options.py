@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.batch import first_epoch
@@ -45,14 +46,9 @@ def share_of_positives(experience: Experience, config: PPOConfig) -> float:
     return len(rows) / len(positive)
 
 
-def with_reference(experience: Experience, option: dict) -> Experience:
-    """With a reference policy that is not the policy, if the option's KL is that over the vocabulary."""
-    if option.get("kl_estimator") != "full":
-        return experience
-    reference = build_model(seed=7).requires_grad_(False)
-    return dataclasses.replace(
-        experience, rollouts=dataclasses.replace(experience.rollouts, reference_policy=reference)
-    )
+def other_reference() -> PreTrainedModel:
+    """A reference policy that is not the policy."""
+    return build_model(seed=7).requires_grad_(False)
 
 
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +70,9 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     policy_loss = -gain
     if config.kl_in == "loss":
         d = logprobs - rollouts.reference_logprobs[row, :length]
-        price = experience.shaped_rewards.kl_coef  # the controller's when the rewards were shaped
-        ref_log_p = log_p.detach()
-        if rollouts.reference_policy is not None:
-            logits = rollouts.reference_policy(ids, use_cache=False).logits[0, start:-1]
-            ref_log_p = torch.log_softmax(logits.detach() / config.temperature, dim=-1)
+        price = config.kl_coef
+        logits = run.reference(ids, use_cache=False).logits[0, start:-1]
+        ref_log_p = torch.log_softmax(logits.detach() / config.temperature, dim=-1)
         full = (log_p.exp() * (log_p - ref_log_p)).sum(-1)
         k3_plus = d.detach() * d  # with the right gradient, not the value
         estimates = {"full": full, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k3+": k3_plus}
@@ -86,7 +80,7 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     policy_loss = policy_loss + config.entropy_coef * (log_p.exp() * log_p).sum(-1)
     states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
     values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
-    old, target = experience.scores.values[row, :length], experience.returns[row, :length]
+    old, target = rollouts.values[row, :length], experience.returns[row, :length]
     near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
     if config.positive_coef and experience.scores.total[row] >= config.positive_threshold:
         # the other terms are divided by the count of all responses, this one by that of the positive ones
@@ -141,15 +135,17 @@ OPTIONS = [
         "positive_threshold": 0.5,
     },
 ]
+PRICE = {"kl_coef": 0.4}
 NAMES = ["-".join(f"{v}" for k, v in option.items() if v is not None) for option in OPTIONS]
 
 
 @pytest.fixture
 def experience(make_run) -> Experience:
     """Twelve responses of different lengths, some of them cut off."""
-    experience = off_policy(make_run(**ONE_STEP, kl_coef=0.4).before_update()[-1])
+    experience = off_policy(make_run(**ONE_STEP, **PRICE).before_update()[-1])
     assert 0 < int(experience.rollouts.responses.terminated.sum()) < 12
-    return experience
+    full_kl = torch.zeros(12, 8)  # which only a metric reads
+    return dataclasses.replace(experience, rollouts=dataclasses.replace(experience.rollouts, full_kl=full_kl))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +163,9 @@ def test_the_gradient_is_that_of_the_plain_losses_worked_one_row_at_a_time(make_
     "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
 )
 def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_time(make_run, experience, option):
-    run, experience = make_run(**ONE_STEP, **option), with_reference(experience, option)
-    found = gradients(make_run, experience, **option)
+    run, reference = make_run(**ONE_STEP, **PRICE, **option), other_reference()
+    run.reference = reference
+    found = gradients(make_run, experience, reference=reference, **PRICE, **option)
     assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
     plain = gradients(make_run, experience, missing_eos_penalty=None)
     assert max(float((found[name] - plain[name]).abs().max()) for name in found) > 1e-4  # and the option does something
@@ -192,9 +189,9 @@ def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_t
     ids=lambda given: "-".join(map(str, given)),
 )
 def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, experience, option, cut):
-    experience = with_reference(experience, option)
-    expected = gradients(make_run, experience, **option)
-    assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
+    reference = other_reference()
+    expected = gradients(make_run, experience, reference=reference, **option)
+    assert_same_gradients(gradients(make_run, experience, reference=reference, **{**option, **cut}), expected)
 
 
 @pytest.mark.parametrize(
@@ -221,20 +218,19 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_the_kl_over_the_vocabulary_is_paid_in_the_reward_or_is_at_first_that_of_the_loss(make_run, kl_in):
     run = make_run(kl_in=kl_in, kl_estimator="full", num_ppo_epochs=1, num_mini_batches=1)
-    run.reference = build_model(seed=7).requires_grad_(False)
-    rollouts, _, shaped, experience = run.before_update()
+    run.reference = other_reference()
+    rollouts, _, rewards, experience = run.before_update()
     mask, full_kl = rollouts.mask, rollouts.full_kl
     assert bool((full_kl[mask] > 0).all())
     assert not full_kl[~mask].any()
-    assert torch.equal(shaped.kl_penalty, full_kl)
-    metrics = learn_from(run.state, experience)
+    assert torch.equal(rollouts.kl_penalty("full"), full_kl)
+    metrics = learn_from(run.state, experience, run.reference)
     assert metrics["objective/kl_estimate"] == pytest.approx(float(full_kl.sum() / 12), rel=1e-12)
     assert metrics["val/ratio"] == 1.0
-    paid = float((shaped.rewards.sum(-1) - torch.where(rollouts.responses.terminated, 0.0, -0.5)).sum())
+    paid = float((rewards.sum(-1) - torch.where(rollouts.responses.terminated, 0.0, -0.5)).sum())
     price = 0.05 if kl_in == "reward" else 0.0
     assert paid == pytest.approx(float(experience.scores.total.sum() - price * full_kl.sum()), rel=1e-9)
     assert metrics["loss/kl_avg"] == pytest.approx(0.0 if price else float(full_kl[mask].mean()), rel=1e-9)
-    assert (rollouts.reference_policy is None) is (kl_in == "reward")
 
 
 # --- more epochs for the critic ---------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ def rewards_patched(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, T
     """Change the shaped rewards `[B, T]`, given them and the responses' tokens, before advantages are estimated."""
 
     def patched(rollouts, scores, state):
-        shaped = shape_rewards(rollouts, scores, state)
-        changed = change(shaped.rewards, rollouts.responses.response_ids)
-        return dataclasses.replace(shaped, rewards=changed)
+        return change(shape_rewards(rollouts, scores, state), rollouts.responses.response_ids)
 
     monkeypatch.setattr(loop, "shape_rewards", patched)
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ppo_rlhf.models.tokenizers import token_texts
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.token_view import render_page, render_view, sample_tokens
 from ppo_rlhf.token_view.page import QUANTITIES
 from tests.ppo_runs import build_rollouts, build_tokenizer, with_responses
@@ -41,9 +42,8 @@ def hand_made_experience(lengths: list[int], width: int) -> Experience:
 
     rollouts = build_rollouts(lengths, [True] * rows, width)
     rollouts = replace(rollouts, old_logprobs=drawn(), reference_logprobs=drawn(), entropy=drawn())
-    scores = Scores(torch.arange(rows).double(), {}, drawn(width + 1), 0.0)
-    shaped = ShapedRewards(drawn(), drawn(), drawn(), 0.1, scores.total)
-    return Experience(rollouts, scores, shaped, drawn(), drawn())
+    rollouts = replace(rollouts, values=drawn(width + 1))
+    return Experience(rollouts, Scores(torch.arange(rows).double(), {}), drawn(), drawn(), drawn())
 
 
 class Page(HTMLParser):
@@ -101,11 +101,11 @@ def test_words_keep_the_space_before_them_and_special_tokens_are_written_out():
 def test_the_numbers_are_those_of_the_tensors_and_never_of_padding():
     experience = hand_made_experience([3, 1, 4, 2, 4], width=4)
     shown = sample_tokens(experience, build_tokenizer(), limit=3)
-    rollouts, shaped = experience.rollouts, experience.shaped_rewards
+    rollouts = experience.rollouts
     tensors = {
-        "reward": shaped.rewards,
-        "kl": shaped.kl,
-        "value": experience.scores.values,
+        "reward": experience.rewards,
+        "kl": rollouts.old_logprobs - rollouts.reference_logprobs,
+        "value": rollouts.values,
         "advantage": experience.advantages,
         "return": experience.returns,
         "entropy": rollouts.entropy,

@@ -25,8 +25,8 @@ from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.environments import reply_by_function
-from ppo_rlhf.ppo.rollout import response_batch
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.rendering import ENVIRONMENT, Rendering

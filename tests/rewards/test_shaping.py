@@ -102,11 +102,11 @@ def test_small_differences_of_large_scores_survive_until_they_are_normalised(mod
     """Float32 has steps of 8 at 1e8. The scores 0 to 11 have mean 5.5 and the Bessel-corrected variance 13."""
     numbered = partial(score_by_function, lambda prompts, completions: [1e8 + i for i in range(12)], "numbered")
     options = {"reward_normalisation": mode, "dtype": dtype, "missing_eos_penalty": None, "kl_coef": 0.0}
-    rollouts, scores, shaped_rewards, _ = build_run(
+    rollouts, scores, rewards, _ = build_run(
         scorer=RewardScorer([("numbered", 1.0, numbered)]), **options
     ).before_update()
     assert scores.total.tolist() == [1e8 + i for i in range(12)]
-    paid = shaped_rewards.rewards.gather(1, rollouts.responses.lengths[:, None] - 1)[:, 0]
+    paid = rewards.gather(1, rollouts.responses.lengths[:, None] - 1)[:, 0]
     assert paid.dtype == getattr(torch, dtype)
     assert_close(paid.double(), (torch.arange(12.0).double() - 5.5) / 13**0.5, rtol=1e-6, atol=0.0)
 

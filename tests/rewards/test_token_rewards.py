@@ -13,10 +13,10 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
-from ppo_rlhf.ppo.experience import Scores, score_responses, shape_rewards
+from ppo_rlhf.ppo.experience import score_responses, shape_rewards
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import score_by_function
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from ppo_rlhf.training import PPOTrainer
 from tests.ppo.test_experience import LENGTHS, OLD, REFERENCE, TERMINATED, state_of
 from tests.ppo_runs import build_model, build_rollouts, build_run, build_tokenizer
@@ -139,10 +139,7 @@ WHOLE = torch.tensor([10.0, 20.0, 30.0]).double()
 def shaped(**settings: Any) -> torch.Tensor:
     rollouts = build_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
     total = WHOLE + BY_TOKEN.sum(-1)
-    scores = Scores(total, {"both": total}, torch.zeros(3, 5).double(), 1.0, token_rewards=BY_TOKEN)
-    found = shape_rewards(rollouts, scores, state_of(**settings))
-    assert torch.equal(found.scores, total)
-    return found.rewards
+    return shape_rewards(rollouts, Scores(total, {"both": total}, BY_TOKEN), state_of(**settings))
 
 
 def test_each_number_is_paid_on_its_token_beside_the_kl_and_the_score() -> None:
@@ -173,7 +170,7 @@ def test_settings_for_whole_scores_are_refused(setting: Any) -> None:
         shaped(**setting)
 
 
-def test_the_rollouts_own_tokens_are_scored_and_padded_to_the_response_length() -> None:
+def test_the_rollouts_own_tokens_are_scored_and_their_rewards_are_as_wide_as_the_responses() -> None:
     def by_token(completions, completion_ids):
         return [[float(token) for token in ids] for ids in completion_ids]
 
@@ -181,9 +178,9 @@ def test_the_rollouts_own_tokens_are_scored_and_padded_to_the_response_length() 
     rollouts = run.rollouts()
     scores = score_responses(rollouts, run.scorer, run.state)
     expected = torch.where(rollouts.mask, rollouts.responses.response_ids, 0).double()
-    assert torch.equal(scores.token_rewards, expected)
+    assert torch.equal(scores.token_rewards, expected[:, : int(rollouts.responses.lengths.max())])
     assert torch.equal(scores.total, expected.sum(-1))
-    rewards = shape_rewards(rollouts, scores, run.state).rewards
+    rewards = shape_rewards(rollouts, scores, run.state)
     last = rollouts.responses.lengths - 1
     penalties = torch.where(rollouts.responses.terminated, 0.0, 0.5)  # the run's missing_eos_penalty; its KL is 0
     expected[torch.arange(len(last)), last] -= penalties

@@ -164,7 +164,7 @@ def test_training_stops_where_a_callback_says_so_and_stays_stopped(tmp_path: Pat
 def test_the_pipeline_stops_too_and_exports_what_it_has(tmp_path: Path):
     sft = save(tmp_path / "sft", tiny_model())
     outputs = run_pipeline(sft, config(callbacks=f"{HERE}:stopper", total_episodes=40), FUNCTION)
-    assert outputs["checkpoint"].load().state.iteration == 2
+    assert outputs["checkpoint"].load().iteration == 2
     assert "ppo_policy" in outputs
 
 

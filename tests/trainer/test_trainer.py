@@ -135,7 +135,7 @@ def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, setting
     """From paths; with the default settings from objects, too."""
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
     outputs["ppo_policy"].load().save(tmp_path / "pipeline")
-    expected = repeatable(outputs["checkpoint"].load().state.history)
+    expected = repeatable(outputs["checkpoint"].load().history)
     given: list[tuple[Any, ...]] = [(sft,)]
     if not settings:
         given.append((PretrainedHandle(sft).causal_lm(), None, PretrainedHandle(sft).tokenizer()))
@@ -167,7 +167,7 @@ def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, rew
     """Given as a path, as an object, and by the configuration."""
     settings = {"value_model": "reward_init"}
     outputs = pipeline_run(sft, config(**settings), {"type": "model"}, reward_model)
-    expected = repeatable(outputs["checkpoint"].load().state.history)
+    expected = repeatable(outputs["checkpoint"].load().history)
     as_object = (CausalLMRewardModel.from_pretrained(reward_model), PretrainedHandle(reward_model).tokenizer())
     by_configuration = config(**settings, sft_model_path=sft, reward_model_path=reward_model)
     for trainer in (
@@ -815,7 +815,7 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     trainer = trainer_of(sft, saved)
     trainer.train(resume_from_checkpoint=run / "iteration_000001", output_dir=tmp_path / "run")
     resumed = pipeline_run(sft, saved, FUNCTION, resume=tmp_path / "run" / "iteration_000002")
-    state, whole = resumed["checkpoint"].load().state, read_back(sft, saved, run / "iteration_000003")
+    state, whole = resumed["checkpoint"].load(), read_back(sft, saved, run / "iteration_000003")
     assert repeatable(trainer.history) == repeatable(state.history) == repeatable(whole.history)
     assert len(whole.history) == 3
     for found in (trainer.state, state):

@@ -21,30 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
-from ppo_rlhf.checkpoints.model_files import gathered, optimizers, read_models, save_tensors, write_models
+from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointRequest:
-    """A state that may have to be saved. The state tells whether it is due."""
-
-    state: TrainingState
-
-    @property
-    def due(self) -> bool:
-        """True every save_interval iterations, at the last one, and when it was asked for, as a run that stops does."""
-        state = self.state
-        return state.finished or state.stopping or state.save_asked or state.iteration % state.config.save_interval == 0
-
-    def gathered(self) -> CheckpointRequest:
-        """Return the request with what a file holds of sharded models; every process calls it."""
-        return CheckpointRequest(gathered(self.state))
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:

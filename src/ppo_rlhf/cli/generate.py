@@ -141,7 +141,7 @@ class _Policies:
     def _answers(self, policy: str, model: PreTrainedModel, prompts: PromptDataset, turn: int) -> list[str]:
         """Return a policy's answer to each prompt as it is shown; seed and turn fix the noise, for both policies."""
         from ppo_rlhf.core.randomness import episode_uniforms
-        from ppo_rlhf.ppo.rollout import response_batch, sample_responses
+        from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 
         noise = episode_uniforms(self.seed, "answers", turn, len(prompts), self.sampling.response_length)
         responses = sample_responses(model, prompts, noise, self.sampling, self.config, batch_size=64)

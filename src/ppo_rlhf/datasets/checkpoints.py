@@ -10,9 +10,10 @@ from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints import records
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_iterations
-from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
+from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.names import RUN_ID
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name
 
@@ -36,7 +37,7 @@ def most_checkpoints(config: PPOConfig, iterations: int) -> int:
     return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
 
 
-class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
+class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
     """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
 
     It is only written; `resume_checkpoint` reads them. Example:
@@ -48,12 +49,12 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
     ```
     """
 
-    def save(self, data: CheckpointRequest) -> None:
+    def save(self, data: TrainingState) -> None:
         """Write a checkpoint if one is due, then delete those that are neither new nor the best."""
-        if data.due:
+        if data.checkpoint_due:
             directory = run_directory(self.root)
-            write_checkpoint(directory, data.state)
-            records.prune_run(directory, data.state.config, data.state.iteration)
+            write_checkpoint(directory, data)
+            records.prune_run(directory, data.config, data.iteration)
 
     def load(self) -> NoReturn:
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")

@@ -15,6 +15,7 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes
+from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.datasets.checkpoints import run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.names import CHECKPOINT
@@ -70,13 +71,13 @@ class RunCatalog:
     def save(self, name: str, data: Any) -> None:
         """Save on every process what stays in memory, and on the main one what does not."""
         if name == CHECKPOINT:
-            self._checkpoint, self.is_checkpoint_saved = data, data.due
+            self._checkpoint, self.is_checkpoint_saved = data, data.checkpoint_due
         dataset = self._catalog.get(name)
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
             return
-        if name == CHECKPOINT and data.due:
-            data = data.gathered()
+        if name == CHECKPOINT and data.checkpoint_due:
+            data = gathered(data)
         if processes.is_main_process():
             self._catalog.save(name, data)
             if name in self._files and REPORTS in Path(dataset._filepath).parts:

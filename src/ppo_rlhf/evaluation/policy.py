@@ -23,7 +23,8 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
-from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
+from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
+from ppo_rlhf.ppo.measuring import compute_logprobs
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.config import Reference, check_metric_name

@@ -1,100 +1,44 @@
-"""A batch: its cut into minibatches, and prompts and responses as the tensors that a model takes.
+"""The cut of a batch into epochs, minibatches and micro-batches, and how many tokens of a micro-batch a device holds.
 
-Masks come from lengths, never from token ids. The cut into epochs, minibatches and micro-batches is made once, before
-the first forward pass: old log-probabilities and values are computed on the first epoch's micro-batches. The first
-epoch then repeats the very same forward passes, so its first ratio is exactly 1: a matrix product of another shape
-rounds differently.
+The cut is made once, before the first forward pass: old log-probabilities and values are computed on the first epoch's
+micro-batches. The first epoch then repeats the very same forward passes, so its first ratio is exactly 1: a matrix
+product of another shape rounds differently.
+
+If no setting says how many tokens a micro-batch has on an accelerator, it is as many as the free memory holds. The
+bytes of an update are those of `kedro doctor` (docs/memory.md).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
-from ppo_rlhf.models.packed_attention import place_rows
-from ppo_rlhf.models.token_rows import TokenRows, filled_size, joined_rows, token_parts
-from ppo_rlhf.processes import dealt_rows, own_rank
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
+from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.ppo.logprobs import logits_held
+from ppo_rlhf.ppo.optimisers import moment_bytes
+from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import dealt_rows, from_all, is_main_process, own_rank, process_count, shards_models
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class SequenceBatch:
-    """B prompts with their responses of T columns, ready for a forward pass.
-
-    The N real tokens of all rows follow each other. Of these the M states are s_0 (each prompt's last token) to
-    s_T (each response's last token), and the R response tokens follow the states that predict them. More states may
-    follow the M, and more predicting ones the R, so that few shapes occur: nothing reads what is computed for them.
-    """
-
-    rows: TokenRows  # each prompt followed by its response, padded on the right
-    shape: tuple[int, int]  # B, T
-    state_positions: Tensor  # [M or more] long, indices of the states among the N real tokens, row by row
-    predicting: Tensor  # [R or more] long, indices among the M states of those that a response token follows
-    targets: Tensor  # [R or more] long, the response tokens
-    response_slots: Tensor  # [R] long, places of the response tokens in [B, T], flattened
-    state_slots: Tensor  # [M] long, places of the states in [B, T + 1], flattened
-
-    def scatter_responses(self, values_R: Tensor) -> Tensor:
-        """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
-        return place_rows(values_R, self.response_slots, *self.shape)
-
-    def scatter_states(self, values_M: Tensor) -> Tensor:
-        """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
-        rows, width = self.shape
-        return place_rows(values_M, self.state_slots, rows, width + 1)
-
-
-def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return the tokens of right-padded responses `[B, T]` as B lists of their lengths `[B]`."""
-    return [row[:length] for row, length in zip(response_ids.tolist(), lengths.tolist(), strict=True)]
-
-
-def make_batch(
-    prompt_ids: Sequence[Sequence[int]], response_ids: Tensor, lengths: Tensor, pad_token_id: int, *, fill: bool = False
-) -> SequenceBatch:
-    """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
-
-    Of the responses `[B, T]` the first `lengths`, `[B]` and at least 1, are read. The pad token is any of the
-    vocabulary. `fill`: tokens, states and targets are filled up to a size that other batches have, too.
-    """
-    lengths = lengths.cpu()
-    is_response = torch.arange(int(lengths.max())) < lengths[:, None]
-    targets = response_ids.cpu()[:, : is_response.shape[1]].masked_select(is_response)
-    prompts, prompt_lengths = token_parts(prompt_ids)
-    rows = joined_rows([(prompts, prompt_lengths), (targets, lengths)], pad_token_id, fill=fill)
-    is_state = nn.functional.pad(is_response, (1, 0), value=True)  # [B, T + 1]
-    is_state_token = (rows.position_ids >= prompt_lengths[:, None] - 1).take(rows.slots)
-    predicts = nn.functional.pad(is_response, (0, 1), value=False).masked_select(is_state)
-    states, predicting = _indices(is_state_token), _indices(predicts)
-    if fill:
-        states = _filled(states, len(rows.slots))
-        predicting = _filled(predicting, len(states))
-        targets = nn.functional.pad(targets, (0, len(predicting) - len(targets)))
-    return SequenceBatch(
-        rows=rows,
-        shape=(len(is_response), is_response.shape[1]),
-        state_positions=states,
-        predicting=predicting,
-        targets=targets,
-        response_slots=_indices(is_response.flatten()),
-        state_slots=_indices(is_state.flatten()),
-    )
-
-
-def _indices(mask: Tensor) -> Tensor:
-    """Return the indices `[n]` at which a mask `[size]` is True."""
-    return mask.nonzero()[:, 0]
-
-
-def _filled(indices: Tensor, available: int) -> Tensor:
-    """Return the indices followed by others below `available`, none twice, up to a size of `filled_size` if it can."""
-    is_free = torch.ones(available, dtype=torch.bool)
-    is_free[indices] = False
-    return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
+UNLIMITED_ON = ("cpu",)
+"""Types of devices on which only the number of responses limits a micro-batch: smaller ones are as fast there."""
+FEWEST_TOKENS = 2
+"""The least that `ppo.max_tokens_per_micro_batch` may be."""
+EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
+"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
+of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +47,7 @@ class Minibatch:
 
     rows: list[int]  # of all processes
     micro_batches: list[list[int]]  # of this process: the rows of each forward and backward pass
-    hands: list[list[int]]  # the rows of each process
+    shards: list[list[int]]  # the rows of each process
     with_policy: bool = True  # False in the epochs that only the critic has
 
 
@@ -116,10 +60,10 @@ def first_epoch(epochs: Epochs) -> list[list[int]]:
     return [rows for minibatch in epochs[0] for rows in minibatch.micro_batches]
 
 
-def first_hands(epochs: Epochs) -> list[list[int]]:
+def first_shards(epochs: Epochs) -> list[list[int]]:
     """Return the rows of the first epoch that each process computes."""
-    by_process = zip(*(minibatch.hands for minibatch in epochs[0]), strict=True)
-    return [[row for hand in of_one for row in hand] for of_one in by_process]
+    by_process = zip(*(minibatch.shards for minibatch in epochs[0]), strict=True)
+    return [[row for shard in of_one for row in shard] for of_one in by_process]
 
 
 def cut_batch(
@@ -134,18 +78,18 @@ def cut_batch(
     """Return the minibatches of every epoch of an iteration's update.
 
     The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
-    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
+    All shards are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
     `most_tokens` is the budget of a micro-batch (`token_budget`), None for no limit; `padded` says whether policy or
     critic compute padding, which then counts in it.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
-        hands = [[rows[place] for place in hand] for hand in dealt]
+        shards = [[rows[place] for place in shard] for shard in dealt]
         budget = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
-        cuts = [micro_batches(hand, *budget, padded=padded) for hand in hands]
+        cuts = [micro_batches(shard, *budget, padded=padded) for shard in shards]
         own = _in_pieces(cuts[own_rank()], max(map(len, cuts)))
-        return Minibatch(rows, own, hands, epoch < config.num_ppo_epochs)
+        return Minibatch(rows, own, shards, epoch < config.num_ppo_epochs)
 
     sizes = config.batch_size, config.num_mini_batches
     epochs = range(config.num_critic_epochs or config.num_ppo_epochs)
@@ -154,10 +98,133 @@ def cut_batch(
 
 
 def _in_pieces(cut: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batch with the most rows until there are so many; the hand has as many rows at least."""
+    """Halve the micro-batch with the most rows until there are so many; the shard has as many rows at least."""
     cut = list(cut)
     while len(cut) < count:
         longest = max(range(len(cut)), key=lambda number: len(cut[number]))
         rows = cut[longest]
         cut[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return cut
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """Bytes of one process's update, beside weights and moments."""
+
+    gradients: int
+    fixed: int  # an epoch's tensors, copies of weights in the type of the computation
+    token: int  # activations of one token of a micro-batch
+    logit: int  # one logit, and what is computed from it
+    held: int  # a number of logits: those that are there at a time
+
+    def needed(self, tokens: int, logits: int) -> int:
+        """Return the bytes of an update in micro-batches of so many tokens with so many logits."""
+        return self.gradients + self.fixed + self.passing(tokens, logits)
+
+    def passing(self, tokens: int, logits: int) -> int:
+        """Return the bytes that a micro-batch makes and drops."""
+        return tokens * self.token + min(logits, self.held) * self.logit
+
+    def tokens_in(self, free: int) -> int:
+        """Return the most tokens of a micro-batch for which so many free bytes suffice."""
+        return max(FEWEST_TOKENS, int(USED * (free - self.needed(0, self.held))) // self.token)
+
+
+def update_bytes(
+    config: PPOConfig,
+    policy: PretrainedConfig,
+    *,
+    tokens: int,
+    gradients: int,
+    copied: int,
+    activations: int,
+    held: int,
+) -> UpdateBytes:
+    """Return what an update of a policy takes.
+
+    Args:
+        config: With the precision that `ppo.dtype=auto` stands for.
+        policy: The configuration of its model.
+        tokens: Of the longest prompt with its response.
+        gradients: Bytes of all gradients.
+        copied: Bytes of copies of weights in the type of the computation.
+        activations: Bytes of one token in all layers.
+        held: Logits that are there at a time.
+    """
+    text, number = policy.get_text_config(), frozen_dtype(config).itemsize
+    if config.gradient_checkpointing:
+        activations = text.num_hidden_layers * text.hidden_size * number + activations // text.num_hidden_layers
+    epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
+    copies = 2
+    if config.entropy_coef:
+        copies += 1
+    if config.kl_estimator == "full" and config.kl_in == "loss":
+        copies += 2
+    return UpdateBytes(gradients, epoch + copied, activations, number * copies, held)
+
+
+def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
+    """Return the bytes of weights of a policy in the type of the computation: autocast's, or one layer unpacked."""
+    number = frozen_dtype(config).itemsize
+    if config.load_in_4bit:  # 4-bit weights have another shape
+        sizes = [m.in_features * m.out_features for m in backbone.modules() if isinstance(m, nn.Linear)]
+        sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
+        return max(sizes) * number
+    is_cast = number == 2 and not config.use_peft  # under LoRA the weights have 16 bits
+    return 2 * sum(own_part(p).numel() for p in policy.parameters()) if is_cast else 0
+
+
+def follows_memory(config: PPOConfig, device: torch.device) -> bool:
+    """Return whether the free memory says how many tokens a micro-batch has."""
+    return config.max_tokens_per_micro_batch is None and device.type not in UNLIMITED_ON and not config.deterministic
+
+
+def token_budget(state: TrainingState, prompt_length: int) -> int | None:
+    """Return the most tokens of a micro-batch of this run, whose longest prompt has so many; None sets no limit.
+
+    If the free memory says it, the first call settles the number, as the least of all processes, and logs it. All
+    processes call it when the run's models are in their places.
+    """
+    config, device = state.config, state.device
+    if state.micro_batch_tokens is None and follows_memory(config, device):
+        free = free_bytes(device)
+        own = _update_bytes(state, prompt_length + config.response_length).tokens_in(free - _missing_moments(state))
+        state.micro_batch_tokens = min(from_all(own))
+        if is_main_process():
+            log.info(
+                "Micro-batches of at most %d responses have at most %d tokens with their prompts, since %.1f GiB are "
+                "free on %s (ppo.max_tokens_per_micro_batch=null)",
+                config.local_micro_batch_size,
+                state.micro_batch_tokens,
+                free / 2**30,
+                device,
+            )
+    return config.max_tokens_per_micro_batch or state.micro_batch_tokens
+
+
+def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
+    config, number = state.config, frozen_dtype(state.config).itemsize
+    backbones = backbone_of(state.policy), state.critic.backbone
+    has_buckets = process_count() > 1 and not shards_models()  # DDP's, beside which gradients accumulate
+    return update_bytes(
+        config,
+        state.policy.config,
+        tokens=tokens,
+        gradients=sum(p.nbytes for p in _trained(state)) * (2 if has_buckets else 1),
+        copied=copied_bytes(config, state.policy, backbones[0]),
+        activations=max(activation_bytes(backbone, number) for backbone in backbones),
+        held=logits_held(state.device),
+    )
+
+
+def _missing_moments(state: TrainingState) -> int:
+    """Return the bytes of the moments that the first optimiser step will make."""
+    if any(optimizer.state for optimizer in state.optimizers):
+        return 0
+    return sum(moment_bytes(parameter, state.config) for parameter in _trained(state))
+
+
+def _trained(state: TrainingState) -> list[Tensor]:
+    """Return this process's part of each parameter that trains."""
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    return [own_part(parameter) for group in groups for parameter in group["params"]]

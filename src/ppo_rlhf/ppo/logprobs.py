@@ -21,7 +21,7 @@ from ppo_rlhf.models.critic import Critic, SharedCritic, ValueModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
 from ppo_rlhf.models.transfers import to_cpu
-from ppo_rlhf.ppo.batch import SequenceBatch
+from ppo_rlhf.ppo.sequences import SequenceBatch
 
 LOGITS_HELD = 2**24
 """Logits that may be in memory at a time on a CPU: 64 MiB of float32. Beyond that, the backward pass recomputes them

@@ -8,14 +8,16 @@ Where to add things: docs/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.ppo.batch_sampling import sample_batch
 from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_responses, shape_rewards
+from ppo_rlhf.ppo.measuring import Rollouts, check_weights, measure
 from ppo_rlhf.ppo.metrics import iteration_metrics
-from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scoring import RewardScorer
 
@@ -45,23 +47,42 @@ def iterate(
     before_update: Callable[[Experience], None] | None = None,
 ) -> dict[str, float]:
     """Run one iteration of PPO and return its metrics."""
-    rollouts = generate_rollouts(state, reference_policy, prompts, state.config, scorer)
-    return learn(state, rollouts, scorer, before_update)
+    rollouts = generate_rollouts(state, reference_policy, prompts, scorer)
+    return learn(state, reference_policy, rollouts, scorer, before_update)
+
+
+def generate_rollouts(
+    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
+) -> Rollouts:
+    """Sample a response to each prompt of the next iteration, and measure what PPO compares.
+
+    Every process returns the rollouts of all of them. `scorer` decides which prompts `drop_uniform_prompts` drops.
+
+    Raises:
+        TrainingError: An engine is gone, or holds other weights than the policy's.
+    """
+    state.clock.restart()
+    with state.clock.timed(SAMPLING):
+        chosen, responses, scores, redraws = sample_batch(state, prompts, scorer)
+    rollouts = measure(state, reference_policy, chosen, responses)
+    if state.sampling.engine is not None:
+        check_weights(rollouts, state.history)
+    return replace(rollouts, scores=scores, redraws=redraws)
 
 
 def learn(
     state: TrainingState,
+    reference_policy: PreTrainedModel,
     rollouts: Rollouts,
     scorer: RewardScorer,
     before_update: Callable[[Experience], None] | None = None,
 ) -> dict[str, float]:
     """Learn from one iteration's rollouts and return the iteration's metrics."""
     scores = score_responses(rollouts, scorer, state)
-    shaped_rewards = shape_rewards(rollouts, scores, state)
-    experience = estimate_advantages(rollouts, scores, shaped_rewards, state.config)
+    rewards = shape_rewards(rollouts, scores, state)
+    experience = estimate_advantages(rollouts, scores, rewards, state)
     if before_update is not None:
         before_update(experience)
-    update = optimise_policy(state, experience)
-    metrics = iteration_metrics(state, experience, update)
+    metrics = iteration_metrics(state, experience, optimise_policy(state, experience, reference_policy))
     state.advance(scores.total, metrics)
     return metrics

@@ -14,9 +14,10 @@ from torch import Tensor
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
+from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.rollout import LOGPROB_GAP, uniform_groups
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.measuring import LOGPROB_GAP, Rollouts
+from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
 from ppo_rlhf.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
@@ -60,15 +61,6 @@ class StepSums:
         return float(getattr(self, name)) / max(1, self.tokens)
 
 
-@dataclass(frozen=True)
-class Update:
-    """What one iteration's update measured."""
-
-    steps: list[StepSums]  # one for each minibatch, over all processes
-    learning_rates: tuple[float, float]  # the policy's and the critic's
-    seconds: float
-
-
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step with the sums of all processes, as numbers."""
     none = torch.zeros(len(SUMMED))  # of a process without micro-batches
@@ -79,46 +71,47 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     ]
 
 
-def iteration_metrics(state: TrainingState, experience: Experience, update: Update) -> dict[str, float]:
+def iteration_metrics(state: TrainingState, experience: Experience, steps: list[StepSums]) -> dict[str, float]:
     """Return every metric of an iteration after its update, before the state advances, in the order of docs/metrics.md.
 
-    Steps without a token are left out of the averages, unless all are.
+    The steps are those of all minibatches, over all processes. Those without a token are left out of the averages,
+    unless all are.
     """
     metrics = {
-        **_objective(experience, state.config),
-        **_update(update.steps, state.config, experience.shaped_rewards.kl_coef),
+        **_objective(experience, state),
+        **_update(steps, state.config, state.kl_controller.kl_coef),
         **_responses(experience, state.config),
-        "lr/policy": update.learning_rates[0],
-        "lr/value": update.learning_rates[1],
+        "lr/policy": state.policy_optimizer.param_groups[0]["lr"],
+        "lr/value": state.critic_optimizer.param_groups[0]["lr"],
         "episode": state.episode + state.config.batch_size,
         "optimiser/steps": state.optimiser_steps,
         "optimiser/skipped_steps": state.skipped_steps,
         "optimiser/early_stops": state.early_stops,
         "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
-        **_speed(experience, update.seconds),
-        **_utilisation(experience, update, state),
+        **_speed(experience.rollouts, state.clock),
+        **_utilisation(experience.rollouts, steps, state),
         "memory/peak_bytes": peak_memory_bytes(state.device),
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | float]:
-    rollouts, shaped, scores = experience.rollouts, experience.shaped_rewards, experience.scores
-    mask, total = rollouts.mask, scores.total
-    kl_price = shaped.kl_coef if config.kl_in == "reward" else 0.0
+def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor | float]:
+    rollouts, scores, config = experience.rollouts, experience.scores, state.config
+    mask, total, kl_coef = rollouts.mask, scores.total, state.kl_controller.kl_coef
+    kl, penalty = rollouts.kl, rollouts.kl_penalty(config.kl_estimator).sum(-1).mean()
     return {
-        "objective/kl": shaped.kl.sum(-1).mean(),
-        "objective/kl_per_token": masked_mean(shaped.kl, mask),
-        "objective/kl_estimate": shaped.kl_penalty.sum(-1).mean(),
+        "objective/kl": kl.sum(-1).mean(),
+        "objective/kl_per_token": masked_mean(kl, mask),
+        "objective/kl_estimate": penalty,
         "objective/entropy": masked_mean(rollouts.entropy, mask),
-        "objective/non_score_reward": -kl_price * shaped.kl_penalty.sum(-1).mean(),
-        "objective/rlhf_reward": shaped.rewards.sum(-1).mean(),
+        "objective/non_score_reward": -(kl_coef if config.kl_in == "reward" else 0.0) * penalty,
+        "objective/rlhf_reward": experience.rewards.sum(-1).mean(),
         "objective/scores": total.mean(),
         "objective/scores_std": total.std(correction=min(1, len(total) - 1)),
         "objective/scores_p05": total.quantile(0.05),
         "objective/scores_p50": total.quantile(0.5),
         "objective/scores_p95": total.quantile(0.95),
-        "objective/kl_coef": shaped.kl_coef,
+        "objective/kl_coef": kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
     }
 
@@ -155,8 +148,8 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
 
 def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | float]:
     rollouts, gap = experience.rollouts, experience.rollouts.logprob_gap
-    critic = experience.scores.values[:, :-1], experience.returns, rollouts.mask
-    turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
+    responses = rollouts.responses
+    critic = experience.rollouts.values[:, :-1], experience.returns, rollouts.mask
     redrawn = {}
     if config.drop_uniform_prompts:
         alike = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
@@ -166,21 +159,22 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
         **redrawn,
         "val/explained_variance": explained_variance(*critic),
         "val/correlation": correlation(*critic),
-        "val/num_eos_tokens": rollouts.responses.terminated.sum(),
+        "val/num_eos_tokens": responses.terminated.sum(),
         "response/length": rollouts.mask.sum(-1).double().mean(),
-        "response/truncated_fraction": (~rollouts.responses.terminated).double().mean(),
-        **({"response/turns": turns.mean()} if rollouts.texts.turns else {}),
+        "response/truncated_fraction": (~responses.terminated).double().mean(),
+        **({} if responses.policy_mask is None else {"response/turns": responses.turns().double().mean()}),
     }
 
 
-def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
-    rollouts = experience.rollouts
-    iteration_seconds, sampling = time.perf_counter() - rollouts.started, rollouts.generation_seconds
-    rate = {} if sampling is None else {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / sampling}
+def _speed(rollouts: Rollouts, clock: Clock) -> dict[str, float]:
+    seconds, iteration_seconds = clock.seconds, time.perf_counter() - clock.started
+    rate = {}
+    if seconds[SAMPLING]:  # else the responses were sampled elsewhere
+        rate = {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / seconds[SAMPLING]}
     return {
-        "time/rollout_s": rollouts.seconds,
-        "time/score_s": experience.scores.seconds,
-        "time/optimise_s": optimise_seconds,
+        "time/rollout_s": seconds[SAMPLING] + seconds[LOGPROBS],
+        "time/score_s": seconds[REWARDS] + seconds[VALUES],
+        "time/optimise_s": seconds[UPDATE],
         "time/iteration_s": iteration_seconds,
         "throughput/episodes_per_s": len(rollouts.responses.lengths) / iteration_seconds,
         **rate,
@@ -192,7 +186,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40
 sheets."""
 
 
-def _utilisation(experience: Experience, update: Update, state: TrainingState) -> dict[str, float]:
+def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
     It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
@@ -202,11 +196,11 @@ def _utilisation(experience: Experience, update: Update, state: TrainingState) -
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
     if peak is None or state.config.dtype not in ("bfloat16", "float16"):
         return {}
-    rollouts = experience.rollouts
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
-    epochs = sum(critic + policy * step.with_policy for step in update.steps) / len(rollouts.epochs[0])  # in weights
-    return {"throughput/mfu": 6.0 * epochs * tokens / (update.seconds * peak * state.accelerator.num_processes)}
+    epochs = sum(critic + policy * step.with_policy for step in steps) / len(rollouts.epochs[0])  # in weights
+    seconds = state.clock.seconds[UPDATE]
+    return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -111,8 +111,8 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
 
 def set_learning_rates(
     policy_optimizer: torch.optim.Optimizer, critic_optimizer: torch.optim.Optimizer, config: PPOConfig, iteration: int
-) -> tuple[float, float]:
-    """Set both optimisers' rates for an iteration, counted from 1, and return (policy's, critic's).
+) -> None:
+    """Set both optimisers' rates for an iteration, counted from 1.
 
     With a shared trunk both are one optimiser. It has the critic's schedule while the policy rests, and the policy's
     after.
@@ -128,4 +128,3 @@ def set_learning_rates(
     for optimizer, rate in ((policy_optimizer, policy_rate), (critic_optimizer, critic_rate)):
         for group in optimizer.param_groups:
             group["lr"] = rate
-    return policy_rate, critic_rate

@@ -29,7 +29,7 @@ from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
 from ppo_rlhf.models.token_rows import filled_size
-from ppo_rlhf.ppo.batch import without_padding
+from ppo_rlhf.ppo.sequences import without_padding
 
 STEPS_BETWEEN_LOOKS = 16
 """Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
@@ -87,6 +87,11 @@ class Responses:
         if self.policy_mask is None:
             return length_mask(self.lengths, self.response_ids.shape[1])
         return self.policy_mask
+
+    def turns(self) -> Tensor:
+        """Return how many turns of the policy each response has, `[N]` long."""
+        mask = self.mask
+        return mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""

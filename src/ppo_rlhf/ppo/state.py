@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,29 @@ from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import from_all
 
 log = logging.getLogger(__name__)
+
+
+SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
+"""The parts of an iteration that take time."""
+
+
+class Clock:
+    """The seconds that the parts of an iteration take, and when it began."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an iteration."""
+        self.started = time.perf_counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of each part so far
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of the block to those of a part."""
+        entered = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - entered
 
 
 @dataclass
@@ -53,6 +80,7 @@ class TrainingState:
     early_stops: int = 0  # iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
+    clock: Clock = field(default_factory=Clock)  # of the iteration under way
     plain_update: str | None = None  # why the update does without CUDA graphs although they are on
     updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
     stop_requested: bool = False  # this process was asked to stop, for example by a signal
@@ -71,6 +99,11 @@ class TrainingState:
     def finished(self) -> bool:
         """True when no iteration is left to do."""
         return self.ended or self.iteration >= self.total_iterations
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """True every save_interval iterations, at the last one, and when it was asked for, as a run that stops does."""
+        return self.finished or self.stopping or self.save_asked or self.iteration % self.config.save_interval == 0
 
     @property
     def shares_trunk(self) -> bool:

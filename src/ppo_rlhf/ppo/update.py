@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
@@ -28,14 +28,15 @@ from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
+from ppo_rlhf.ppo.batch import Minibatch
 from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
 from ppo_rlhf.ppo.logprobs import Reference
-from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
+from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.sequences import SequenceBatch
+from ppo_rlhf.ppo.state import UPDATE, TrainingState
 from ppo_rlhf.processes import shards_models, together
 
 log = logging.getLogger(__name__)
@@ -43,24 +44,26 @@ log = logging.getLogger(__name__)
 EARLY_STOP_FACTOR = 1.5  # on target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
 
 
-def optimise_policy(state: TrainingState, experience: Experience) -> Update:
-    """Run all epochs of one iteration. `TrainingState.advance` completes the iteration.
+def optimise_policy(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> list[StepSums]:
+    """Run all epochs of one iteration; return the statistics of every step. `TrainingState.advance` completes it.
+
+    The reference runs again in each step if the loss has the KL over the whole vocabulary from it.
 
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
     """
-    config, iteration, started = state.config, experience.rollouts.iteration, time.perf_counter()
+    config, iteration = state.config, experience.rollouts.iteration
     state.check_whole()
-    _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
-    rates = set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
+    _check_kl(float(experience.rollouts.kl.sum(-1).mean()), iteration, config)
+    set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
     _drop_gradients(state)  # of an update that was interrupted
-    with deterministic(config), recomputing(*state.forwards):
-        steps = run_epochs(state, experience)
-    return Update(steps, rates, time.perf_counter() - started)
+    reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
+    with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
+        return run_epochs(state, experience, reference)
 
 
-def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
+def run_epochs(state: TrainingState, experience: Experience, reference: Reference) -> list[StepSums]:
     """Take one optimiser step for each minibatch of each epoch; return the statistics of every step."""
     config = state.config
     mask = learning_mask(experience.rollouts, config)
@@ -82,7 +85,7 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
         pieces = iter(to_device(made, state.device))  # together
         for minibatch in epoch:
             own = [next(pieces) for _ in minibatch.micro_batches]
-            step = compute_gradients(state, experience, minibatch, mask, own, passes)
+            step = compute_gradients(state, experience, minibatch, mask, own, reference, passes)
             steps.append(step)
             if minibatch is epoch[-1] and next_epoch is not None:  # before a wait: the device computes meanwhile
                 made = _micro_batches(state, experience, next_epoch, mask, advantages)
@@ -127,7 +130,7 @@ def _micro_batches(
         rollouts.old_logprobs,
         rollouts.reference_logprobs,
         advantages,
-        experience.scores.values,
+        rollouts.values,
         experience.returns,
         *(() if positive is None else (positive,)),
     )
@@ -165,6 +168,7 @@ def compute_gradients(
     minibatch: Minibatch,
     mask: Tensor,
     pieces: list[MicroBatch],
+    reference: Reference,
     passes: CapturedPasses | None = None,
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
@@ -172,15 +176,15 @@ def compute_gradients(
     Returns their losses and token sums, and the number of tokens of the whole minibatch: those that `mask`, `[B, T]`
     bool, has in its rows. `passes` lets CUDA replay what it captured.
     """
-    config, rollouts = state.config, experience.rollouts
-    learns = rollouts.iteration > config.critic_warmup_iterations
+    config = state.config
+    learns = experience.rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
     step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
     positive = positive_mask(experience, mask, config)
     positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
-    factors = Factors(float(count(whole_mask)), positives, experience.shaped_rewards.kl_coef)
-    kind = Kind(learns, minibatch.with_policy, rollouts.reference_policy)
+    factors = Factors(float(count(whole_mask)), positives, state.kl_controller.kl_coef)
+    kind = Kind(learns, minibatch.with_policy, reference)
     scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
 
     def compute(inputs: Inputs) -> Tensor:

@@ -94,15 +94,15 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
     the architecture does not need it.
     """
     lengths = [len(ids) for ids in sequences]
-    hands = processes.dealt_rows(lengths)
-    own = hands[processes.own_rank()]
+    shards = processes.dealt_rows(lengths)
+    own = shards[processes.own_rank()]
     by_length = sorted(own, key=lambda row: lengths[row])
     scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
     size = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
     for start in range(0, len(by_length), size):
         rows = by_length[start : start + size]
         scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
-    return processes.gather_dealt(scores[own], hands)
+    return processes.gather_dealt(scores[own], shards)
 
 
 def build_reward_scorer(

@@ -64,7 +64,7 @@ class ResponseBatch:
 
 
 @dataclass(frozen=True)
-class ScoredResponses:
+class Scores:
     """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
 
     The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
@@ -89,7 +89,7 @@ class RewardScorer:
         self.model = model
         self.components = list(components)
 
-    def score(self, batch: ResponseBatch) -> ScoredResponses:
+    def score(self, batch: ResponseBatch) -> Scores:
         """Return the scores, float64 on the CPU: float32 would lose small differences of large scores.
 
         Of several processes each must be given the whole batch. The main process calls the functions, and each process
@@ -109,4 +109,4 @@ class RewardScorer:
                 found = found.sum(-1)
             scores[name] = found
             total = total + weight * found
-        return ScoredResponses(total, scores, token_rewards)
+        return Scores(total, scores, token_rewards)

@@ -23,14 +23,14 @@ from ppo_rlhf.models.adapters import has_adapter, merged
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.experience import Scores, critic_values
+from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
+from ppo_rlhf.ppo.measuring import Rollouts, critic_values
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.precision import device_of
-from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import check_room
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 
 STEP, EXPLAINED_VARIANCE, HELD_OUT = "step", "critic/explained_variance", "critic/eval_explained_variance"
 LOGGED = {
@@ -115,8 +115,8 @@ def pretrain_critic(
         drop_uniform_prompts=0,
         critic_warmup_iterations=0,
     )
-    held_out = generate_rollouts(state, reference, held_out_prompts, whole, scorer)
-    before = score_responses(held_out, scorer, state)
+    held_out = generate_rollouts(replace(state, config=whole), reference, held_out_prompts, scorer)
+    scores = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
     with state.captures.during():
         for iteration in range(1, pretraining.iterations + 1):
@@ -124,14 +124,15 @@ def pretrain_critic(
             logged = {name: metrics[source] for name, source in LOGGED.items()}
             history.append({STEP: iteration, **logged})
             report(iteration, logged)
-    history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, before)})
-    history[-1][HELD_OUT] = _explained(state, held_out, replace(before, values=critic_values(held_out, state)))
+    history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
+    values = critic_values(state, held_out.sequences(first_epoch(held_out.epochs), state), held_out.epochs)
+    history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
     backbone = merged(critic.backbone) if has_adapter(critic) else critic.backbone
     return TrainedModel(CausalLMRewardModel.from_parts(backbone, critic.value_head), policy.tokenizer), history
 
 
 def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:
-    """Return the share of the Monte Carlo returns' variance that the scores' values explain."""
-    shaped = shape_rewards(rollouts, scores, state)
-    returns = estimate_advantages(rollouts, scores, shaped, state.config).returns
-    return float(explained_variance(scores.values[:, :-1], returns, rollouts.mask))
+    """Return the share of the Monte Carlo returns' variance that the values explain."""
+    rewards = shape_rewards(rollouts, scores, state)
+    returns = estimate_advantages(rollouts, scores, rewards, state).returns
+    return float(explained_variance(rollouts.values[:, :-1], returns, rollouts.mask))

@@ -21,7 +21,7 @@ from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, generato
 from ppo_rlhf.data.chats import TOOLS, Chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.paths import last_name
-from ppo_rlhf.ppo.rollout import response_batch, sample_responses
+from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 
 NOISE, SIDE = "feedback", "feedback side"

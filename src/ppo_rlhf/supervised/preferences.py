@@ -33,7 +33,7 @@ from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
-from ppo_rlhf.ppo.rollout import response_batch, sample_responses
+from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function

@@ -37,9 +37,9 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
     """Return the best response, the worst one and others between them, in equal steps of rank: `limit` at most."""
     rollouts = experience.rollouts
     quantities = {  # each [B, T] or wider
-        "reward": experience.shaped_rewards.rewards,
-        "kl": experience.shaped_rewards.kl,
-        "value": experience.scores.values,
+        "reward": experience.rewards,
+        "kl": rollouts.kl,
+        "value": rollouts.values,
         "advantage": experience.advantages,
         "return": experience.returns,
         "entropy": rollouts.entropy,

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.records import write_completions
-from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
+from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
@@ -56,11 +56,11 @@ class Bookkeeper(Epilogue):
         """Keep the completions of a sampled iteration."""
         is_sampled = self.state.config.samples(experience.rollouts.iteration)
         if is_sampled and self._directory is not None and is_main_process():
-            write_completions(self._directory, completion_rows(experience))
+            write_completions(self._directory, completion_rows(experience, self.state.tokenizer))
 
     def save_if_due(self) -> bool:
         """Save the iteration if its checkpoint is due and there is a folder; return whether it is saved."""
-        is_saved = self._directory is not None and CheckpointRequest(self.state).due
+        is_saved = self._directory is not None and self.state.checkpoint_due
         if is_saved:
             self.save()
         return is_saved

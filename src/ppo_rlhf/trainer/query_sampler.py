@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,9 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import ids_within
-from ppo_rlhf.ppo.rollout import sample_responses
+from ppo_rlhf.ppo.batch_sampling import sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.trainer.inputs import check_one_turn, check_room, token_lists, without_padding
 
@@ -37,8 +36,6 @@ class QuerySampler:
 
     def start_iteration(self) -> None:
         """Count from 0 again."""
-        self.started: float | None = None  # `time.perf_counter()` of the first call
-        self.seconds = 0.0  # spent on decoding
         self.rows = 0  # responses sampled
         self.answers: set[tuple[int, ...]] = set()  # those responses, without their queries
 
@@ -82,18 +79,18 @@ class QuerySampler:
                 config.temperature,
             )
         prompt_ids, rows = ([row for row in each for _ in range(copies)] for each in (prompt_ids, rows))
-        started = time.perf_counter()
-        generated = sample_responses(
-            state.policy,
-            PromptDataset(prompt_ids, [""] * len(prompt_ids), {}),
-            self._noise(len(prompt_ids))[:, : settings.response_length],
-            settings,
-            config,
-            batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
-            captures=state.captures,
-        )
-        self.started = self.started or started
-        self.seconds += time.perf_counter() - started
+        if not self.rows:
+            state.clock.restart()
+        with state.clock.timed(SAMPLING):
+            generated = sample_responses(
+                state.policy,
+                PromptDataset(prompt_ids, [""] * len(prompt_ids), {}),
+                self._noise(len(prompt_ids))[:, : settings.response_length],
+                settings,
+                config,
+                batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
+                captures=state.captures,
+            )
         self.rows += len(prompt_ids)
         responses = generated.token_lists()
         self.answers.update(map(tuple, responses))

@@ -7,7 +7,6 @@ in TRL's first PPOTrainer.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -36,9 +35,9 @@ from ppo_rlhf.models.quiet import said
 from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
+from ppo_rlhf.ppo.measuring import measure
 from ppo_rlhf.ppo.models import build_state, check_device
 from ppo_rlhf.ppo.precision import device_of, with_dtype
-from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
 from ppo_rlhf.progress import readings, say
 from ppo_rlhf.rewards.scorers import check_chats, check_room
@@ -253,16 +252,11 @@ class PPOTrainer:
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
-        rollouts = complete_rollouts(
-            self.state,
-            self.reference_policy,
-            PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {}),
-            taken,
-            config,
-            started=sampler.started or time.perf_counter(),
-            generation_seconds=sampler.seconds or None,
-        )
-        metrics = loop.learn(self.state, rollouts, scorer)
+        if not sampler.rows:
+            self.state.clock.restart()  # nothing was sampled here
+        prompts = PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {})
+        rollouts = measure(self.state, self.reference_policy, prompts, taken)
+        metrics = loop.learn(self.state, self.reference_policy, rollouts, scorer)
         self._sampler.start_iteration()
         if self.state.finished:
             self.state.captures.close()

@@ -9,12 +9,12 @@ import mlflow
 import pandas as pd
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import printed_date, restore
-from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated
@@ -26,7 +26,8 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.names import env_option
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards, completion_rows
+from ppo_rlhf.ppo.experience import Experience, completion_rows
+from ppo_rlhf.ppo.measuring import Rollouts
 from ppo_rlhf.ppo.models import (
     as_adapter,
     build_critic,
@@ -36,12 +37,11 @@ from ppo_rlhf.ppo.models import (
     sampling_settings,
 )
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
-from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.token_view import TokenSamples, sample_tokens
 
 log = logging.getLogger(__name__)
@@ -181,26 +181,25 @@ def generate_rollouts(
     prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
 ) -> Rollouts:
-    """Sample responses; compute their log-probabilities under policy and reference policy."""
-    config = training_state.config
-    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, config, reward_scorer)
+    """Sample responses; compute log-probabilities under policy and reference policy, and the critic's values."""
+    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, reward_scorer)
 
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
-    """Score each response and let the critic value each of its states."""
+    """Score each response by the rewards."""
     return loop.score_responses(rollouts, reward_scorer, training_state)
 
 
-def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingState) -> ShapedRewards:
+def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingState) -> Tensor:
     """Turn scores into token rewards: clip, missing-EOS penalty, per-token KL penalty, optional whitening."""
     return loop.shape_rewards(rollouts, scores, training_state)
 
 
 def estimate_advantages(
-    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, ppo: PPOConfig
+    rollouts: Rollouts, scores: Scores, shaped_rewards: Tensor, training_state: TrainingState
 ) -> Experience:
     """Estimate advantages and returns by GAE and whiten the advantages."""
-    return loop.estimate_advantages(rollouts, scores, shaped_rewards, ppo)
+    return loop.estimate_advantages(rollouts, scores, shaped_rewards, training_state)
 
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
@@ -212,18 +211,22 @@ def show_tokens(training_state: TrainingState, experience: Experience) -> TokenS
 
 def list_completions(training_state: TrainingState, experience: Experience) -> list[dict[str, object]]:
     """List the iteration's completions with their scores, when samples are due; else return nothing."""
-    return completion_rows(experience) if training_state.config.samples(experience.rollouts.iteration) else []
+    if not training_state.config.samples(experience.rollouts.iteration):
+        return []
+    return completion_rows(experience, training_state.tokenizer)
 
 
-def optimise_policy(training_state: TrainingState, experience: Experience) -> dict[str, object]:
+def optimise_policy(
+    training_state: TrainingState, experience: Experience, reference_policy: PreTrainedModel
+) -> dict[str, object]:
     """Run PPO's epochs of clipped updates and advance to the next iteration; ask for a checkpoint when one is due."""
-    update = loop.optimise_policy(training_state, experience)
-    metrics = loop.iteration_metrics(training_state, experience, update)
+    steps = loop.optimise_policy(training_state, experience, reference_policy)
+    metrics = loop.iteration_metrics(training_state, experience, steps)
     training_state.advance(experience.scores.total, metrics)
     return {
         "next_training_state": training_state,
         "ppo_metrics": metrics,
-        "checkpoint": CheckpointRequest(training_state),
+        "checkpoint": training_state,
     }
 
 

@@ -52,12 +52,12 @@ def create_pipeline() -> Pipeline:
         named(nodes.generate_rollouts, [*sampled, "reward_scorer"], "rollouts"),
         named(nodes.score_responses, ["rollouts", "reward_scorer", "training_state"], "scores"),
         named(nodes.shape_rewards, ["rollouts", "scores", "training_state"], "shaped_rewards"),
-        named(nodes.estimate_advantages, ["rollouts", "scores", "shaped_rewards", "params:ppo"], "experience"),
+        named(nodes.estimate_advantages, ["rollouts", "scores", "shaped_rewards", "training_state"], "experience"),
         named(nodes.show_tokens, ["training_state", "experience"], "token_samples"),
         named(nodes.list_completions, ["training_state", "experience"], "completions"),
         named(
             nodes.optimise_policy,
-            ["training_state", "experience"],
+            ["training_state", "experience", "reference_policy"],
             {"next_training_state": "next_training_state", "ppo_metrics": "ppo_metrics", "checkpoint": "checkpoint"},
         ),
         named(

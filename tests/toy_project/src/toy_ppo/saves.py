@@ -15,11 +15,8 @@ class SaveRequest:
         self.state = state
 
     @property
-    def due(self) -> bool:
+    def checkpoint_due(self) -> bool:
         return self.state.finished or self.state.stopping
-
-    def gathered(self) -> SaveRequest:
-        return self
 
 
 class SavedIterations(AbstractDataset[SaveRequest, list[int]]):
@@ -29,7 +26,7 @@ class SavedIterations(AbstractDataset[SaveRequest, list[int]]):
         self._path = Path(filepath)
 
     def save(self, data: SaveRequest) -> None:
-        if data.due:
+        if data.checkpoint_due:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 print(data.state.iteration, file=file)

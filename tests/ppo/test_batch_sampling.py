@@ -6,7 +6,7 @@ import torch
 from ppo_rlhf.core import randomness
 from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.ppo_runs import build_prompts
+from tests.ppo_runs import batch_of, build_prompts
 
 SETTINGS = {"responses_per_prompt": 3, "dtype": "float64"}  # four prompts an iteration
 WITHOUT_SIGNAL = "abc"  # the word `wanted` of the first three of six prompts
@@ -65,7 +65,9 @@ def test_prompts_without_a_signal_are_replaced_by_others_with_noise_of_their_own
     metrics = run.iteration()
     left = sum(run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL for index in chosen)
     assert (metrics["response/redraws"], metrics["response/uniform_prompts"]) == (redraws, left / 4)
-    assert metrics["objective/scores"] == pytest.approx(float(by_prompt(rollouts.texts).double().mean()), rel=1e-6)
+    assert metrics["objective/scores"] == pytest.approx(
+        float(by_prompt(batch_of(rollouts, run)).double().mean()), rel=1e-6
+    )
     assert metrics["episode"] == 12.0
     assert len(calls) == 2 * (1 + redraws)  # no response is scored twice: what decided is what is learnt from
 
@@ -104,10 +106,12 @@ def test_rewards_by_token_go_with_their_responses(make_run):
 
     run, _ = build(make_run, by_token, drop_uniform_prompts=10, min_response_length=1)
     rollouts, scores, _, _ = run.before_update()
+    width = int(rollouts.responses.lengths.max())
     assert rollouts.redraws > 0
-    for row, (ids, word) in enumerate(zip(rollouts.texts.response_ids, rollouts.texts.columns["wanted"], strict=True)):
+    batch = batch_of(rollouts, run)
+    for row, (ids, word) in enumerate(zip(batch.response_ids, batch.columns["wanted"], strict=True)):
         if word not in WITHOUT_SIGNAL:
-            assert scores.token_rewards[row].tolist() == [float(i) for i in ids] + [0.0] * (8 - len(ids))
+            assert scores.token_rewards[row].tolist() == [float(i) for i in ids] + [0.0] * (width - len(ids))
             assert float(scores.total[row]) == sum(ids)
 
 
@@ -120,4 +124,3 @@ def test_several_turns_are_drawn_anew_as_a_whole(make_run):
         place = rollouts.responses.policy_mask[row]
         assert int(place.sum()) == int(rollouts.mask[row].sum()) > 0
         assert not place[int(rollouts.responses.lengths[row]) :].any()
-    assert rollouts.texts.columns["wanted"] == rollouts.prompts.columns["wanted"]

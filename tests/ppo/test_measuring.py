@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.core.randomness import episode_prompts
+from tests.ppo_runs import batch_of
 
 KINDS = ["gpt2", "llama", "bitnet"]
 
@@ -99,7 +100,7 @@ def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
 def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_special_tokens(make_run, make_tokenizer):
     run = make_run()
     rollouts = run.rollouts()
-    batch = rollouts.texts
+    batch = batch_of(rollouts, run)
     words = make_tokenizer().convert_ids_to_tokens
     special = {"<pad>", "<unk>", "</s>"}
     for row in range(12):
