@@ -259,7 +259,7 @@ class Run:
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompt_dataset import PromptDataset
         from ppo_rlhf.models.critic import Critic
-        from ppo_rlhf.ppo.models import build_state, check_device
+        from ppo_rlhf.ppo.build import build_state, check_device
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
         from ppo_rlhf.rewards.scoring import RewardScorer
 
@@ -315,8 +315,8 @@ class Run:
     def update(self) -> tuple[Any, float]:
         """Learn from responses of mixed lengths; return its steps, and the seconds of all log-probabilities."""
         from ppo_rlhf.ppo import loop
+        from ppo_rlhf.ppo.engines import Responses
         from ppo_rlhf.ppo.measuring import measure
-        from ppo_rlhf.ppo.sampling import Responses
 
         rows, width = self.part.rows, self.part.length
         lengths = torch.randint(1, width + 1, (rows,), generator=self.numbers)

@@ -36,8 +36,8 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import logits_of, packs
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.models.weight_copies import WeightCopies
-from ppo_rlhf.ppo import sampling, update
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
+from ppo_rlhf.ppo import engines, update
+from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward
 from ppo_rlhf.ppo.sequences import make_batch
 
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -233,7 +233,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
 
     def look(step: int, device: torch.device) -> bool:  # called once a step
         decoding.append(launches.take())
-        return step % sampling.STEPS_BETWEEN_LOOKS == sampling.STEPS_BETWEEN_LOOKS - 1
+        return step % engines.STEPS_BETWEEN_LOOKS == engines.STEPS_BETWEEN_LOOKS - 1
 
     def gradients(*args: Any) -> Any:
         launches.take()
@@ -248,7 +248,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
     compute_gradients, take_step = update.compute_gradients, update.take_step
     with (
         captured_on_cpu(launches) if captured else nullcontext(),
-        mock.patch.object(sampling, "is_time_to_look", look),
+        mock.patch.object(engines, "is_time_to_look", look),
         mock.patch.object(update, "compute_gradients", gradients),
         mock.patch.object(update, "take_step", step),
     ):

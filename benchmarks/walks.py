@@ -56,7 +56,7 @@ def make_job(seed: int, folder: Path) -> Path:
     job = {
         "policy": str(folder / "policy"),
         "prompts": prompts,
-        "reward": str(PROJECT / "src/ppo_rlhf/demo/random_walks.py"),
+        "reward": str(PROJECT / "src/ppo_rlhf/recipes/random_walks.py"),
         "config": dataclasses.asdict(PPOConfig(**parameters["ppo"])),
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")

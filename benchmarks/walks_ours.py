@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.demo.random_walks import optimality
+from ppo_rlhf.recipes.random_walks import optimality
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 
 

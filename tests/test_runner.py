@@ -20,13 +20,13 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
 
-from ppo_rlhf import progress
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.progress import reporting, silenced
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
+from ppo_rlhf.runtime import progress
+from ppo_rlhf.runtime.progress import reporting, silenced
 
 
 @dataclass

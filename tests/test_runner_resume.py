@@ -18,7 +18,6 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
-from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
@@ -26,6 +25,7 @@ from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
+from ppo_rlhf.runtime import processes
 from tests.tiny_models import tiny_model, word_tokenizer
 
 ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]

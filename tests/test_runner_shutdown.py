@@ -16,11 +16,11 @@ from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
-from ppo_rlhf import processes, signals
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
-from ppo_rlhf.signals import RunInterruptedError
+from ppo_rlhf.runtime import processes, signals
+from ppo_rlhf.runtime.signals import RunInterruptedError
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.paths import SHIPPED_CONF
-from ppo_rlhf.terminal import prepare_terminal
+from ppo_rlhf.runtime.paths import SHIPPED_CONF
+from ppo_rlhf.runtime.terminal import prepare_terminal
 
 prepare_terminal()  # before the imports that take seconds
 if not Path("conf/logging.yml").is_file():  # which Kedro reads as it is imported; outside of a project there is none

@@ -25,13 +25,13 @@ from kedro.runner import SequentialRunner
 from kedro.runner.task import Task
 from pluggy import PluginManager
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
-from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.ppo.epilogue import Epilogue
-from ppo_rlhf.progress import reporting, say, silenced
-from ppo_rlhf.signals import (
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
+from ppo_rlhf.runtime.own_process import ending_children
+from ppo_rlhf.runtime.progress import reporting, say, silenced
+from ppo_rlhf.runtime.signals import (
     RunInterruptedError,
     TerminationSignal,
     as_error,

@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 
-from ppo_rlhf.terminal import prepare_terminal
+from ppo_rlhf.runtime.terminal import prepare_terminal
 
 prepare_terminal()  # before the imports that take seconds
 
@@ -13,8 +13,8 @@ import mlflow.telemetry
 
 from ppo_rlhf.core.visible import VisibleRecord
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
-from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.runner import LoopSession
+from ppo_rlhf.runtime.processes import is_main_process
 
 # Kedro's own, four times a command; conf/logging.yml holds back the warnings before this line.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")

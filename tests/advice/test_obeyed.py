@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ppo_rlhf.advice import Change
-from ppo_rlhf.ppo import sampling
+from ppo_rlhf.ppo import engines
 from tests.advice.toy import Reward, Trained, long, short, train, wanted, worth
 
 SEEDS = (0, 1, 2)
@@ -155,13 +155,13 @@ def test_stopping_a_run_whose_reward_lost_its_spread_loses_nothing():
 
 def test_the_other_engine_mends_a_rollout_mismatch(monkeypatch: pytest.MonkeyPatch):
     """The decoder loses each prompt's first token: it draws from another distribution than the one that is trained."""
-    right = sampling.decode_packed
+    right = engines.decode_packed
 
     def without_the_first_token(model: Any, prompt_ids: list[list[int]], *rest: Any) -> Any:
         return right(model, [ids[1:] for ids in prompt_ids], *rest)
 
     assert "rollout_mismatch" not in train(worth, iterations=1).advice()
-    monkeypatch.setattr(sampling, "decode_packed", without_the_first_token)
+    monkeypatch.setattr(engines, "decode_packed", without_the_first_token)
     advice = train(worth, iterations=1).advice()["rollout_mismatch"]
     mended = train(worth, iterations=1, **obeyed(advice.change))
     assert mended.rows[0]["policy/rollout_logprob_gap"] < 1e-5

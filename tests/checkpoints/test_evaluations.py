@@ -2,9 +2,9 @@
 
 import pytest
 
+from ppo_rlhf.checkpoints.evaluations import add_evaluation, best_iteration, best_saved, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_name
-from ppo_rlhf.checkpoints.records import add_evaluation, best_iteration, best_saved, read_evaluations
-from ppo_rlhf.names import TRAINING_KL
+from ppo_rlhf.runtime.names import TRAINING_KL
 
 
 def row(iteration, kl, reward, **judge):

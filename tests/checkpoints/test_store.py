@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from ppo_rlhf import whole_files
 from ppo_rlhf.checkpoints import files, store
+from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run
 from ppo_rlhf.checkpoints.files import (
     checkpoint_iterations,
     checkpoint_name,
@@ -19,7 +19,6 @@ from ppo_rlhf.checkpoints.files import (
     sweep_leftovers,
     verify_checkpoint,
 )
-from ppo_rlhf.checkpoints.records import EVALUATIONS, add_evaluation, prune_run
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
     read_checkpoint,
@@ -27,6 +26,7 @@ from ppo_rlhf.checkpoints.store import (
 )
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.runtime import whole_files
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import MEASURED
 

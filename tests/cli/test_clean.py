@@ -205,7 +205,8 @@ def test_a_chain_of_runs_stays_from_the_one_that_is_kept(kedro: Kedro, recorded:
 def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, recorded: Recorded):
     alive = recorded.run()
     code = (
-        "import sys; from pathlib import Path; from ppo_rlhf.locks import lock_run; lock = lock_run(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from ppo_rlhf.runtime.locks import lock_run; "
+        "lock = lock_run(Path(sys.argv[1]))"
     )
     folder = recorded.models / "ppo_checkpoints" / alive
     with subprocess.Popen(

@@ -69,12 +69,12 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
 
 @pytest.mark.slow
 def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
     assert "of 1024.00 GiB free on cpu" in found["ok", "Memory"][0]
     assert "data" in found["ok", "Disk"][0]
     assert "ppo.kl_coef=9" in found["advice", "Settings"][0]
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
     found = examined(kedro, own, *ALIGN, exit_code=1)
     assert found["problem", "Memory"][0].endswith("it does not fit.")
@@ -85,8 +85,8 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
 @pytest.mark.parametrize("missing", [0, 1])
 def test_the_disk_suffices_to_the_last_byte(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int):
     """Three checkpoints and an export."""
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**40, 2**40))
-    monkeypatch.setattr("ppo_rlhf.memory.MemoryPlan.checkpoint", 2**30)
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.preflight.memory.MemoryPlan.checkpoint", 2**30)
     monkeypatch.setattr("ppo_rlhf.datasets.checkpoints.most_checkpoints", lambda *_: 3)
     exported = 4 * sum(weight.numel() for weight in tiny_model().parameters())
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 * 2**30 + exported - missing))
@@ -162,8 +162,8 @@ def test_a_store_that_does_not_answer_or_cannot_be_read_is_named_without_its_pas
 def test_the_probes_train_a_project_s_settings_and_a_failed_one_is_a_problem(
     kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ppo_rlhf.probes.ITERATIONS", 8)
-    monkeypatch.setattr("ppo_rlhf.probes.CONSTANT_ITERATIONS", 6)
+    monkeypatch.setattr("ppo_rlhf.preflight.probes.ITERATIONS", 8)
+    monkeypatch.setattr("ppo_rlhf.preflight.probes.CONSTANT_ITERATIONS", 6)
     changed = "ppo.gamma=0,ppo.temperature=1.0,ppo.kl_coef=0.08,ppo.missing_eos_penalty=1.0"
     found = examined(kedro, own, *ALIGN, "--probe", "--params", changed, exit_code=1)
     model, sizes, replaced, missing, *outcomes = found["ok", "Probe"]

@@ -20,7 +20,7 @@ from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
-from ppo_rlhf.paths import DOCS, SHIPPED_CONF
+from ppo_rlhf.runtime.paths import DOCS, SHIPPED_CONF
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.conftest import REPOSITORY
 from tests.tiny_models import save, tiny_model

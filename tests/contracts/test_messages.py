@@ -9,8 +9,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "ppo_rlhf"
 SHARED = (
-    *("advice", "checkpoints", "config", "core", "data", "evaluation", "models", "ppo", "rewards", "studies"),
-    *("supervised", "token_view", "trainer", "training"),
+    *("advice", "checkpoints", "config", "core", "data", "evaluation", "models", "ppo", "rewards", "supervised"),
+    *("trainer", "training"),
 )
 KEDROS = re.compile(r"\bkedro (run|advise)|--params|--pipelines|\bconf/|globals\.yml|\bprompts\.column\b")
 OF_THE_PIPELINE = {

@@ -10,8 +10,8 @@ import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
 
+from ppo_rlhf.checkpoints.evaluations import RANKED_BY, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
-from ppo_rlhf.checkpoints.records import RANKED_BY, read_evaluations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints

@@ -10,7 +10,7 @@ from kedro.io import DataCatalog, DatasetError
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.paths import last_name
+from ppo_rlhf.runtime.paths import last_name
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.tiny_models import save, tiny_model, word_tokenizer
 

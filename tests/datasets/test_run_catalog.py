@@ -20,11 +20,11 @@ from kedro.io import AbstractDataset, DataCatalog, DatasetError
 from kedro.pipeline import Node, Pipeline
 from pandas.testing import assert_frame_equal
 
-from ppo_rlhf import processes
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.runner import LoopRunner
+from ppo_rlhf.runtime import processes
 from tests.tiny_models import tiny_model, word_tokenizer
 
 

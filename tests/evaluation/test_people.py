@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ppo_rlhf.evaluation.people import compare_by_people
-from ppo_rlhf.pipelines.reporting.wording import say_result_by_people
+from ppo_rlhf.reporting.wording import say_result_by_people
 
 
 def answers(pairs: int, win: float, tie: float, seed: int) -> list[dict[str, float]]:

@@ -17,11 +17,11 @@ from kedro_datasets.json import JSONDataset
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ppo_rlhf import progress
 from ppo_rlhf.datasets.checkpoints import EvaluationLogDataset
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_log import RunLog
-from ppo_rlhf.token_view.page import QUANTITIES
+from ppo_rlhf.reporting.token_view.page import QUANTITIES
+from ppo_rlhf.runtime import progress
 
 Points = list[tuple[int, float]]
 

@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import (
     TrainingError,
 )
 from ppo_rlhf.hooks.run_end import end_tags, resume_command, resume_hint
-from ppo_rlhf.signals import as_error
+from ppo_rlhf.runtime.signals import as_error
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ import pytest
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf import processes, settings
+from ppo_rlhf import settings
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.hooks.worker import RUN_ID, agree_on_run
+from ppo_rlhf.runtime import processes
 
 
 def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
@@ -56,11 +57,11 @@ def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch:
 
 
 def test_a_worker_process_logs_only_errors(monkeypatch: pytest.MonkeyPatch):
-    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf", "ppo_rlhf.processes")}
+    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf", "ppo_rlhf.runtime.processes")}
     try:
         WorkerHook().after_context_created(SimpleNamespace(config_loader=None))
         assert not logging.getLogger("ppo_rlhf.runner").isEnabledFor(logging.WARNING)
-        assert logging.getLogger("ppo_rlhf.processes").isEnabledFor(logging.WARNING)  # the main process hangs
+        assert logging.getLogger("ppo_rlhf.runtime.processes").isEnabledFor(logging.WARNING)  # the main process hangs
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

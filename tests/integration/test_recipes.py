@@ -16,7 +16,7 @@ from click.testing import Result
 from transformers import GPT2ForSequenceClassification
 
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.rewards import sentiment
+from ppo_rlhf.recipes import sentiment
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]

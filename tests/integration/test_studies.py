@@ -11,7 +11,7 @@ import mlflow
 import pandas as pd
 import pytest
 
-from ppo_rlhf.studies.reward_audit import RULES
+from ppo_rlhf.pipelines.audit_reward.reward_audit import RULES
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 

@@ -24,7 +24,7 @@ from ppo_rlhf.models.directories import ADAPTER_WEIGHTS
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.pipelines.ppo.nodes import load_sft_policy
-from ppo_rlhf.trainer.models import take_policies
+from ppo_rlhf.trainer.start_models import take_policies
 from tests.tiny_models import adapter_of, save, tiny_model, word_tokenizer
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])

@@ -15,15 +15,15 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.ppo.models import build_critic, load_stored_critic
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
-from ppo_rlhf.studies import critic_pretraining as module
-from ppo_rlhf.studies.critic_pretraining import (
+from ppo_rlhf.pipelines.critic_pretraining import training as module
+from ppo_rlhf.pipelines.critic_pretraining.training import (
     HELD_OUT,
     CriticPretrainingConfig,
     pretrain_critic,
     pretraining_config,
 )
+from ppo_rlhf.ppo.build import build_critic, load_stored_critic
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.ppo_runs import tensors_equal
 from tests.tiny_models import VOCABULARY, save, tiny_model

@@ -28,7 +28,7 @@ from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
-from ppo_rlhf.pipelines.reporting.wording import headline, say_verdict
+from ppo_rlhf.reporting.wording import headline, say_verdict
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of

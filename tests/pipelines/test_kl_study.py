@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.pipelines.kl_study.grid import KLStudyConfig, plan_study
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.studies.kl_study import KLStudyConfig, plan_study
 
 
 def test_each_penalty_is_trained_once_and_the_target_with_the_studys_horizon() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_rlhf.checkpoints.records import best_iteration
+from ppo_rlhf.checkpoints.evaluations import best_iteration
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
-from ppo_rlhf.names import TRAINING_KL
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.runtime.names import TRAINING_KL
 from tests.evaluation.test_since_best import evaluation
 
 SFT = evaluation(np.zeros(8))

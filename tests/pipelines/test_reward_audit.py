@@ -14,11 +14,9 @@ import torch
 
 from ppo_rlhf.evaluation.best_of_n import PROMPT
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.pipelines.audit_reward import reward_audit
 from ppo_rlhf.pipelines.audit_reward.nodes import conclude_audit
-from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
-from ppo_rlhf.studies import reward_audit
-from ppo_rlhf.studies.reward_audit import (
+from ppo_rlhf.pipelines.audit_reward.reward_audit import (
     RULES,
     audit_reward,
     deviation_within_prompts,
@@ -26,6 +24,8 @@ from ppo_rlhf.studies.reward_audit import (
     rank_correlation,
     verdict,
 )
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.ppo_runs import END, WORDS, build_prompts, build_tokenizer
 

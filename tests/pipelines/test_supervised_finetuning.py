@@ -13,7 +13,7 @@ from kedro_datasets.pandas import ParquetDataset
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.pipelines.supervised_finetuning import create_pipeline
 from ppo_rlhf.runner import LoopRunner
-from ppo_rlhf.signals import RunInterruptedError
+from ppo_rlhf.runtime.signals import RunInterruptedError
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from ppo_rlhf.supervised.trl_support import HistoryCallback
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer

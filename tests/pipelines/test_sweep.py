@@ -17,9 +17,9 @@ from ppo_rlhf.evaluation.best_of_n import PROMPT
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.pipelines.sweep import nodes
 from ppo_rlhf.pipelines.sweep.child_run import child_runs
+from ppo_rlhf.pipelines.sweep.grid import Setting, SweepConfig, plan_sweep
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.signals import RunInterruptedError
-from ppo_rlhf.studies.sweep import Setting, SweepConfig, plan_sweep
+from ppo_rlhf.runtime.signals import RunInterruptedError
 
 
 def test_runs_below_a_sweep_stay_in_its_store_whatever_a_reward_function_does_to_mlflow(

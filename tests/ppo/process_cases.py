@@ -18,7 +18,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.ppo import batch
-from ppo_rlhf.processes import (
+from ppo_rlhf.runtime.processes import (
     dealt_rows,
     from_all,
     gather_dealt,

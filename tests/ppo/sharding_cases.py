@@ -21,9 +21,9 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.models.transfers import refilled
-from ppo_rlhf.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.runtime.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
 from tests.ppo_runs import MEASURED, Run, build_model, build_run, build_tokenizer, weight_sums
 
 ITERATIONS, RESPONSES = 5, 8

@@ -5,7 +5,7 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.models import check_device
+from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.ppo.precision import (
     autocast,
     deterministic,

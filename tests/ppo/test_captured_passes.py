@@ -13,8 +13,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models import forward
 from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
 from ppo_rlhf.ppo import captured_sampling, loop, measuring, state
+from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.captured_passes import CapturedPasses
-from ppo_rlhf.ppo.models import build_critic, build_state
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests import ppo_runs
 from tests.graph_on_cpu import graphs_on_cpu

@@ -25,9 +25,9 @@ from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.decoding_in_place import next_size
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import captured_sampling, sampling
+from ppo_rlhf.ppo import captured_sampling, engines
 from ppo_rlhf.ppo.captured_sampling import CapturedSampler, decode_captured, why_not_captured
-from ppo_rlhf.ppo.sampling import SamplingSettings, decode_packed, generate_responses, responses_of
+from ppo_rlhf.ppo.engines import SamplingSettings, decode_packed, generate_responses, responses_of
 from tests.graph_on_cpu import GraphOnCPU, graphs_on_cpu, reads_from_the_device, tensors_of
 from tests.ppo_runs import build_model
 from tests.tiny_models import draw_weights, tiny_model
@@ -100,7 +100,7 @@ def update(model: Any, seed: int) -> None:
 @pytest.fixture(autouse=True)
 def looks_as_on_a_gpu(monkeypatch):
     """Rows leave every 16 steps, also here, so that ended sequences stay for a while, and sizes change."""
-    monkeypatch.setattr(sampling, "is_time_to_look", lambda step, device: step % 16 == 15)
+    monkeypatch.setattr(engines, "is_time_to_look", lambda step, device: step % 16 == 15)
 
 
 OPTIONS = [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8, "min_response_length": 20}, {"stop_token_ids": ()}]
@@ -351,7 +351,7 @@ def test_bytes_of_the_buffers_count_as_free_for_the_next_batch(graphs_on_cpu, mo
         asked.append((count, tokens, how["used_again"]))
         return count
 
-    monkeypatch.setattr(sampling, "sequences_at_a_time", at_a_time)
+    monkeypatch.setattr(engines, "sequences_at_a_time", at_a_time)
     model, captures, longest = make("llama").double(), Captures(CPU), max(map(len, prompts()))
     for _ in range(2):
         generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=None)

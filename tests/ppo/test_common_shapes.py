@@ -13,7 +13,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.transfers import tensors_of
 from ppo_rlhf.ppo import measuring, update
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward, PolicyOutput
+from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward, PolicyOutput
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from tests.ppo_runs import MEASURED, build_model, learn_from
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.models.weight_copies import WeightCopies, linear_weights
-from ppo_rlhf.ppo import batch_sampling, loop, measuring, sampling
+from ppo_rlhf.ppo import batch_sampling, engines, loop, measuring
 from ppo_rlhf.ppo.batch import first_epoch
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import MEASURED, Run, learn_from, weights_of
@@ -46,7 +46,7 @@ def trained(run: Run) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_samples_log_probabilities_values_and_weights_are_equal_to_the_bit(make_run, monkeypatch, name):
     kind, settings = RUNS[name]
-    monkeypatch.setattr(sampling, "_decode_with_generate", None)  # copies do not hide what the model can do
+    monkeypatch.setattr(engines, "_decode_with_generate", None)  # copies do not hide what the model can do
     copying = make_run(kind, dtype="bfloat16", **settings)
     found = trained(copying)
     assert copying.state.captures.held[WeightCopies].bytes == 2 * sum(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.epilogue import Epilogue
-from ppo_rlhf.signals import TerminationSignal
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.signals import TerminationSignal
 
 METRICS, ROW = {"objective/kl": 0.5}, {"iteration": 3.0, "eval/reward": 1.0}
 

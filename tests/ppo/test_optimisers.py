@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from ppo_rlhf.config import LearningRateSchedule, PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import quantisation
-from ppo_rlhf.ppo.models import check_libraries
+from ppo_rlhf.ppo.build import check_libraries
 from ppo_rlhf.ppo.optimisers import (
     build_optimizer,
     check_trains,

@@ -11,15 +11,15 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
-from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.models.adapters import has_adapter, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
 from ppo_rlhf.models.weight_copies import WeightCopies, copied_weights, linear_weights
-from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
+from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.optimisers import build_optimizer
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.preflight.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same

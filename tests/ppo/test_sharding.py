@@ -15,11 +15,11 @@ from kedro.pipeline import Node, Pipeline
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, LaunchError
-from ppo_rlhf.ppo.models import check_device
+from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.preflight import RunRequest, find_problems
+from ppo_rlhf.runtime import processes
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from ppo_rlhf.supervised.trl_support import run_sft_trainer

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import loop, models
-from ppo_rlhf.ppo.models import build_critic, sampling_settings
+from ppo_rlhf.ppo import build, loop
+from ppo_rlhf.ppo.build import build_critic, sampling_settings
 from ppo_rlhf.ppo.state import Clock
 from tests.graph_on_cpu import graphs_on_cpu
 
@@ -143,9 +143,9 @@ def test_on_a_cpu_nothing_is_captured(make_run):
 
 
 def test_with_fsdp2_nothing_is_captured(graphs_on_cpu, monkeypatch):
-    assert models.captures_of(PPOConfig(), torch.device("cpu")).on
-    monkeypatch.setattr(models, "shards_models", lambda: True)
-    assert not models.captures_of(PPOConfig(), torch.device("cpu")).on
+    assert build.captures_of(PPOConfig(), torch.device("cpu")).on
+    monkeypatch.setattr(build, "shards_models", lambda: True)
+    assert not build.captures_of(PPOConfig(), torch.device("cpu")).on
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["normally", "by an error"])

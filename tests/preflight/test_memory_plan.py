@@ -13,9 +13,9 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ppo_rlhf.cli.memory_plan import Planned, graphs_line
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
+from ppo_rlhf.preflight.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
+from ppo_rlhf.preflight.memory_plan import Planned, graphs_line
 from tests.cli.test_doctor import own as own
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model, word_tokenizer
@@ -26,7 +26,7 @@ PLENTY, NOTHING = (2**40, 2**40), (2**20, 2**20)
 
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: PLENTY)
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: PLENTY)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**40))  # others change it meanwhile
 
 
@@ -132,9 +132,9 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
 
 @pytest.mark.slow
 def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: NOTHING)
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: NOTHING)
     found = [Suggestion({"value_model": "shared", "value_learning_rate": None}, "another critic", 2**20)]
-    monkeypatch.setattr("ppo_rlhf.memory.suggestions", lambda *_: iter(found))
+    monkeypatch.setattr("ppo_rlhf.preflight.memory.suggestions", lambda *_: iter(found))
     lines = said(kedro, own, exit_code=1)
     at = next(row for row, line in enumerate(lines) if line.endswith("it does not fit."))
     heading, line = lines[at + 1 : at + 3]
@@ -239,5 +239,5 @@ def test_a_run_on_a_gpu_is_told_whether_its_steps_become_cuda_graphs(settings, l
 
 
 def test_with_fsdp2_no_step_becomes_a_cuda_graph(monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.shards_models", lambda: True)
+    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.shards_models", lambda: True)
     assert graphs_line(PPOConfig()).startswith("none: with FSDP2")

@@ -638,7 +638,7 @@ def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(
 
 
 def test_a_reward_model_to_offload_that_is_not_there_is_found_before_the_run(user: User, monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.preflight.checks.check_device", lambda ppo, device: None)  # it needs a GPU
+    monkeypatch.setattr("ppo_rlhf.preflight.run_checks.check_device", lambda ppo, device: None)  # it needs a GPU
     user.set_ppo(offload_reward_model=True)
     (problem,) = user.problems()
     assert problem.startswith("ppo.offload_reward_model=true")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, FalconConfig, GPT2Config, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from ppo_rlhf import probes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.experience import estimate_advantages, shape_rewards
+from ppo_rlhf.preflight import probes
 
 ALL = ("one token", "prompt", "delayed reward", "constant reward", "KL penalty")
 ONE_TOKEN, PROMPT, DELAYED, CONSTANT, PENALTY = probes.PROBES

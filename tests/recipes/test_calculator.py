@@ -4,7 +4,7 @@ from pathlib import Path
 
 from scripts.write_calculator import main, write_files
 
-from ppo_rlhf.demo.calculator import calls_calculator, is_right, reply
+from ppo_rlhf.recipes.calculator import calls_calculator, is_right, reply
 
 RAW = Path(__file__).parents[2] / "data" / "01_raw"
 

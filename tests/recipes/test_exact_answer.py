@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_rlhf.rewards.exact_answer import after_hashes, last_number
+from ppo_rlhf.recipes.exact_answer import after_hashes, last_number
 
 SOLUTION = "Half of 144 is <<144/2=72>>72, so she sold 72 more.\n#### 72"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scripts.write_random_walks import main, write_files
 
-from ppo_rlhf.demo.random_walks import optimality
+from ppo_rlhf.recipes.random_walks import optimality
 
 RAW = Path(__file__).parents[2] / "data" / "01_raw"
 NAMES = "random_walks.jsonl", "random_walk_prompts.jsonl"

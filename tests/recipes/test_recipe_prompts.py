@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datasets import Dataset
 
-from ppo_rlhf.data.recipe_prompts import gsm8k_chats, review_openings
+from ppo_rlhf.recipes.recipe_prompts import gsm8k_chats, review_openings
 
 
 def test_a_question_becomes_a_chat_that_asks_for_the_form_of_the_answer() -> None:

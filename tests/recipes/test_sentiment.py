@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from ppo_rlhf.rewards import sentiment
+from ppo_rlhf.recipes import sentiment
 from tests.tiny_models import PAD, VOCABULARY, draw_weights, save, word_tokenizer
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs_version
 
-from ppo_rlhf.pipelines.reporting.charts import PANELS
-from ppo_rlhf.pipelines.reporting.page import PLOTLY
-from ppo_rlhf.token_view import render_page
-from ppo_rlhf.token_view.page import QUANTITIES
+from ppo_rlhf.reporting.charts import PANELS
+from ppo_rlhf.reporting.report_page import PLOTLY
+from ppo_rlhf.reporting.token_view import render_page
+from ppo_rlhf.reporting.token_view.page import QUANTITIES
 from tests.reporting.test_report import before_after, run_reporting
 
 WORDS = ["the", "film", "was", "a", "slow", "and", "unbelievably_long_word_that_no_line_has_room_for"]

@@ -20,7 +20,7 @@ from ppo_rlhf.evaluation.comparison import SENTENCES_OF_EARLIER_RUNS, Verdict
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
-from ppo_rlhf.pipelines.reporting.charts import (
+from ppo_rlhf.reporting.charts import (
     MAX_POINTS,
     PANELS,
     ExpectedCurve,
@@ -29,11 +29,11 @@ from ppo_rlhf.pipelines.reporting.charts import (
     score_distribution,
     training_curves,
 )
-from ppo_rlhf.pipelines.reporting.page import MAX_TEXT
-from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, say_verdict, write_change, write_value
+from ppo_rlhf.reporting.report_page import MAX_TEXT
+from ppo_rlhf.reporting.token_view.page import QUANTITIES
+from ppo_rlhf.reporting.wording import headline, measure, remarks, say_verdict, write_change, write_value
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
-from ppo_rlhf.token_view.page import QUANTITIES
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]

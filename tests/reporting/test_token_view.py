@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.reporting.token_view import render_page, render_view, sample_tokens
+from ppo_rlhf.reporting.token_view.page import QUANTITIES
 from ppo_rlhf.rewards.scoring import Scores
-from ppo_rlhf.token_view import render_page, render_view, sample_tokens
-from ppo_rlhf.token_view.page import QUANTITIES
 from tests.ppo_runs import build_rollouts, build_tokenizer, with_responses
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" ' {{ 7 * 7 }}"

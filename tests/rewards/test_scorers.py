@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -33,6 +32,7 @@ from ppo_rlhf.rewards.scorers import (
     score_sequences,
 )
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
+from ppo_rlhf.runtime import processes
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PERIOD = VOCABULARY.index(".")

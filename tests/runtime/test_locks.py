@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.locks import is_let_go, lock_run, one_at_a_time
+from ppo_rlhf.runtime.locks import is_let_go, lock_run, one_at_a_time
 
 LOCK_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from ppo_rlhf.locks import lock_run
+from ppo_rlhf.runtime.locks import lock_run
 lock = lock_run(Path(sys.argv[1]))
 if os.fork() == 0:
     print(os.getpid(), flush=True)
@@ -63,7 +63,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another run with resume=latest would find it in between, and resume a run that has just begun."""
     there: list[bool] = []
-    monkeypatch.setattr("ppo_rlhf.locks.fcntl.flock", lambda *_: there.append((tmp_path / "run").exists()))
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.fcntl.flock", lambda *_: there.append((tmp_path / "run").exists()))
     lock = lock_run(tmp_path / "run")
     assert lock is not None
     lock.close()
@@ -74,7 +74,7 @@ def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.M
 def test_one_process_at_a_time_comes_through_says_that_it_waits_and_no_file_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("ppo_rlhf.locks.SLOW_S", 0.1)
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.SLOW_S", 0.1)
     process = subprocess.Popen(["flock", str(tmp_path), "sleep", "0.7"])
     while subprocess.run(["flock", "--nonblock", str(tmp_path), "true"]).returncode == 0:
         pass  # it has not begun
@@ -95,7 +95,7 @@ def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
     def refuse(file: object, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("ppo_rlhf.locks.fcntl.flock", refuse)
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.fcntl.flock", refuse)
     assert lock_run(tmp_path) is not None
     assert "cannot be locked (No locks available)" in caplog.text
 

@@ -11,11 +11,11 @@ import pytest
 from click.testing import Result
 
 from ppo_rlhf.cli import commands
-from ppo_rlhf.own_process import guarded
+from ppo_rlhf.runtime.own_process import guarded
 
 LEAVES = """
 import multiprocessing, threading, time
-from ppo_rlhf.own_process import name_what_keeps_it
+from ppo_rlhf.runtime.own_process import name_what_keeps_it
 
 class Child(multiprocessing.get_context("fork").Process):
     def run(self):

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, LaunchError
 from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.runtime import processes
 
 
 def test_what_the_main_process_calls_alone_waits_for_no_other(monkeypatch):
@@ -149,7 +149,7 @@ def test_processes_whose_launcher_is_gone_end_with_one_line(monkeypatch: pytest.
 
 ENDS_AT_ONCE = """
 import os, sys
-from ppo_rlhf.processes import from_all, join_processes
+from ppo_rlhf.runtime.processes import from_all, join_processes
 
 import torch, accelerate.utils
 
@@ -171,7 +171,7 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 ENDS_OR_HANGS = """
 import logging, os, sys, time
 from datetime import timedelta
-from ppo_rlhf import processes
+from ppo_rlhf.runtime import processes
 
 import torch, accelerate.utils
 

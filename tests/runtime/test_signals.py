@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf import signals
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.signals import (
+from ppo_rlhf.runtime import signals
+from ppo_rlhf.runtime.signals import (
     RunInterruptedError,
     TerminationSignal,
     as_error,
@@ -148,7 +148,7 @@ def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():
 
 HANGING = """
     import signal, time
-    from ppo_rlhf import signals
+    from ppo_rlhf.runtime import signals
 
     signals.SAME_REQUEST_S = 0.0
     with signals.raising_on_signals(), signals.deferring_signals():
@@ -160,7 +160,7 @@ HANGING = """
 
 CLOSED = """
     import pathlib, sys, time
-    from ppo_rlhf import signals
+    from ppo_rlhf.runtime import signals
 
     asked = []
     with signals.raising_on_signals(), signals.finishing_first(60.0, lambda signum: asked.append(signum) or "", print):

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from ppo_rlhf import whole_files
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.runtime import whole_files
+from ppo_rlhf.runtime.whole_files import written_whole
 
 
 def test_a_file_is_replaced_and_a_folder_made_with_the_permissions_of_the_umask(tmp_path):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer
+from ppo_rlhf.runtime import processes
 from ppo_rlhf.supervised.reward_training import train_reward_model
 from ppo_rlhf.supervised.sft import train_sft_policy
 from tests.rewards.test_scorers import batch

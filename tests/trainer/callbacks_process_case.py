@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.processes import from_all, is_main_process
+from ppo_rlhf.runtime.processes import from_all, is_main_process
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import tiny_model, word_tokenizer
 from tests.trainer.test_trainer import PROMPTS, config, early_letters

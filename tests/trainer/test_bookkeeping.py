@@ -16,10 +16,10 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from ppo_rlhf import progress
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.runtime import progress
 from ppo_rlhf.trainer import bookkeeping
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
-from ppo_rlhf.whole_files import delete, draft_of, written_whole
+from ppo_rlhf.runtime.whole_files import delete, draft_of, written_whole
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
-from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.runtime.paths import shown
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """The module that lets transformers load a reward model of our own form."""

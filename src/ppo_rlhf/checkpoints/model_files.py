@@ -31,7 +31,7 @@ from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process, shards_models
+from ppo_rlhf.runtime.processes import is_main_process, shards_models
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
 FROZEN = "frozen_weights.json"

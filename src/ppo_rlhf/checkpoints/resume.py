@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
 from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.config.rules import VLLM_FIELDS
+from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from transformers import GenerationConfig
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.ppo import on_processes
-from ppo_rlhf.config.rules import OFFLOADING_FIELDS, VLLM_FIELDS
+from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS, VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
 from ppo_rlhf.models.loading import RECORD, PretrainedHandle
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import template_defaults
-from ppo_rlhf.names import TEMPLATE
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.runtime.names import TEMPLATE
 
 DRAWN_BY = (
     "response_length",

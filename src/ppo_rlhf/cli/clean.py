@@ -23,8 +23,8 @@ from ppo_rlhf.data.sources import FORMATS
 from ppo_rlhf.hooks.run_description import CHECKPOINTS, HOST, NONE, PROJECT_PATH, place_of
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
-from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
-from ppo_rlhf.names import env_option
+from ppo_rlhf.runtime.locks import LOCK_FILE, lock_run, one_at_a_time
+from ppo_rlhf.runtime.names import env_option
 
 OUTSIDE = "outside the project"
 ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"

@@ -25,8 +25,8 @@ from ppo_rlhf.cli.init import init
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.cli.push import push
 from ppo_rlhf.config.settings_group import closest
-from ppo_rlhf.own_process import name_what_keeps_it
-from ppo_rlhf.processes import check_launch
+from ppo_rlhf.runtime.own_process import name_what_keeps_it
+from ppo_rlhf.runtime.processes import check_launch
 
 RUNNER = "ppo_rlhf.runner.LoopRunner"
 NODE_OPTIONS = ("from_nodes", "to_nodes", "node_names")

@@ -21,11 +21,11 @@ from packaging.requirements import Requirement
 from ppo_rlhf.cli.errors import Command, one_line_each
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.datasets.tracking_errors import without_password
-from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
-from ppo_rlhf.hooks.resume import find_named, resume_entry
+from ppo_rlhf.hooks.before_run import judge_settings, refuse_unread
+from ppo_rlhf.hooks.resumption import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors
-from ppo_rlhf.names import env_option
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
+from ppo_rlhf.runtime.names import env_option
 
 if TYPE_CHECKING:
     from ppo_rlhf.preflight.request import RunRequest
@@ -190,8 +190,8 @@ def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[F
 
 
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
-    from ppo_rlhf.cli.memory_plan import changes, gib, graphs_line, plan, table
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
+    from ppo_rlhf.preflight.memory_plan import changes, gib, graphs_line, plan, table
 
     if plan_loop(run.pipeline) is None:
         yield "ok", "Memory", "not planned, nor the disk: these pipelines do not train by PPO"
@@ -224,9 +224,9 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
 
 
 def _probes(run: RunRequest, model: str | None) -> Iterator[Finding]:
-    from ppo_rlhf.cli.memory_plan import policy_config
     from ppo_rlhf.config import PPOConfig
-    from ppo_rlhf.probes import describe, run_probes, tiny_model
+    from ppo_rlhf.preflight.memory_plan import policy_config
+    from ppo_rlhf.preflight.probes import describe, run_probes, tiny_model
 
     config = run.group("ppo", PPOConfig)
     if config is None:

@@ -20,8 +20,8 @@ from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
+from ppo_rlhf.runtime.processes import is_main_process
+from ppo_rlhf.runtime.signals import RunInterruptedError, TerminationSignal, raising_on_signals
 
 T = TypeVar("T")
 

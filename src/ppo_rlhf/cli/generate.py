@@ -15,7 +15,7 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.hooks.checks import missing_paths, refuse_unread
+from ppo_rlhf.hooks.before_run import missing_paths, refuse_unread
 from ppo_rlhf.hooks.policy_settings import settings_to_answer
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -94,7 +94,7 @@ class _Policies:
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig, check_vocabularies
-        from ppo_rlhf.ppo.models import check_device, sampling_settings
+        from ppo_rlhf.ppo.build import check_device, sampling_settings
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype
         from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.config import RewardConfig

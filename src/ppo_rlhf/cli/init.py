@@ -19,7 +19,7 @@ import kedro
 import ppo_rlhf
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.paths import DOCS, SHIPPED_CONF
+from ppo_rlhf.runtime.paths import DOCS, SHIPPED_CONF
 
 TEMPLATE = SHIPPED_CONF.parent
 HIDDEN = ("gitignore", "telemetry")

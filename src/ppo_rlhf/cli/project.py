@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors
-from ppo_rlhf.names import env_option
+from ppo_rlhf.runtime.names import env_option
 
 
 def project_here() -> Path:

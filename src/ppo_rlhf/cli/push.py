@@ -13,7 +13,7 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.hooks.run_log import POLICY, WRITTEN
-from ppo_rlhf.names import env_option
+from ppo_rlhf.runtime.names import env_option
 
 
 @click.command(cls=Command)

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ppo_rlhf.config import advice, rules
+from ppo_rlhf.config import advice, ppo_rules
 from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.config.trl_names import LIVES_ELSEWHERE
 from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import process_count
+from ppo_rlhf.runtime.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
 """Fields that only PPOTrainer uses: the pipeline has them as globals."""
@@ -295,7 +295,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.rollout_engine == "vllm" and self.importance_cap is None:
             object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)  # so that it is logged and saved
-        if problems := rules.problems(self):
+        if problems := ppo_rules.problems(self):
             raise ConfigError("\n".join(problems))
 
     @property

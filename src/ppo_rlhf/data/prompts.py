@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
@@ -34,6 +33,7 @@ from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import encode_texts, printed_dates
+from ppo_rlhf.runtime import processes
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,7 +8,7 @@ from ppo_rlhf.datasets.checkpoints import (
     ResumeCheckpointDataset,
 )
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
-from ppo_rlhf.datasets.records import RecordsDataset
+from ppo_rlhf.datasets.records_dataset import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
 from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 

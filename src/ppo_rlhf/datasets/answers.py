@@ -17,8 +17,8 @@ from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.datasets.report_files import ReportFile
 from ppo_rlhf.datasets.review_queues import Comparison, queues_here
 from ppo_rlhf.models.quiet import said
+from ppo_rlhf.runtime.whole_files import written_whole
 from ppo_rlhf.supervised.answers import ALPHA, PEOPLE, RATIONALES, TRACE, WHEN, agreement, majority
-from ppo_rlhf.whole_files import written_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset

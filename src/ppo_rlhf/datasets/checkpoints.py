@@ -8,14 +8,14 @@ from typing import Any, NoReturn, TypeVar
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.checkpoints import records
+from ppo_rlhf.checkpoints import evaluations
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_iterations
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.names import RUN_ID
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.whole_files import process_name
+from ppo_rlhf.runtime.names import RUN_ID
+from ppo_rlhf.runtime.processes import is_main_process
+from ppo_rlhf.runtime.whole_files import process_name
 
 Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")
@@ -54,7 +54,7 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
         if data.checkpoint_due:
             directory = run_directory(self.root)
             write_checkpoint(directory, data)
-            records.prune_run(directory, data.config, data.iteration)
+            evaluations.prune_run(directory, data.config, data.iteration)
 
     def load(self) -> NoReturn:
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")
@@ -128,14 +128,14 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
     def save(self, data: dict[str, Any]) -> None:
         """Append one evaluation; one of the same iteration is replaced."""
         if data:
-            records.add_evaluation(run_directory(self.root), data)
+            evaluations.add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return this run's evaluations, oldest first."""
-        return records.read_evaluations(run_directory(self.root))
+        return evaluations.read_evaluations(run_directory(self.root))
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / records.EVALUATIONS).is_file()
+        return (run_directory(self.root) / evaluations.EVALUATIONS).is_file()
 
 
 class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
@@ -150,13 +150,13 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
 
     def save(self, data: list[dict[str, Any]]) -> None:
         """Write one iteration's file; no rows: nothing was due."""
-        records.write_completions(run_directory(self.root), data)
+        evaluations.write_completions(run_directory(self.root), data)
 
     def load(self) -> NoReturn:
         raise DatasetError("completions are only written: read the files by datasets.load_dataset.")
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / records.COMPLETIONS).is_dir()
+        return (run_directory(self.root) / evaluations.COMPLETIONS).is_dir()
 
 
 def run_directory(root: Path) -> Path:

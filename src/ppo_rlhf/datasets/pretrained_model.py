@@ -10,8 +10,8 @@ from kedro.io.core import generate_timestamp
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.paths import expand_home, restore_hub_name
-from ppo_rlhf.whole_files import drafted, publish
+from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
+from ppo_rlhf.runtime.whole_files import drafted, publish
 
 
 class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | None]):

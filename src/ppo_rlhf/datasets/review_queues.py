@@ -25,7 +25,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.data.chats import Chat, Tools, is_text
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
-from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.runtime.processes import is_main_process
 
 if TYPE_CHECKING:
     from mlflow.entities import Trace

@@ -14,13 +14,13 @@ from typing import Any
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf import processes
 from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.datasets.checkpoints import run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
-from ppo_rlhf.names import CHECKPOINT
-from ppo_rlhf.paths import path_of
-from ppo_rlhf.whole_files import delete, written_whole
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import CHECKPOINT
+from ppo_rlhf.runtime.paths import path_of
+from ppo_rlhf.runtime.whole_files import delete, written_whole
 
 OUTPUTS = "outputs.json"
 REPORTS = "08_reporting"

@@ -24,12 +24,12 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
+from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.measuring import compute_logprobs
-from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.runtime.processes import on_main
 
 NOISE_STREAM = "evaluation"
 """Every evaluation draws the same uniforms, so two policies that are equal give equal responses."""

@@ -1,6 +1,6 @@
 """Hooks around a run: it is checked before anything is written, and tracked in MLflow."""
 
-from ppo_rlhf.hooks.checks import ChecksHook
+from ppo_rlhf.hooks.before_run import ChecksHook
 from ppo_rlhf.hooks.tracking import TrackingHook
 from ppo_rlhf.hooks.worker import WorkerHook
 

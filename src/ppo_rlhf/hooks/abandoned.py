@@ -10,7 +10,7 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.hooks.run_description import CHECKPOINTS, RunDescription, place_of
-from ppo_rlhf.locks import LOCK_FILE, is_let_go
+from ppo_rlhf.runtime.locks import LOCK_FILE, is_let_go
 
 logger = logging.getLogger(__name__)
 

@@ -20,20 +20,20 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf.checkpoints.evaluations import best_saved
 from ppo_rlhf.checkpoints.files import checkpoint_name
-from ppo_rlhf.checkpoints.records import best_saved
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.comparison import Verdict, read_verdict
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
-from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import templates_of, with_first_space
-from ppo_rlhf.pipelines.reporting.wording import say_verdict
+from ppo_rlhf.reporting.wording import say_verdict
+from ppo_rlhf.runtime.locks import one_at_a_time
 
 logger = logging.getLogger(__name__)
 

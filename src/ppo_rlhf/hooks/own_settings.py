@@ -12,7 +12,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config.settings_group import nearest
 from ppo_rlhf.hooks.run_description import flattened, parameter
-from ppo_rlhf.paths import SHIPPED_CONF
+from ppo_rlhf.runtime.paths import SHIPPED_CONF
 
 if TYPE_CHECKING:
     from ppo_rlhf.preflight import RunRequest

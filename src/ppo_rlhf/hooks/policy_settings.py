@@ -9,7 +9,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.hooks.run_description import PREFIX, parameter
-from ppo_rlhf.names import POLICY, TEMPLATE
+from ppo_rlhf.runtime.names import POLICY, TEMPLATE
 
 if TYPE_CHECKING:
     from ppo_rlhf.checkpoints.training_record import TrainedSettings

@@ -23,9 +23,9 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
-from ppo_rlhf.names import POLICY, SET
-from ppo_rlhf.paths import last_name, path_of
-from ppo_rlhf.processes import process_count
+from ppo_rlhf.runtime.names import POLICY, SET
+from ppo_rlhf.runtime.paths import last_name, path_of
+from ppo_rlhf.runtime.processes import process_count
 
 PREFIX = "params:"
 DTYPE = "ppo.dtype"
@@ -140,7 +140,7 @@ def _tag(value: Any) -> str:
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
     """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
-    from ppo_rlhf.pipelines.reporting.wording import say_verdict  # heavy: only runs that evaluate pay for it
+    from ppo_rlhf.reporting.wording import say_verdict  # heavy: only runs that evaluate pay for it
 
     return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, project_error
-from ppo_rlhf.paths import shown
-from ppo_rlhf.processes import process_count
+from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.processes import process_count
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"

@@ -14,14 +14,22 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
-from ppo_rlhf import progress
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors
-from ppo_rlhf.names import CHECKPOINT, EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, POLICY, STATE, env_option
-from ppo_rlhf.paths import last_name, path_of
-from ppo_rlhf.signals import deferring_signals
+from ppo_rlhf.runtime import progress
+from ppo_rlhf.runtime.names import (
+    CHECKPOINT,
+    EVALUATION_METRICS,
+    ITERATION_METRICS,
+    NEXT_STATE,
+    POLICY,
+    STATE,
+    env_option,
+)
+from ppo_rlhf.runtime.paths import last_name, path_of
+from ppo_rlhf.runtime.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +99,7 @@ class RunLog:
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
-            from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
+            from ppo_rlhf.reporting.token_view import render_page  # heavy: only runs that train pay for it
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 

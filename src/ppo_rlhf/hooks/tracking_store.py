@@ -19,11 +19,11 @@ from mlflow.utils.uri import is_local_uri
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.pool import NullPool
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
-from ppo_rlhf.locks import one_at_a_time
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.locks import one_at_a_time
+from ppo_rlhf.runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises, too

@@ -13,12 +13,12 @@ from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.run_description import settle_dtype
-from ppo_rlhf.names import POLICY, RESUME_CHECKPOINT, RUN_ID
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import POLICY, RESUME_CHECKPOINT, RUN_ID
 
 
 def agree_on_run(

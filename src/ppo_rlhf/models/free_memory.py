@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.captures import pool_bytes
 from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.processes import process_count
+from ppo_rlhf.runtime.processes import process_count
 
 KEPT = 1.5
 """Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest

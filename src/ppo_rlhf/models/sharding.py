@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppo_rlhf.models.capabilities import known_alike
-from ppo_rlhf.processes import quick_group
+from ppo_rlhf.runtime.processes import quick_group
 
 _shards = WeakTensorKeyDictionary()  # by the whole weights, while a model still has them: several share a frozen one
 

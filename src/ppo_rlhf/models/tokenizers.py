@@ -24,7 +24,7 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.capabilities import own_pad_id
-from ppo_rlhf.processes import warn_if_slow
+from ppo_rlhf.runtime.processes import warn_if_slow
 
 SLOW_TEMPLATE_S = 5.0
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"

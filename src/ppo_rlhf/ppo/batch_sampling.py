@@ -17,13 +17,13 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.models.weight_copies import copied_weights
+from ppo_rlhf.ppo.engines import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, Scores
+from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
 
 
 def sample_batch(

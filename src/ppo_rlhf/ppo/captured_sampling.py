@@ -21,8 +21,8 @@ from ppo_rlhf.models.decoding_in_place import (
     rows_kept,
 )
 from ppo_rlhf.models.free_memory import number_bytes
-from ppo_rlhf.ppo import sampling
-from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo import engines
+from ppo_rlhf.ppo.engines import SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,13 @@ class CapturedSampler:
         if settings.stop_token_ids not in self._stops:
             stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
             self._stops[settings.stop_token_ids] = stops
-        self._draw(self.decoder.start(prompt_ids, self.live), settings, may_stop=sampling.may_stop(0, settings))
+        self._draw(self.decoder.start(prompt_ids, self.live), settings, may_stop=engines.may_stop(0, settings))
         how = _how(settings)
         for number in range(1, length):
-            if sampling.is_time_to_look(number - 1, device) and not self._let_ended_leave():
+            if engines.is_time_to_look(number - 1, device) and not self._let_ended_leave():
                 break
             width = min(next_size(self.decoder.width, FEWEST_COLUMNS), self.decoder.columns)
-            size = self.live, width, sampling.may_stop(number, settings)
+            size = self.live, width, engines.may_stop(number, settings)
             captures.run((DECODING, *size, how), lambda: self.step(*size, settings))  # noqa: B023  # called at once
             self.decoder.count_step()
         return self.tokens[:given, :length], self.logprobs[:given, :length]
@@ -99,7 +99,7 @@ class CapturedSampler:
     def _draw(self, logits: Tensor, settings: SamplingSettings, *, may_stop: bool) -> None:
         rows = len(logits)
         places, token, has_ended = self.places[:rows], self.token[:rows], self.has_ended[:rows]
-        drawn, logprob = sampling.sample_step(logits, self.uniforms[places, self.number], settings, may_stop)
+        drawn, logprob = engines.sample_step(logits, self.uniforms[places, self.number], settings, may_stop)
         self.tokens[places, self.number] = drawn.masked_fill(has_ended, settings.pad_token_id)
         self.logprobs[places, self.number] = logprob
         has_ended |= (drawn[:, None] == self._stops[settings.stop_token_ids]).any(dim=1)
@@ -156,7 +156,7 @@ def decode_captured(
         except torch.OutOfMemoryError as error:
             why = in_one_line(error)
         captures.give_up(DECODING, why)
-    return sampling.decode_packed(model, prompt_ids, uniforms, settings)
+    return engines.decode_packed(model, prompt_ids, uniforms, settings)
 
 
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ppo_rlhf import processes
-from ppo_rlhf.progress import Show, say
-from ppo_rlhf.signals import TerminationSignal, time_is_over
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.progress import Show, say
+from ppo_rlhf.runtime.signals import TerminationSignal, time_is_over
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.callbacks import Callbacks

@@ -23,13 +23,13 @@ from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch import Epochs, cut_batch, first_epoch, first_shards, token_budget
 from ppo_rlhf.ppo.batch_sampling import captured_by
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
+from ppo_rlhf.ppo.engines import Responses, generates
+from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
-from ppo_rlhf.ppo.sampling import Responses, generates
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
-from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank, process_count
 from ppo_rlhf.rewards.scoring import Scores
+from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank, process_count
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.measuring import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
-from ppo_rlhf.processes import gather_tensors
+from ppo_rlhf.runtime.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Fields of StepSums that add up over micro-batches and processes."""

@@ -31,13 +31,13 @@ from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch
 from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
-from ppo_rlhf.ppo.logprobs import Reference
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
+from ppo_rlhf.ppo.policy_forward import Reference
 from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState
-from ppo_rlhf.processes import shards_models, together
+from ppo_rlhf.runtime.processes import shards_models, together
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.rules import VLLM_FIELDS
+from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError, TrainingError, in_one_line
 from ppo_rlhf.models.adapters import merged_parameters
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.engines import Responses, SamplingSettings, responses_of
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, responses_of
-from ppo_rlhf.processes import from_all, is_main_process, on_main, own_rank, process_count
+from ppo_rlhf.runtime.processes import from_all, is_main_process, on_main, own_rank, process_count
 
 log = logging.getLogger(__name__)
 

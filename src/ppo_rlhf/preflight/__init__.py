@@ -1,6 +1,6 @@
 """The checks of a user's input before a run, which write only the cache of tables."""
 
-from ppo_rlhf.preflight.checks import find_problems
 from ppo_rlhf.preflight.request import RunRequest, describe_parts
+from ppo_rlhf.preflight.run_checks import find_problems
 
 __all__ = ["RunRequest", "describe_parts", "find_problems"]

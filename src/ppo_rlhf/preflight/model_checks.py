@@ -25,13 +25,13 @@ from ppo_rlhf.models.critic import check_start
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.tokenizers import same_vocabulary, stop_token_ids
-from ppo_rlhf.names import STATE
-from ppo_rlhf.ppo.models import check_export
+from ppo_rlhf.ppo.build import check_export
+from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import CRITIC_STARTS, RunRequest
-from ppo_rlhf.probes import shrunk
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, check_context
+from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
 """Parameters of a model that is made to try an architecture, at most."""

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.names import env_option
-from ppo_rlhf.paths import path_of, shown
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.paths import path_of, shown
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 
 T = TypeVar("T")

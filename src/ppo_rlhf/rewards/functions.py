@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
-from ppo_rlhf.own_process import guarded
-from ppo_rlhf.processes import warn_if_slow
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
-from ppo_rlhf.signals import TerminationSignal
+from ppo_rlhf.runtime.names import with_new_names
+from ppo_rlhf.runtime.own_process import guarded
+from ppo_rlhf.runtime.processes import warn_if_slow
+from ppo_rlhf.runtime.signals import TerminationSignal
 
 RewardFunction = Callable[..., list[float]]
 
@@ -265,8 +266,11 @@ def _written(report: list[str]) -> str:
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """Return the module and the name of `module:name`; raise `RewardError` if it is not of that form."""
-    module_name, _, name = reference.partition(":")
+    """Return the module and the name of `module:name`; raise `RewardError` if it is not of that form.
+
+    A module of ours that has moved is returned by its new name.
+    """
+    module_name, _, name = with_new_names(reference).partition(":")
     parts = [name, *module_name.split(".")]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")

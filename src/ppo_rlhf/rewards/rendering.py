@@ -46,8 +46,8 @@ from ppo_rlhf.models.tokenizers import (
     templates_of,
     without_template_defaults,
 )
-from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.runtime.processes import is_main_process
 
 ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -25,6 +24,7 @@ from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
+from ppo_rlhf.runtime import processes
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, but this run loads no reward model: leave it out, or give a "

@@ -20,9 +20,9 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, generator
 from ppo_rlhf.data.chats import TOOLS, Chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
-from ppo_rlhf.paths import last_name
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.runtime.paths import last_name
 
 NOISE, SIDE = "feedback", "feedback side"
 COLUMNS = ("number", "pair", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b", "policy_is_a")

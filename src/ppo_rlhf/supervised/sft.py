@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import processes
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.runtime import processes
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
     PARTS,

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ppo_rlhf.checkpoints import files
-from ppo_rlhf.checkpoints.records import write_completions
+from ppo_rlhf.checkpoints.evaluations import write_completions
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
@@ -26,9 +26,9 @@ from ppo_rlhf.ppo.epilogue import Epilogue
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.progress import Lines, Show, readings, say
-from ppo_rlhf.signals import SAME_REQUEST_S, RunInterruptedError
+from ppo_rlhf.runtime.processes import is_main_process
+from ppo_rlhf.runtime.progress import Lines, Show, readings, say
+from ppo_rlhf.runtime.signals import SAME_REQUEST_S, RunInterruptedError
 from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)

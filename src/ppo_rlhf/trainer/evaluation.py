@@ -11,15 +11,15 @@ import pandas as pd
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.records import add_evaluation, read_evaluations
+from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process, on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.trainer.inputs import few_answered
 
 log = logging.getLogger(__name__)

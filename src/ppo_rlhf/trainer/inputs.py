@@ -26,15 +26,15 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, printed_dates, same_vocabulary, templates_of
 from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.ppo.models import stops_of
+from ppo_rlhf.ppo.build import stops_of
+from ppo_rlhf.ppo.engines import Responses, SamplingSettings
 from ppo_rlhf.ppo.precision import frozen_dtype
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards import scorers
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
+from ppo_rlhf.trainer.start_models import HOST, check_same_vocabulary, take_over
 
 TOKENS, MASK = "input_ids", "attention_mask"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process, on_main
-from ppo_rlhf.progress import say
+from ppo_rlhf.runtime.locks import lock_run
+from ppo_rlhf.runtime.processes import is_main_process, on_main
+from ppo_rlhf.runtime.progress import say
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import hub
+from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.checkpoints.records import prune_run
 from ppo_rlhf.checkpoints.resume import printed_date, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
@@ -32,21 +32,21 @@ from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.quiet import said
-from ppo_rlhf.own_process import ending_children
 from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.build import build_state, check_device
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.measuring import measure
-from ppo_rlhf.ppo.models import build_state, check_device
 from ppo_rlhf.ppo.precision import device_of, with_dtype
-from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
-from ppo_rlhf.progress import readings, say
 from ppo_rlhf.rewards.scorers import check_chats, check_room
+from ppo_rlhf.runtime.own_process import ending_children
+from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
+from ppo_rlhf.runtime.progress import readings, say
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
-from ppo_rlhf.trainer.models import ModelSource, check_places, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.output_folder import checkpoint_to_resume, claim, locked, say_where
 from ppo_rlhf.trainer.query_sampler import QuerySampler
+from ppo_rlhf.trainer.start_models import ModelSource, check_places, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)

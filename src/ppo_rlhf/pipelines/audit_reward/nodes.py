@@ -16,14 +16,14 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judg
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.pipelines.reporting.charts import COLOURS, GREY, style
-from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.pipelines.audit_reward import reward_audit
+from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
+from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.reporting.charts import COLOURS, GREY, style
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import reward_model_accuracy
 from ppo_rlhf.rewards.scoring import RewardScorer
-from ppo_rlhf.studies import reward_audit
-from ppo_rlhf.studies.reward_audit import AuditConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues, queues_of_run
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.names import env_option
-from ppo_rlhf.paths import shown
-from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
-from ppo_rlhf.processes import on_main
+from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.processes import on_main
 from ppo_rlhf.supervised import comparisons
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
 

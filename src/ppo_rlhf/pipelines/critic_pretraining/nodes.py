@@ -5,10 +5,10 @@ import logging
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.progress import watching
+from ppo_rlhf.pipelines.critic_pretraining import training
+from ppo_rlhf.pipelines.critic_pretraining.training import HELD_OUT, CriticPretrainingConfig
 from ppo_rlhf.rewards.scoring import RewardScorer
-from ppo_rlhf.studies import critic_pretraining as training
-from ppo_rlhf.studies.critic_pretraining import HELD_OUT, CriticPretrainingConfig
+from ppo_rlhf.runtime.progress import watching
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best,
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section, say_verdict
-from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
+from ppo_rlhf.reporting.wording import headline, measure, remarks, result_section, say_verdict
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 

@@ -15,9 +15,9 @@ from ppo_rlhf.datasets.review_queues import Comparison, queues_here
 from ppo_rlhf.evaluation import people
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.paths import last_name, shown
-from ppo_rlhf.pipelines.reporting.wording import say_result_by_people
+from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
+from ppo_rlhf.runtime.paths import last_name, shown
 from ppo_rlhf.supervised.answers import agreement
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
 

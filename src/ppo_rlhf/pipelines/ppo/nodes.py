@@ -24,11 +24,8 @@ from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
-from ppo_rlhf.names import env_option
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.experience import Experience, completion_rows
-from ppo_rlhf.ppo.measuring import Rollouts
-from ppo_rlhf.ppo.models import (
+from ppo_rlhf.ppo.build import (
     as_adapter,
     build_critic,
     build_state,
@@ -36,13 +33,16 @@ from ppo_rlhf.ppo.models import (
     load_stored_critic,
     sampling_settings,
 )
+from ppo_rlhf.ppo.experience import Experience, completion_rows
+from ppo_rlhf.ppo.measuring import Rollouts
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import shards_models
+from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
-from ppo_rlhf.token_view import TokenSamples, sample_tokens
+from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.processes import shards_models
 
 log = logging.getLogger(__name__)
 

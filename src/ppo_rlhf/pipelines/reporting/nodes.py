@@ -19,15 +19,15 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.names import env_option
-from ppo_rlhf.paths import shown
-from ppo_rlhf.pipelines.reporting import charts
-from ppo_rlhf.pipelines.reporting.page import render_page, training_note
-from ppo_rlhf.pipelines.reporting.wording import headline, remarks, say_verdict, table_rows
-from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.reporting import charts
+from ppo_rlhf.reporting.report_page import render_page, training_note
+from ppo_rlhf.reporting.token_view import TokenSamples, render_view
+from ppo_rlhf.reporting.wording import headline, remarks, say_verdict, table_rows
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import reward_model_accuracy
-from ppo_rlhf.token_view import TokenSamples, render_view
+from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.processes import is_main_process
 
 
 @settings_group("reporting")

@@ -12,10 +12,10 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.runtime.progress import watching
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised import reward_training
 from ppo_rlhf.supervised.answers import AGREEMENT, ALPHA, TRACE

@@ -6,7 +6,7 @@ from functools import partial
 import pandas as pd
 
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.progress import watching
+from ppo_rlhf.runtime.progress import watching
 from ppo_rlhf.supervised import sft
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 

@@ -11,9 +11,9 @@ import mlflow
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
 
-from ppo_rlhf.names import SET
-from ppo_rlhf.own_process import ending_children
-from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
+from ppo_rlhf.runtime.names import SET
+from ppo_rlhf.runtime.own_process import ending_children
+from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Takes an iteration and its metrics."""

@@ -16,14 +16,14 @@ from ppo_rlhf.evaluation.comparison import compare_evaluations
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.nodes import initialise_training_state, load_reward_model, load_sft_policy
-from ppo_rlhf.pipelines.reporting.charts import GREY, style
+from ppo_rlhf.pipelines.sweep import grid
 from ppo_rlhf.pipelines.sweep.child_run import Log, child_runs, finished_trainings
+from ppo_rlhf.pipelines.sweep.grid import MEASURES, Setting
 from ppo_rlhf.ppo.loop import train
-from ppo_rlhf.processes import from_main, process_count
-from ppo_rlhf.progress import reporting
-from ppo_rlhf.signals import RunInterruptedError
-from ppo_rlhf.studies import sweep
-from ppo_rlhf.studies.sweep import MEASURES, Setting
+from ppo_rlhf.reporting.charts import GREY, style
+from ppo_rlhf.runtime.processes import from_main, process_count
+from ppo_rlhf.runtime.progress import reporting
+from ppo_rlhf.runtime.signals import RunInterruptedError
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def compare_settings(
     sweep_trainings: list[dict[str, Any]], best_of_n_samples: pd.DataFrame | None = None
 ) -> tuple[pd.DataFrame, go.Figure]:
     """Return table and figure: judge score, win rate, reward and KL of each setting, with their spread over seeds."""
-    table = sweep.compare_settings(sweep_trainings)
+    table = grid.compare_settings(sweep_trainings)
     log.info("As mean ± standard deviation over seeds:")
     for row in table.to_dict("records"):
         means = [f"{text} {row[name]:.3g} ± {row[f'{name}_sd']:.2g}" for name, text in MEASURES.items() if name in row]

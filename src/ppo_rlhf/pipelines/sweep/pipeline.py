@@ -2,11 +2,11 @@
 
 from kedro.pipeline import Node, Pipeline
 
-from ppo_rlhf.names import TRAININGS
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.sweep import nodes
+from ppo_rlhf.pipelines.sweep.grid import plan_sweep
 from ppo_rlhf.pipelines.wiring import named, stage
-from ppo_rlhf.studies.sweep import plan_sweep
+from ppo_rlhf.runtime.names import TRAININGS
 
 
 def create_pipeline() -> Pipeline:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.rules import OFFLOADING_FIELDS
+from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import CARDS_SHARE
@@ -29,9 +29,9 @@ from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import linear_weights
 from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes, follows_memory, update_bytes
-from ppo_rlhf.ppo.logprobs import most_logits
-from ppo_rlhf.ppo.models import build_critic, policy_to_train
+from ppo_rlhf.ppo.build import build_critic, policy_to_train
 from ppo_rlhf.ppo.optimisers import moment_bytes
+from ppo_rlhf.ppo.policy_forward import most_logits
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20

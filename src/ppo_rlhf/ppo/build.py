@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
-from ppo_rlhf.config.rules import device_problems, sharding_problems
+from ppo_rlhf.config.ppo_rules import device_problems, sharding_problems
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
@@ -37,15 +37,15 @@ from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
+from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.environments import reply_by_function
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
+from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward
 from ppo_rlhf.ppo.precision import autocast, frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
-from ppo_rlhf.processes import is_main_process, join_processes, shards_models
 from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.runtime.processes import is_main_process, join_processes, shards_models
 
 log = logging.getLogger(__name__)
 

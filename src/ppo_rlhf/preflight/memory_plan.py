@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import card_bytes
@@ -21,10 +20,11 @@ from ppo_rlhf.models.directories import is_adapter, why_unreadable
 from ppo_rlhf.models.free_memory import available_memory
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
-from ppo_rlhf.ppo.models import check_device
+from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
+from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.processes import process_count, shards_models
+from ppo_rlhf.runtime.processes import process_count, shards_models
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset
-from ppo_rlhf.hooks.checks import check_load_versions, check_runner
+from ppo_rlhf.hooks.before_run import check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.preflight import RunRequest
 from ppo_rlhf.runner import LoopRunner

@@ -26,9 +26,9 @@ from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
 from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.ppo.models import AnyCritic, as_adapter, build_critic, critic_backbone, load_causal_lm, policy_to_train
+from ppo_rlhf.ppo.build import AnyCritic, as_adapter, build_critic, critic_backbone, load_causal_lm, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
-from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
 

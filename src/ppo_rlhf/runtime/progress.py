@@ -14,7 +14,7 @@ import rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from tqdm import tqdm
 
-from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.runtime.processes import is_main_process
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
 SHOWN = {

@@ -24,10 +24,10 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROJECT_PATH, RunDescription
-from ppo_rlhf.locks import lock_run
-from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
-from ppo_rlhf.paths import shown
 from ppo_rlhf.runner import plan_loop
+from ppo_rlhf.runtime.locks import lock_run
+from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
+from ppo_rlhf.runtime.paths import shown
 
 if TYPE_CHECKING:  # heavy: only a run pays for it
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -246,6 +246,9 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
     now = {**this.params, **_compared(this.tags)}
     now |= {name: before[name] for name in this.chosen_here & before.keys()}
+    before, now = (
+        {with_new_names(name): with_new_names(value) for name, value in settings.items()} for settings in (before, now)
+    )
     texts = (*before.values(), *this.params.values())  # a callback may have been left out since
     functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
     here = this.tags.get(PROJECT_PATH, "")

@@ -24,8 +24,8 @@ from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.models import build_critic, build_state
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
 TAKEN = (

@@ -27,10 +27,11 @@ from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
-from ppo_rlhf.names import HUMAN_EVALUATION
+from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig, pretraining_config
+from ppo_rlhf.pipelines.sweep.grid import SweepConfig, plan_sweep
+from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
-from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
 from ppo_rlhf.preflight.request import (
@@ -43,14 +44,13 @@ from ppo_rlhf.preflight.request import (
     RunRequest,
     not_set,
 )
-from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
-from ppo_rlhf.studies.sweep import SweepConfig, plan_sweep
+from ppo_rlhf.runtime.names import HUMAN_EVALUATION
+from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig

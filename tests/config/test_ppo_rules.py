@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.rules import _RULES
+from ppo_rlhf.config.ppo_rules import _RULES
 from ppo_rlhf.core.errors import ConfigError
 
 ADAPTIVE = {"kl_controller": "adaptive"}

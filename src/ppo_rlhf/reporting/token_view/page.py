@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from ppo_rlhf.token_view.samples import TokenSample, TokenSamples
+from ppo_rlhf.reporting.token_view.samples import TokenSample, TokenSamples
 
 
 class Quantity(NamedTuple):
@@ -57,7 +57,7 @@ def render_page(iterations: Sequence[TokenSamples]) -> str:
 
 def _render(template: str, iterations: Sequence[TokenSamples]) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ppo_rlhf.token_view", "."),
+        loader=jinja2.PackageLoader("ppo_rlhf.reporting.token_view", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.preparation import prepare
-from ppo_rlhf.ppo import sampling
-from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
+from ppo_rlhf.ppo import engines
+from ppo_rlhf.ppo.engines import SamplingSettings, generate_responses
 from tests.tiny_models import draw_weights
 
 KINDS = ["gpt2", "llama", "bitnet"]
@@ -167,17 +167,17 @@ def test_generate_gets_the_cache_by_the_name_that_forward_has_in_this_version(ma
     model, without = make_model("llama"), make_model("gpt2")
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     monkeypatch.setattr(type(without), "forward", forward_without_either)
-    caches = [sampling._cache(model, columns) for columns in (9, 5)]
+    caches = [engines._cache(model, columns) for columns in (9, 5)]
     assert [list(cache) for cache in caches] == [[name], [name]]
     assert [cache[name].get_max_length() for cache in caches] == [9, 9], "a width that is compiled already is kept"
-    assert sampling._cache(without, 9) == {"cache_implementation": "static"}
+    assert engines._cache(without, 9) == {"cache_implementation": "static"}
 
 
 def test_a_model_with_code_of_its_own_gets_the_cache_by_the_name_of_earlier_versions(make_model, monkeypatch):
     model = make_model("gpt2")
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward_of_5_24)
     monkeypatch.setattr(type(model), "forward", forward_of_5_23)
-    assert list(sampling._cache(model, 9)) == ["past_key_values"]
+    assert list(engines._cache(model, 9)) == ["past_key_values"]
 
 
 def test_an_argument_that_transformers_has_renamed_is_an_error_and_not_a_model_without_it(make_model, monkeypatch):
@@ -189,11 +189,11 @@ def test_an_argument_that_transformers_has_renamed_is_an_error_and_not_a_model_w
 
 
 def test_prompts_are_filled_up_to_few_widths_on_a_gpu_which_changes_no_token(make_model, monkeypatch):
-    assert [sampling._prompt_width(longest, torch.device("cuda")) for longest in (1, 64, 65)] == [64, 64, 128]
-    assert sampling._prompt_width(5, torch.device("cpu")) == 5
+    assert [engines._prompt_width(longest, torch.device("cuda")) for longest in (1, 64, 65)] == [64, 64, 128]
+    assert engines._prompt_width(5, torch.device("cpu")) == 5
     model = make_model("llama")
     narrow = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
-    monkeypatch.setattr(sampling, "_prompt_width", lambda longest, _: 20)
+    monkeypatch.setattr(engines, "_prompt_width", lambda longest, _: 20)
     wide = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
     assert torch.equal(narrow.response_ids, wide.response_ids)
     assert_close(narrow.sampler_logprobs, wide.sampler_logprobs, rtol=0.0, atol=1e-5)
@@ -203,11 +203,11 @@ def test_prompts_are_filled_up_to_few_widths_on_a_gpu_which_changes_no_token(mak
 def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkeypatch, engine):
     sizes = []
     name = "decode_packed" if engine == "static" else "_decode_with_generate"
-    decode = getattr(sampling, name)
-    monkeypatch.setattr(sampling, name, lambda m, ids, *rest: sizes.append(len(ids)) or decode(m, ids, *rest))
+    decode = getattr(engines, name)
+    monkeypatch.setattr(engines, name, lambda m, ids, *rest: sizes.append(len(ids)) or decode(m, ids, *rest))
     asked = []
     monkeypatch.setattr(
-        sampling, "sequences_at_a_time", lambda _, count, tokens, **prompt: asked.append((count, tokens, prompt)) or 4
+        engines, "sequences_at_a_time", lambda _, count, tokens, **prompt: asked.append((count, tokens, prompt)) or 4
     )
     model = make_model("llama")
     in_parts = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=None)
@@ -346,7 +346,7 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
 def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(make_model, monkeypatch):
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
-    monkeypatch.setattr("ppo_rlhf.ppo.sampling.is_time_to_look", lambda step, device: step % 4 == 3)
+    monkeypatch.setattr("ppo_rlhf.ppo.engines.is_time_to_look", lambda step, device: step % 4 == 3)
     found = generate_responses(model, UNEVEN, noise(6), settings())
     assert torch.equal(found.response_ids, expected.response_ids)
     assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)

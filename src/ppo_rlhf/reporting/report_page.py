@@ -11,8 +11,8 @@ import pandas as pd
 from markupsafe import Markup
 from plotly import graph_objects as go
 
-from ppo_rlhf.pipelines.reporting.charts import column
-from ppo_rlhf.pipelines.reporting.wording import write_number, write_share
+from ppo_rlhf.reporting.charts import column
+from ppo_rlhf.reporting.wording import write_number, write_share
 
 PLOTLY = Path(__file__).parent / "plotly" / "plotly-basic.min.js"
 """A quarter of the script that Python's plotly brings; it has bars and scatters, all that the charts use."""
@@ -27,7 +27,7 @@ def render_page(**content: object) -> str:
         jinja2.UndefinedError: A name is missing.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ppo_rlhf.pipelines.reporting", "."),
+        loader=jinja2.PackageLoader("ppo_rlhf.reporting", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -33,7 +33,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named, find_resumption
+from ppo_rlhf.hooks.resumption import Resumption, as_last_resumed, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig
@@ -507,6 +507,12 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
         ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # of a group that this run does not read
         ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow
+        (  # the function has moved
+            {"reward.components": '[{"function": "ppo_rlhf.demo.random_walks:optimality"}]'},
+            {"reward.components": '[{"function": "ppo_rlhf.recipes.random_walks:optimality"}]'},
+            "",
+            "",
+        ),
     ],
 )
 def test_each_setting_is_refused_or_a_change(before: dict[str, str], after: dict[str, str], refused: str, changed: str):

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.pipelines.sweep.grid import Setting
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.studies.sweep import Setting
 
 
 def _check_distinct(kl_coefs: list[float]) -> list[float]:

@@ -335,7 +335,7 @@ def check_alike(call: str, **arguments: Any) -> None:
     if differing := [name for name in own if any(one.get(name) != own[name] for one in all_of_them)]:
         raise DataError(
             f"{call}: the processes give different {' and '.join(differing)}. Each gives the same arguments, and the "
-            "trainer shares the work; ppo_rlhf.processes.from_main(value) hands the main process's value to all"
+            "trainer shares the work; ppo_rlhf.runtime.processes.from_main(value) hands the main process's value to all"
         )
 
 

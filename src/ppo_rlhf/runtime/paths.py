@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-SHIPPED_CONF = Path(__file__).parent / "starter" / "project" / "conf"
+SHIPPED_CONF = Path(__file__).parents[1] / "starter" / "project" / "conf"
 """The configuration that this package comes with: a copy of the repository's conf/base and of the files beside it."""
 
-DOCS = Path(__file__).parent / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 """The pages that messages name as docs/…, likewise."""
 
 

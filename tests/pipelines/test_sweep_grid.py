@@ -9,8 +9,8 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.pipelines.sweep.grid import Setting, SweepConfig, compare_settings, plan_sweep
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.studies.sweep import Setting, SweepConfig, compare_settings, plan_sweep
 
 PPO = PPOConfig(gamma=0.9, seed=7)
 REWARD = RewardConfig(

@@ -13,8 +13,8 @@ from typing import Any
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.names import TRAINING_KL
-from ppo_rlhf.whole_files import discard, written_whole
+from ppo_rlhf.runtime.names import TRAINING_KL
+from ppo_rlhf.runtime.whole_files import discard, written_whole
 
 EVALUATIONS, COMPLETIONS = "evaluations.json", "completions"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")

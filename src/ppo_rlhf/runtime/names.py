@@ -25,3 +25,20 @@ SET = "set"
 def env_option(environment: str | None) -> str:
     """Return what a command is typed with to be of an environment; nothing for conf/local, which is the default."""
     return f" --env {environment}" if environment not in (None, "local") else ""
+
+
+MOVED = {
+    "ppo_rlhf.rewards.exact_answer": "ppo_rlhf.recipes.exact_answer",
+    "ppo_rlhf.rewards.sentiment": "ppo_rlhf.recipes.sentiment",
+    "ppo_rlhf.data.recipe_prompts": "ppo_rlhf.recipes.recipe_prompts",
+    "ppo_rlhf.demo.calculator": "ppo_rlhf.recipes.calculator",
+    "ppo_rlhf.demo.random_walks": "ppo_rlhf.recipes.random_walks",
+}
+"""Modules that settings name as module:function, by the name that they had before they moved."""
+
+
+def with_new_names(text: str) -> str:
+    """Return a setting's value, or a tag's name, with the new name of each module in it that has moved."""
+    for before, now in MOVED.items():
+        text = text.replace(before, now)
+    return text

@@ -14,10 +14,10 @@ from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
 from ppo_rlhf.datasets.answers import SCHEME, load_answers
 from ppo_rlhf.datasets.tables import table_preview
-from ppo_rlhf.own_process import guarded
-from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.rewards.functions import load_function
-from ppo_rlhf.signals import TerminationSignal
+from ppo_rlhf.runtime.own_process import guarded
+from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
+from ppo_rlhf.runtime.signals import TerminationSignal
 
 if TYPE_CHECKING:
     from datasets import Dataset

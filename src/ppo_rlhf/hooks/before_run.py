@@ -14,14 +14,14 @@ from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
-from ppo_rlhf.hooks.resume import can_resume
-from ppo_rlhf.names import HUMAN_EVALUATION, RESUME_CHECKPOINT
-from ppo_rlhf.paths import path_of
+from ppo_rlhf.hooks.resumption import can_resume
 from ppo_rlhf.runner import LoopRunner, plan_loop
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import HUMAN_EVALUATION, RESUME_CHECKPOINT
+from ppo_rlhf.runtime.paths import path_of
 
 if TYPE_CHECKING:
     from ppo_rlhf.preflight import RunRequest

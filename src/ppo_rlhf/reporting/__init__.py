@@ -1,0 +1,1 @@
+"""The report: charts, page, wording, and responses token by token."""

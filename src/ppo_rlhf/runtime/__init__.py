@@ -1,0 +1,1 @@
+"""One run's processes, signals, locks, files, paths and terminal."""
