@@ -14,7 +14,6 @@ from ppo_rlhf.core.randomness import (
     episode_prompts,
     episode_uniforms,
     generator,
-    micro_batches,
     minibatch_partition,
     permutation,
 )
@@ -118,35 +117,3 @@ def test_a_partition_holds_each_row_once_in_minibatches_of_equal_size(size, num_
 def test_epochs_and_iterations_cut_different_minibatches():
     cuts = [minibatch_partition(1, iteration, epoch, 16, 4) for iteration in (1, 2) for epoch in (0, 1)]
     assert len({str(cut) for cut in cuts}) == 4
-
-
-def test_micro_batches_keep_the_order_and_the_last_one_may_be_shorter():
-    assert micro_batches([5, 3, 1, 2, 4], 2) == [[5, 3], [1, 2], [4]]
-    assert micro_batches([5, 3], 8) == [[5, 3]]
-
-
-def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it():
-    """Row -> prompt + response: 0: 2 + 3, 1: 1 + 1, 2: 4 + 1, 3: 1 + 8; the longest first, equals as they come.
-
-    Padded, a piece costs rows x longest row.
-    """
-    prompts, responses = [2, 1, 4, 1], [3, 1, 1, 8]
-
-    def cut(minibatch: list[int], rows: int, budget: int, padded: bool = True) -> list[list[int]]:
-        return micro_batches(minibatch, rows, prompts, responses, budget, padded=padded)
-
-    assert cut([0, 1, 2, 3], 4, 9) == [[3], [0], [2], [1]]  # 3 and 0: 2 x 9; 0 and 2, or 2 and 1: 2 x 5
-    assert cut([0, 1, 2, 3], 4, 14) == [[3], [0, 2], [1]]  # a third row: 3 x 5
-    assert cut([2, 1, 0, 3], 4, 24) == [[3, 2], [0, 1]]  # a third row: 3 x 9; 0 and 1: 2 x 5
-    assert cut([0, 1, 2, 3], 4, 48) == [[3, 0, 2, 1]]
-    assert cut([0, 1, 2, 3], 3, 48) == [[3, 0, 2], [1]]  # the number of rows is a limit too
-    assert cut([0, 1, 2, 3], 4, 2) == [
-        [3],
-        [0],
-        [2],
-        [1],
-    ]  # a longer row is a micro-batch by itself
-    assert cut([0, 1, 2, 3], 4, 13, padded=False) == [[3], [0, 2, 1]]  # 9 + 5; 5 + 5 + 2
-    assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
-    assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]
-    assert cut([], 4, 10) == []

@@ -1,4 +1,4 @@
-"""Micro-batches as large as an accelerator's free memory allows. It is this CPU, with a memory of its own."""
+"""How a minibatch is cut, and micro-batches as large as an accelerator's memory allows, on this CPU with a pretended one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
 from ppo_rlhf.models.sharding import own_part
 from ppo_rlhf.ppo import batch, policy_forward
-from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes
+from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes, micro_batches
 from tests.ppo_runs import MEASURED, Run, weights_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -182,3 +182,35 @@ def test_the_memory_of_a_gpu_is_torchs_whole_number(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert card_bytes(CUDA) == 123
     card_bytes.cache_clear()
+
+
+def test_micro_batches_keep_the_order_and_the_last_one_may_be_shorter():
+    assert micro_batches([5, 3, 1, 2, 4], 2) == [[5, 3], [1, 2], [4]]
+    assert micro_batches([5, 3], 8) == [[5, 3]]
+
+
+def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it():
+    """Row -> prompt + response: 0: 2 + 3, 1: 1 + 1, 2: 4 + 1, 3: 1 + 8; the longest first, equals as they come.
+
+    Padded, a piece costs rows x longest row.
+    """
+    prompts, responses = [2, 1, 4, 1], [3, 1, 1, 8]
+
+    def cut(minibatch: list[int], rows: int, budget: int, padded: bool = True) -> list[list[int]]:
+        return micro_batches(minibatch, rows, prompts, responses, budget, padded=padded)
+
+    assert cut([0, 1, 2, 3], 4, 9) == [[3], [0], [2], [1]]  # 3 and 0: 2 x 9; 0 and 2, or 2 and 1: 2 x 5
+    assert cut([0, 1, 2, 3], 4, 14) == [[3], [0, 2], [1]]  # a third row: 3 x 5
+    assert cut([2, 1, 0, 3], 4, 24) == [[3, 2], [0, 1]]  # a third row: 3 x 9; 0 and 1: 2 x 5
+    assert cut([0, 1, 2, 3], 4, 48) == [[3, 0, 2, 1]]
+    assert cut([0, 1, 2, 3], 3, 48) == [[3, 0, 2], [1]]  # the number of rows is a limit too
+    assert cut([0, 1, 2, 3], 4, 2) == [
+        [3],
+        [0],
+        [2],
+        [1],
+    ]  # a longer row is a micro-batch by itself
+    assert cut([0, 1, 2, 3], 4, 13, padded=False) == [[3], [0, 2, 1]]  # 9 + 5; 5 + 5 + 2
+    assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
+    assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]
+    assert cut([], 4, 10) == []

@@ -6,7 +6,6 @@ Streams keep uses apart: the uniforms of `rollout` 3 have nothing to do with the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,39 +47,3 @@ def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mi
     rows = permutation(size, seed, "minibatches", iteration, epoch).tolist()
     length = size // num_mini_batches
     return [rows[start : start + length] for start in range(0, size, length)]
-
-
-def micro_batches(
-    minibatch: list[int],
-    micro_batch_size: int,
-    prompt_lengths: Sequence[int] = (),
-    response_lengths: Sequence[int] = (),
-    token_budget: int | None = None,
-    *,
-    padded: bool = True,
-) -> list[list[int]]:
-    """Cut one minibatch into micro-batches: in its order, or with a token budget by length.
-
-    The longest responses come first, so that a lack of memory shows at once.
-
-    Args:
-        minibatch: Row indices.
-        micro_batch_size: Most rows of a micro-batch.
-        prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
-        response_lengths: Response tokens likewise.
-        token_budget: Most tokens of a micro-batch; a longer row is a micro-batch by itself. None sets no limit.
-        padded: Whether padding counts: a micro-batch has rows x longest row tokens.
-    """
-    if token_budget is None:
-        return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
-
-    def tokens(rows: list[int]) -> int:
-        lengths = [prompt_lengths[row] + response_lengths[row] for row in rows]
-        return len(rows) * max(lengths) if padded else sum(lengths)
-
-    pieces: list[list[int]] = []
-    for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):
-        if not pieces or len(pieces[-1]) == micro_batch_size or tokens([*pieces[-1], row]) > token_budget:
-            pieces.append([])
-        pieces[-1].append(row)
-    return pieces

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
+from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
 from ppo_rlhf.models.sharding import own_part
@@ -95,6 +95,42 @@ def cut_batch(
     epochs = range(config.num_critic_epochs or config.num_ppo_epochs)
     parts = [minibatch_partition(config.seed, iteration, epoch, *sizes) for epoch in epochs]
     return [[cut(rows, epoch) for rows in part] for epoch, part in enumerate(parts)]
+
+
+def micro_batches(
+    minibatch: list[int],
+    micro_batch_size: int,
+    prompt_lengths: Sequence[int] = (),
+    response_lengths: Sequence[int] = (),
+    token_budget: int | None = None,
+    *,
+    padded: bool = True,
+) -> list[list[int]]:
+    """Cut one minibatch into micro-batches: in its order, or with a token budget by length.
+
+    The longest responses come first, so that a lack of memory shows at once.
+
+    Args:
+        minibatch: Row indices.
+        micro_batch_size: Most rows of a micro-batch.
+        prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
+        response_lengths: Response tokens likewise.
+        token_budget: Most tokens of a micro-batch; a longer row is a micro-batch by itself. None sets no limit.
+        padded: Whether padding counts: a micro-batch has rows x longest row tokens.
+    """
+    if token_budget is None:
+        return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
+
+    def tokens(rows: list[int]) -> int:
+        lengths = [prompt_lengths[row] + response_lengths[row] for row in rows]
+        return len(rows) * max(lengths) if padded else sum(lengths)
+
+    pieces: list[list[int]] = []
+    for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):
+        if not pieces or len(pieces[-1]) == micro_batch_size or tokens([*pieces[-1], row]) > token_budget:
+            pieces.append([])
+        pieces[-1].append(row)
+    return pieces
 
 
 def _in_pieces(cut: list[list[int]], count: int) -> list[list[int]]:
