@@ -1,4 +1,4 @@
-"""How a minibatch is cut, and micro-batches as large as an accelerator's memory allows, on this CPU with a pretended one."""
+"""How a minibatch is cut, and micro-batches that fit an accelerator: it is this CPU, with a memory of its own."""
 
 from __future__ import annotations
 
