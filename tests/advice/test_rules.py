@@ -285,17 +285,13 @@ def test_the_page_lists_the_rules_that_a_success_refutes():
         assert set(re.findall(r"`(\w+)`", text)) == {rule.name for rule in RULES if rule.refuted_by == by}
 
 
-def test_the_page_names_for_every_rule_the_case_that_it_helped_and_the_one_of_its_silence():
-    section = (DOCS / "tuning.md").read_text().split("## The cases")[1].split("## ")[0]
-    table = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    assert [cells[0].strip("| `") for cells in table] == [rule.name for rule in RULES]
-    folder = Path(__file__).parent
-    defined = {file.name: set(re.findall(r"^def (test_\w+)", file.read_text(), re.M)) for file in folder.glob("*.py")}
-    cases = set(OBEYED) | set(CASES)
-    for cells in table:
-        for cell in cells[2:]:
-            named = re.findall(r"(test_\w+\.py)::(test_\w+)(?:\[([^\]]+)\])?", cell)
-            assert named, cell
-            for file, test, case in named:
-                assert test in defined[file], cell
-                assert not case or case in cases, cell
+def test_the_pages_have_a_row_and_a_case_for_every_rule():
+    decision = (DOCS / "decisions" / "0019-advice-has-to-show-that-it-helps.md").read_text()
+    for text in ((DOCS / "tuning.md").read_text().split("\n## The rules\n")[1], decision):
+        assert re.findall(r"^\| `(\w+)` \|", text, re.M) == [rule.name for rule in RULES]
+    of_their_own = dict(re.findall(r"^- `(\w+)`: `advice/test_obeyed\.py::(test_\w+)`$", decision, re.M))
+    tests = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "test_obeyed.py").read_text(), re.M)
+    assert set(of_their_own.values()) <= set(tests)
+    obeyed = {name.split("-")[0] for name in OBEYED}
+    assert obeyed.isdisjoint(of_their_own)
+    assert obeyed | set(of_their_own) == set(CASES) == {rule.name for rule in RULES}

@@ -1,30 +1,60 @@
-"""What the README shows works as it stands there."""
+"""What the README and docs/your_model.md show for a model of one's own works as it stands there."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
+from ppo_rlhf.cli import cli
+from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from tests.tiny_models import save, tiny_model
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CLONE = (ROOT / "docs" / "your_model.md").read_text().partition("**In a clone**")[2]
 YAML_BLOCK = re.compile(r"```yaml\n# (conf/local/\w+\.yml)\n(.*?)```", re.DOTALL)
+LINES = "".join(f"{json.dumps({'prompt': 'the film ' * count})}\n" for count in range(1, 9))
+"""Prompts, one a line."""
+
+
+def test_the_commands_for_ones_own_model_make_a_project_whose_reward_can_be_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.move(save(tmp_path / "saved", tiny_model(max_position_embeddings=96)), tmp_path / "models" / "my-sft")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/my_prompts.jsonl").write_text(LINES)
+    [reward] = re.findall(r"```python\n# my_reward\.py\n(.*?)```", README, re.DOTALL)
+    [commands] = re.findall(r"```bash\nppo_rlhf (init .*?)```", README, re.DOTALL)
+    first, copy, doctor, run = commands.splitlines()
+    assert CliRunner().invoke(cli, shlex.split(first)).exit_code == 0
+    assert copy == "cp my_reward.py my-align && cd my-align"
+    assert [line.split("#")[0].split() for line in (doctor, run)] == [["kedro", "doctor"], ["kedro", "run"]]
+    project = tmp_path / "my-align"
+    (project / "my_reward.py").write_text(reward)
+    written = yaml.safe_load((project / "conf/base/globals.yml").read_text())
+    assert written["sft_model_path"] == str(tmp_path / "models/my-sft")
+    assert written["prompts_path"] == str(tmp_path / "data/my_prompts.jsonl")
+    [component] = written["reward_components"]
+    assert component == {"type": "function", "function": "my_reward:score"}
+    score = load_function(component["function"], project)
+    assert call_reward_function(score, "score", ["p", "p"], ["good, so good", "bad"], {}) == [2.0, 0.0]
 
 
 @pytest.mark.slow
-def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Callable[[], Path]) -> None:
+def test_the_yaml_for_a_clone_runs(make_project: Callable[[], Path]) -> None:
     project = make_project()
-    blocks = dict(YAML_BLOCK.findall(README))
+    blocks = dict(YAML_BLOCK.findall(CLONE)[:2])
     assert set(blocks) == {"conf/local/globals.yml", "conf/local/parameters.yml"}
     for name, text in blocks.items():
         (project / name).write_text(text)
@@ -34,8 +64,7 @@ def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Calla
     )
     own = project / "models/my-sft"
     before = {path.name: path.read_bytes() for path in own.iterdir()}
-    lines = [json.dumps({"prompt": "the film " * count}) for count in range(1, 9)]
-    (project / "data/my_prompts.jsonl").write_text("\n".join(lines))
+    (project / "data/my_prompts.jsonl").write_text(LINES)
     small = "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,evaluation.iteration_prompts=4"
     finished = subprocess.run(
         [sys.executable, "-m", "kedro", "run", "--pipelines", "align", "--params", small],
@@ -46,22 +75,3 @@ def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Calla
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert (project / "data/08_reporting/report.html").is_file()
     assert {path.name: path.read_bytes() for path in own.iterdir()} == before, "a user's own model was changed"
-
-
-def test_the_ten_lines_of_python_train_and_save_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.move(save(tmp_path / "saved", tiny_model(max_position_embeddings=96)), tmp_path / "models" / "my-sft")
-    [script] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    fewer = script.replace("total_episodes=1_000", "total_episodes=128")
-    assert fewer != script
-    names: dict[str, Any] = {}
-    exec(compile(fewer, "README.md", "exec"), names)
-    assert len(names["trainer"].history) == 4
-    whole = replace(names["config"], total_episodes=1000)
-    assert whole.num_total_batches <= 100, "the example ends within two minutes"
-    assert (tmp_path / "my-policy" / "model.safetensors").is_file()
-
-
-def test_every_file_that_the_readme_links_to_is_there() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target

@@ -1,7 +1,7 @@
 """The tuning rules as one table: the metrics a rule reads, when it fires, what that means, and the setting to change.
 
-Rules stand in the order of their advice. docs/tuning.md gives the source of each threshold. A comparison with an
-unmeasured level (NaN) is False, so no rule fires on it.
+Rules stand in the order of their advice. docs/decisions/0019-advice-has-to-show-that-it-helps.md has the sources of
+the thresholds. A comparison with an unmeasured level (NaN) is False, so no rule fires on it.
 """
 
 from __future__ import annotations

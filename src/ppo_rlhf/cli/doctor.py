@@ -56,8 +56,8 @@ SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response
 def doctor(**options: Any) -> None:
     """Say what would stop or spoil a run with these options: versions, device, tracking store, settings, files, memory
     and disk; and how much memory PPO needs, phase by phase. No weights are read and nothing is written. The exit code
-    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted; docs/probes.md is about
-    --probe.
+    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted, and what --probe
+    trains.
     """
     problems = 0
     for found in diagnose(project_here(), **options):

@@ -242,8 +242,8 @@ class PPOConfig:
     """The same for the reward model."""
     rollout_engine: Literal["static", "hf", "vllm"] = "static"
     """static: decodes without padding and drops the sequences that have ended. hf: transformers' generate, which is
-    slower, checks the first, and decodes the architectures that need padding. vllm: vLLM, through TRL (docs/vllm.md);
-    it gets the policy's weights before each rollout, and draws by noise of its own."""
+    slower, checks the first, and decodes the architectures that need padding. vllm: vLLM, through TRL
+    (docs/scaling.md); it gets the policy's weights before each rollout, and draws by noise of its own."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """colocate: vLLM shares the GPU of each process. server: a program of its own, `vllm serve`."""
     vllm_server_base_url: str | None = None
@@ -282,7 +282,7 @@ class PPOConfig:
     """Where metrics go beside MLflow, comma-separated: transformers' integrations, such as tensorboard,wandb."""
     callbacks: str | None = None
     """`module:name` of a transformers TrainerCallback, or of a function that returns one; several are comma-separated
-    (docs/callbacks.md). PPOTrainer takes objects, too."""
+    (docs/trainer.md). PPOTrainer takes objects, too."""
     sample_interval: Count = 5
     """Iterations between samples: a table in MLflow, some responses token by token, and all of the iteration's
     completions in a file beside the checkpoints. The first and the last iteration are sampled, too."""

@@ -1,6 +1,6 @@
 """Transformers' TrainerCallbacks in PPO's loop, a user's and those that report to TensorBoard, W&B and others.
 
-Which events come when, and which flags act: docs/callbacks.md.
+Which events come when, and which flags act: docs/trainer.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What nodes refuse a model for, as far as its configuration and its tokenizer tell: no weights are read.
 
-What only weights tell is refused by the node that reads them (docs/troubleshooting.md says which is which).
+What only weights tell is refused by the node that reads them (docs/tuning.md says which is which).
 """
 
 from __future__ import annotations

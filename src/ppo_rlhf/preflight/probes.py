@@ -1,4 +1,4 @@
-"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds (docs/probes.md).
+"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds (docs/memory.md).
 
 Each probe trains a tiny model of the run's architecture by the loop of the run (`ppo.loop`), for a score of 0 or 1. It
 fails where code is broken, or where the settings do not let a reward be learnt.
@@ -120,7 +120,7 @@ PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
 ITERATIONS, CONSTANT_ITERATIONS = 50, 30
 SHARE, ENTROPY, CONTRAST, DRIFT, NEAR = 0.9, 0.7, 0.5, 0.3, 0.1
 """The least share of responses that are paid; nats of entropy at most; the share of what is paid that values must show;
-nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/probes.md); nats of KL
+nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/memory.md); nats of KL
 at most once a penalty has brought the policy back (from 0.4 to 4)."""
 SPREAD, AWAY = 0.08, 0.24
 """Standard deviation of a model's random weights, and of a reference's that the policy starts away from."""

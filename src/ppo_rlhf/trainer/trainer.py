@@ -93,7 +93,7 @@ class PPOTrainer:
                 or the directory of a stored critic. None follows `config.value_model`.
             evaluation_prompts: Held-out prompts, of the same kinds, for `evaluate()` and every `eval_interval`.
             judge: Decides who wins these: see `trainer.evaluation.take_held_out`; None takes the reward.
-            callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/callbacks.md), beside
+            callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/trainer.md), beside
                 `config.callbacks`.
 
         Raises:
