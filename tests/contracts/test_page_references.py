@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"`((?:\w+/)+\w+\.py)(?:::(\w+)(?:\.\w+)*)?`")
-DOTTED = re.compile(
-    r"`((?:advice|checkpoints|core|data|evaluation|models|ppo|rewards|studies|supervised)(?:\.\w+)+)(?<!\.py)`"
-)
+NOT_ROOMS = {"config", "datasets", "docs", "reporting", "starter", "trainer"}
+"""Folders whose names are also those of settings, libraries or objects."""
+ROOMS = {each.name for each in (ROOT / "src" / "ppo_rlhf").iterdir() if each.is_dir()} - NOT_ROOMS
+DOTTED = re.compile(rf"`((?:{'|'.join(sorted(ROOMS))})(?:\.\w+)+)(?<!\.py)`")
 ELSEWHERE = ("training/", "torch/", "examples/", "src/my_align/")
 """Beginnings of paths in other projects, and in a user's."""
 SETTINGS = ("reward.", "evaluation.", "data.raw_preferences.", "ppo.not_default")
