@@ -1,6 +1,7 @@
 """Critics: their first values, whose weights they copy, what a shared trunk shares, and value heads on disk."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ppo_rlhf.models.critic import Critic, SharedCritic, read_value_head
 from ppo_rlhf.models.directories import weight_files
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from tests.tiny_models import KINDS, composite_config, draw_weights, save, tiny_model, word_tokenizer
+from tests.tiny_models import KINDS, PAD, adapter_of, composite_config, draw_weights, save, tiny_model, word_tokenizer
 
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
 # the rows as in a rollout: padded before the prompt and after the response
@@ -208,6 +209,37 @@ def test_a_value_head_of_another_shape_is_refused(tmp_path, head):
     save_file(head, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"v_head\.summary\.weight"):
         read_value_head(weight_files(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["whole", "adapter"])
+def test_a_language_model_with_llama_factorys_value_head_scores_the_last_token(tmp_path, form):
+    """LLaMA-Factory: the head on the last layer's normed states, at the last token that is not padding."""
+    model = tiny_model()
+    folder = Path(save(tmp_path / "whole", model))
+    if form == "adapter":
+        model, folder = (
+            adapter_of(model, tmp_path / "adapter", str(folder), task_type="CAUSAL_LM"),
+            tmp_path / "adapter",
+        )
+    with pytest.raises(ModelError, match="a reward model is a sequence classifier"):
+        PretrainedHandle(str(folder)).reward_model()
+    before = PretrainedHandle(str(folder)).fingerprint()
+    save_file(HEAD, folder / "value_head.safetensors")
+    handle = PretrainedHandle(str(folder))
+    ids, mask = torch.tensor([[4, 7, 9, 5], [6, 8, PAD, PAD]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
+    expected = torch.stack([states[0, 3] @ HEAD[WEIGHT][0] + 0.5, states[1, 1] @ HEAD[WEIGHT][0] + 0.5])
+    assert_close(handle.reward_model()(ids, attention_mask=mask).logits[:, 0], expected, rtol=0.0, atol=1e-5)
+    assert handle.reward_model(torch.bfloat16).dtype == handle.reward_model(torch.bfloat16).score.weight.dtype
+    assert handle.fingerprint() != before
+    assert torch.equal(handle.value_head().weight, HEAD[WEIGHT])  # of a policy it is where the critic starts
+
+
+def test_a_value_head_of_another_models_width_is_refused(tmp_path):
+    save(tmp_path, tiny_model())
+    save_file({WEIGHT: torch.zeros(1, 8), BIAS: torch.zeros(1)}, tmp_path / "value_head.safetensors")
+    with pytest.raises(ModelError, match=r"value_head\.safetensors: this head reads 8 values, .* have 16"):
+        PretrainedHandle(str(tmp_path)).reward_model()
 
 
 @pytest.mark.parametrize("kind", KINDS)

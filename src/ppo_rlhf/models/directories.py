@@ -29,6 +29,8 @@ MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
 """Beside an adapter that was trained on 4-bit weights."""
+VALUE_HEAD_FILE = "value_head.safetensors"
+"""LLaMA-Factory's name for a value head beside a language model or an adapter."""
 _PATIENCE_S = 10.0  # for the hub's first answer
 
 
@@ -72,18 +74,19 @@ def is_adapter(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a model's weights, whether or not they exist.
+    """Return the files that hold a model's weights, whether or not they exist, and a value head's beside them.
 
     Raises:
         ModelError: The index of the shards cannot be read.
     """
+    head = [folder / VALUE_HEAD_FILE] if (folder / VALUE_HEAD_FILE).is_file() else []
     if is_adapter(folder):
-        return [folder / ADAPTER_WEIGHTS]
+        return [folder / ADAPTER_WEIGHTS, *head]
     whole, index = folder / WEIGHTS, folder / WEIGHTS_INDEX
     if whole.is_file() or not index.is_file():  # transformers reads no index beside the one file
-        return [whole]
+        return [whole, *head]
     try:
-        return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()}) + head
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
 

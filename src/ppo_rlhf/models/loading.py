@@ -36,6 +36,7 @@ from ppo_rlhf.models.directories import (
     ADAPTER_QUANTISATION,
     ADAPTER_WEIGHTS,
     CONFIG,
+    VALUE_HEAD_FILE,
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
@@ -48,11 +49,12 @@ from ppo_rlhf.models.directories import (
     weight_files,
     why_unreadable,
 )
+from ppo_rlhf.models.forward import width_of_states
 from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
-from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
+from ppo_rlhf.models.reward_model import CausalLMRewardModel, why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
 from ppo_rlhf.models.tokenizers import (
     check_vocabulary,
@@ -223,19 +225,25 @@ class PretrainedHandle:
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
 
-        One with `score_mean` in its configuration is ours: its scores have that mean taken off.
+        One with `score_mean` in its configuration is ours: its scores have that mean taken off. A language model with
+        LLaMA-Factory's value head beside it becomes ours: that head scores the last token.
 
         Raises:
             ModelError: As `causal_lm`, or the model does not have exactly one label.
         """
         self.check_reward_model()
+        if (file := self._head_beside()) is not None:
+            head, model = cast(nn.Linear, read_value_head([file])), self.causal_lm(dtype)
+            if head.in_features != (width := width_of_states(model.config)):
+                raise ModelError(f"{file}: this head reads {head.in_features} values, the model's states have {width}.")
+            return self._named(CausalLMRewardModel.from_parts(cast(PreTrainedModel, model.base_model), head.to(dtype)))
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)  # whatever its file says
         model = with_mean(self._model("reward model", load, dtype))
         ensure_pad_id(model, self.tokenizer())
         return model
 
     def value_head(self) -> nn.Linear | None:
-        """Return the value head among the model's weights (TRL's `v_head.*`), None if there is none.
+        """Return the value head among the model's weights (TRL's `v_head.*`) or beside them, None if there is none.
 
         For a hub id only the cache is searched: load the model first.
 
@@ -243,7 +251,8 @@ class PretrainedHandle:
             ModelError: The directory cannot be used, or the value head is not a linear layer with one output.
         """
         check_model_directory(self.source)
-        file = self._file(WEIGHTS, local_files_only=True) or self._file(WEIGHTS_INDEX, local_files_only=True)
+        names = (ADAPTER_WEIGHTS,) if self.base else (WEIGHTS, WEIGHTS_INDEX)
+        file = next(filter(None, (self._file(name, local_files_only=True) for name in names)), None)
         return None if file is None else read_value_head(weight_files(file.parent))
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
@@ -251,12 +260,19 @@ class PretrainedHandle:
 
         The error says `what` it is to be (a stored critic has the form of a reward model), and what stage trains one.
         """
-        config = self.config()
-        if why := why_no_reward_model(next(iter(config.architectures or ()), None), config):
+        if (why := self._why_no_classifier()) and self._head_beside() is None:
             raise ModelError(
                 f"{self.source}: a {what} is a sequence classifier with num_labels=1, {why}. Give such a model, or "
                 f"train one ({stage})."
             )
+
+    def _why_no_classifier(self) -> str | None:
+        config = self.config()
+        return why_no_reward_model(next(iter(config.architectures or ()), None), config)
+
+    def _head_beside(self) -> Path | None:
+        """Return the file of a value head beside a language model, with which LLaMA-Factory makes it a reward model."""
+        return self._file(VALUE_HEAD_FILE) if self._why_no_classifier() else None
 
     def check_causal_lm(self) -> None:
         """Raise `ModelError` unless the model is a causal language model whose weights are not in 4 or 8 bits."""
