@@ -1,6 +1,7 @@
-"""Configurations of TRL, converted to this project's parameters."""
+"""Configurations of TRL, LLaMA-Factory and ms-swift, converted to this project's parameters."""
 
 from ppo_rlhf.compat.conversion import Conversion
+from ppo_rlhf.compat.llamafactory import from_llamafactory
 from ppo_rlhf.compat.trl import from_trl
 
-__all__ = ["Conversion", "from_trl"]
+__all__ = ["Conversion", "from_llamafactory", "from_trl"]

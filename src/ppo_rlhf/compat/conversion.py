@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import nearest
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.supervised.optimisation import OptimisationConfig
 
 TO_FILL_IN = {
     "sft_model_path": "your SFT model, a directory or hub id",
@@ -22,7 +23,21 @@ TO_FILL_IN = {
     "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
 """Globals of a person's own, without which a run cannot start."""
-_GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}
+TABLES = {"prompts_path": "prompts", "demonstrations_path": "demonstrations", "preferences_path": "preferences"}
+"""Globals that name a table, and what is in it."""
+_GLOBALS: dict[str, Any] = {
+    "seed": Annotated[int, Field(ge=0)],
+    **dict.fromkeys(("base_model_path", *TO_FILL_IN, *TABLES), str),
+    "trust_remote_code": bool,
+    "chat_template_kwargs": dict[str, Any],
+    "reward_components": list[dict[str, Any]],
+}
+_GROUPS: dict[str, type[Any]] = {
+    "ppo": PPOConfig,
+    # what both have in common is all that another library's supervised training has settings for
+    "supervised_finetuning": OptimisationConfig,
+    "reward_modelling": OptimisationConfig,
+}
 _FINITE = ConfigDict(allow_inf_nan=False)
 _AS_IT_IS = object()
 
@@ -35,6 +50,7 @@ class Conversion:
         given: The settings that were given.
         origins: The settings that each parameter comes from, by dotted name (`ppo.kl_coef`, `seed`).
         remarks: Differences from a run of the source, one or two sentences each.
+        tables: Rows that are to be written to a file each, by the global that names it.
     """
 
     def __init__(
@@ -43,15 +59,18 @@ class Conversion:
         given: Mapping[str, Any],
         renamed: Mapping[str, tuple[str, Any]],
         derived: Mapping[str, Any],
+        to_fill_in: Iterable[str] = TO_FILL_IN,
     ) -> None:
         """Carry over the settings that become one parameter each: `renamed` has the parameter and the default of each.
 
-        `derived` are the defaults of settings that the caller carries over.
+        `derived` are the defaults of settings that the caller carries over; `to_fill_in` are globals that a run needs.
         """
         self.source = source
         self.given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
         self.origins: dict[str, str] = {}
         self.remarks: list[str] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self._to_fill_in = tuple(to_fill_in)
         self._defaults = {**{name: default for name, (_, default) in renamed.items()}, **derived}
         self._values: dict[str, Any] = {}
         self._carried: set[str] = set()
@@ -62,9 +81,7 @@ class Conversion:
     @property
     def parameters(self) -> dict[str, Any]:
         """The parameters, nested as `--params` takes them: a mapping is a group, anything else a global."""
-        names = [f"ppo.{each.name}" for each in fields(PPOConfig)]
-        group = {name.removeprefix("ppo."): self._values[name] for name in names if name in self._values}
-        return {"ppo": group} | self.globals
+        return {group: values for group in _GROUPS if (values := self._group(group))} | self.globals
 
     @property
     def globals(self) -> dict[str, Any]:
@@ -79,7 +96,12 @@ class Conversion:
     @property
     def missing(self) -> list[str]:
         """The globals that the source does not name and that have to be filled in."""
-        return [name for name in TO_FILL_IN if name not in self._values]
+        given = {*self._values, *(("reward_model_path",) if "reward_components" in self._values else ())}
+        return [name for name in self._to_fill_in if name not in given]
+
+    def _group(self, group: str) -> dict[str, Any]:
+        named = {each.name: f"{group}.{each.name}" for each in fields(_GROUPS[group])}
+        return {name: self._values[dotted] for name, dotted in named.items() if dotted in self._values}
 
     def ppo_config(self, **changes: Any) -> PPOConfig:
         """Return the settings as a PPOConfig, with the globals that are fields of it, and `changes` on top.
@@ -93,12 +115,20 @@ class Conversion:
 
     def parameters_text(self) -> str:
         """Return parameters.yml: each value with the setting that it comes from."""
-        return self._file(["ppo:", *(f"  {self._line(name, 'ppo.')}" for name in self.parameters["ppo"])])
+        return _file([self], self._parameter_lines())
 
     def globals_text(self) -> str:
         """Return globals.yml in the same form; what is missing is null, with a comment that says what to fill in."""
+        return _file([self], self._global_lines())
+
+    def _parameter_lines(self) -> list[str]:
+        groups = {group: values for group in _GROUPS if (values := self._group(group))}
+        named = {group: [f"  {self._line(name, f'{group}.')}" for name in values] for group, values in groups.items()}
+        return [line for group, lines in named.items() for line in (f"{group}:", *lines)]
+
+    def _global_lines(self) -> list[str]:
         missing = [f"{name}: null # FILL IN: {TO_FILL_IN[name]}" for name in self.missing]
-        return self._file([*map(self._line, self.globals), *missing])
+        return [*map(self._line, self.globals), *missing]
 
     def __getitem__(self, setting: str) -> Any:
         """Return a setting as it was given, else its default in the source."""
@@ -139,6 +169,10 @@ class Conversion:
             if otherwise is not None:
                 self.write(target, otherwise, default)
 
+    def carry_over(self, *settings: str) -> None:
+        """Count settings as carried over whose effect another setting, or a table, has."""
+        self._carried.update(name for name in settings if name in self.given)
+
     def leave(self, reason: str, *settings: str) -> None:
         """List those of the settings that were given as not carried over."""
         self._reasons |= {name: reason for name in settings if name in self.given}
@@ -149,8 +183,8 @@ class Conversion:
         The keys of `reasons` are names of settings, separated by blanks, with `*` as in fnmatch.
         """
         for setting in self.given.keys() - self._carried - self._reasons.keys():
-            found = (why for names, why in reasons.items() for name in names.split() if fnmatchcase(setting, name))
-            reason = "it has no effect with the other settings" if setting in self._defaults else next(found, "")
+            known = setting in self._defaults
+            reason = "it has no effect with the other settings" if known else _reason(setting, tuple(reasons.items()))
             if not reason:
                 near = nearest(setting, self._defaults)
                 reason = f"{self.source} has no such setting, or nothing here corresponds to it"
@@ -159,23 +193,47 @@ class Conversion:
         self.remarks += remarks
         return self
 
-    def _file(self, lines: list[str]) -> str:
-        heading = (
-            f"# Written by `kedro convert-config` from {self.source}. The comment beside a value is the setting it",
-            "# comes from. Defaults of the source are written too: otherwise those of conf/base would apply.",
-        )
-        return "\n".join([*heading, *lines]) + "\n"
-
     def _line(self, name: str, group: str = "") -> str:
         text = yaml.safe_dump(self._values[group + name], default_flow_style=True, width=10_000)
         text = text.removesuffix("\n").removesuffix("\n...")
         return f"{name}: {text} # {self.origins[group + name]}"
 
 
+def texts_of(conversions: Sequence[Conversion]) -> tuple[str, str]:
+    """Return parameters.yml and globals.yml of one run's stages, each of which was converted by itself.
+
+    Raises:
+        ConfigError: Two stages set a global to two values.
+    """
+    shared: dict[str, str] = {}
+    for line in (line for each in conversions for line in each._global_lines()):
+        name = line.partition(":")[0]
+        if shared.setdefault(name, line).partition(" # ")[0] != line.partition(" # ")[0]:
+            raise ConfigError(f"{name} counts for all stages, and the files set it to two values. Give it one.")
+    parameters = [line for each in conversions for line in each._parameter_lines()]
+    return _file(conversions, parameters), _file(conversions, list(shared.values()))
+
+
+def _file(conversions: Sequence[Conversion], lines: list[str]) -> str:
+    sources = " and ".join(each.source for each in conversions)
+    heading = (
+        f"# Written by `kedro convert-config` from {sources}. The comment beside a value is the setting it",
+        "# comes from. Defaults of the source are written too: otherwise those of conf/base would apply.",
+    )
+    return "\n".join([*heading, *lines]) + "\n"
+
+
+@functools.cache
+def _reason(setting: str, reasons: tuple[tuple[str, str], ...]) -> str:
+    """Return the first reason with a pattern that fits; empty if there is none."""
+    found = (why for names, why in reasons for name in names.split() if fnmatchcase(setting, name))
+    return next(found, "")
+
+
 @functools.cache
 def _adapter(target: str) -> TypeAdapter[Any]:
     group, _, name = target.rpartition(".")
-    hints = get_type_hints(PPOConfig, include_extras=True) if group else _GLOBALS
+    hints = get_type_hints(_GROUPS[group], include_extras=True) if group else _GLOBALS
     return TypeAdapter(hints[name], config=_FINITE)
 
 

@@ -1,0 +1,367 @@
+"""Configurations of LLaMA-Factory: its stages ppo, sft and rm, and the tables that dataset_info.json describes.
+
+Names, defaults and what they do are those of LlamaFactory at commit ff6d4d12 (August 2026): `hparams`, `train/ppo`. Its
+PPO runs on trl 0.8.6 to 0.9.6, whose PPOConfig has the defaults of what it does not set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf.compat import arguments
+from ppo_rlhf.compat.conversion import TO_FILL_IN, Conversion
+from ppo_rlhf.compat.rows import INFO, Rows, Table
+from ppo_rlhf.core.errors import ConfigError, in_one_line
+
+STAGES = {"ppo": "prompts_path", "sft": "demonstrations_path", "rm": "preferences_path"}
+"""The stages that are converted, and the global that names the data of each."""
+PPO = {
+    "ppo_epochs": ("ppo.num_ppo_epochs", 4),
+    "ppo_whiten_rewards": ("ppo.whiten_rewards", False),
+    "per_device_train_batch_size": ("ppo.per_device_train_batch_size", 8),
+    "learning_rate": ("ppo.learning_rate", 5e-5),
+    "lr_scheduler_type": ("ppo.lr_scheduler_type", "linear"),
+    "weight_decay": ("ppo.weight_decay", 0.0),
+    "adam_beta1": ("ppo.adam_beta1", 0.9),
+    "adam_beta2": ("ppo.adam_beta2", 0.999),
+    "adam_epsilon": ("ppo.adam_epsilon", 1e-8),
+    "max_grad_norm": ("ppo.max_grad_norm", 1.0),
+    "ppo_target": ("ppo.kl_target", 6.0),
+    "temperature": ("ppo.temperature", 0.95),
+    "top_p": ("ppo.top_p", 0.7),
+    "top_k": ("ppo.top_k", 50),
+    "seed": ("seed", 42),
+}
+PPO_ALWAYS = {  # trl's, which LLaMA-Factory leaves as they are
+    **{"kl_coef": 0.2, "kl_controller": "adaptive", "kl_horizon": 10_000, "kl_estimator": "k1", "kl_in": "reward"},
+    **{"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95},
+    **{"target_kl": None, "reward_clip": None, "whiten_advantages": True, "missing_eos_penalty": None},
+    "value_model": "shared",  # a value head on the policy, also with LoRA
+    "value_learning_rate": None,  # one optimiser for policy and value head
+    "stop_token": "eos",
+}
+SUPERVISED = {  # of stages sft and rm
+    "num_train_epochs": 3.0,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+}
+_COMMON = {  # defaults of settings that are worked out below
+    **{"stage": "sft", "num_train_epochs": 3.0, "max_steps": -1, "warmup_steps": 0, "warmup_ratio": None},
+    **{"bf16": False, "fp16": False, "pure_bf16": False, "use_cpu": False, "disable_gradient_checkpointing": False},
+    **{"model_name_or_path": None, "adapter_name_or_path": None, "model_revision": "main", "create_new_adapter": False},
+    **{"dataset": None, "dataset_dir": "data", "max_samples": None, "default_system": None, "enable_thinking": None},
+    "trust_remote_code": None,
+}
+_TRAINED = {"sft": "sft_model_path", "rm": "reward_model_path"}
+_POLICY = ("model_name_or_path", "adapter_name_or_path", "model_revision", "create_new_adapter")
+_REWARD = ("reward_model", "reward_model_type", "reward_model_adapters")
+_PPO_DERIVED = {
+    **dict.fromkeys(arguments.IF_GIVEN),
+    **{"gradient_accumulation_steps": 1, "ppo_buffer_size": 1, "ppo_score_norm": False},
+    **{"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": None, "lora_target": "all", "quantization_bit": None},
+    **{"max_new_tokens": 1024, "max_length": 1024},
+    **{"reward_model": None, "reward_model_type": "lora", "reward_model_adapters": None},
+}
+_LEFT = {
+    "template": "chats are rendered by the tokenizer's own chat template; LLaMA-Factory writes its template into the "
+    "tokenizers that it saves, so compare with that of the model you started from",
+    "save_total_limit": "LLaMA-Factory's PPO keeps every checkpoint; ppo.save_total_limit says how many stay here",
+    "tool_format preserve_thinking": "the tokenizer's chat template says it; see chat_template_kwargs in globals.yml",
+    "cutoff_len": "prompts are not cut; ppo.overlong_prompts says what to do with those that leave no room for a "
+    "response in the model's context",
+    "mix_strategy interleave_probs": "tables stand one after the other, and prompts are drawn at random",
+    "train_on_prompt mask_history": "supervised_finetuning.assistant_only_loss says what is learnt",
+    "ref_model*": "the reference is the policy as it starts; start from that model, or merge it in",
+    "reward_model_quantization_bit": "the reward model keeps ppo.dtype",
+    "quantization_* double_quantization": "4-bit weights are always NF4 by bitsandbytes, doubly quantised",
+    "gradient_checkpointing": "LLaMA-Factory's PPO does not read it; disable_gradient_checkpointing counts",
+    "pref_* dpo_* kto_* simpo_* ld_alpha use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*": "it is for other "
+    "stages",
+    "adapter_folder cache_dir use_fast_tokenizer resize_vocab split_special_tokens add_tokens add_special_tokens "
+    "new_special_tokens_config init_special_tokens rope_scaling moe_aux_loss_coef mixture_of_depths "
+    "train_from_scratch low_cpu_mem_usage offload_folder": "models and tokenizers are loaded as they were saved; "
+    "change them before",
+    "skip_special_tokens infer_* vllm_* sglang_* export_* kt_* use_kt fp8* bf16_* fp16_* half_precision_backend "
+    "use_mca use_megatron_bridge use_hyper_parallel hyper_parallel_*": "it has no use here",
+    "compute_accuracy neftune_noise_alpha label_smoothing_factor torch_empty_cache_steps batch_eval_metrics "
+    "jit_mode_eval skip_memory_metrics debug use_ipex past_index torchdynamo": "it has no use here",
+}
+LEFT = _LEFT | arguments.LEFT
+SUPERVISED_LEFT = {
+    "ppo_* reward_model* temperature top_p top_k max_length max_new_tokens": "it is for stage ppo",
+    "adam_*": "AdamW has transformers' defaults",
+    "optim report_to full_determinism torch_compile save_steps quantization_bit": "SFT and reward training do not "
+    "have it here",
+    **LEFT,
+}
+PPO_REMARK = (
+    "LLaMA-Factory samples at temperature, but its log-probabilities, KL and entropy are those of temperature 1; here "
+    "they are those of the tempered policy."
+)
+
+
+def from_llamafactory(
+    settings: Mapping[str, Any],
+    *,
+    num_prompts: int | None = None,
+    folders: Sequence[Path] = (),
+    beside: Collection[str] = (),
+) -> Conversion:
+    """Convert the settings of one stage of LLaMA-Factory to this project's parameters.
+
+    Args:
+        settings: The content of a file that `llamafactory-cli train` takes, of `stage: ppo`, `sft` or `rm`.
+        num_prompts: Rows of the training data, if they cannot be counted; training is counted in passes over them.
+        folders: Where relative paths of models and of `dataset_dir` are looked for, in this order. Without folders the
+            tables are not read.
+        beside: Stages that are converted, too: what they train, PPO starts from.
+
+    Raises:
+        ConfigError: Another stage; or an entry of dataset_info.json that LLaMA-Factory refuses too, or that has images.
+        DataError: A table cannot be loaded.
+    """
+    stage = settings.get("stage", "sft")
+    if stage not in STAGES:
+        raise ConfigError(
+            f"LLaMA-Factory: stage={stage!r} has no counterpart: this project trains a policy by PPO with a critic. Of "
+            f"LLaMA-Factory's stages {', '.join(STAGES)} are converted."
+        )
+    given = arguments.normalised(settings)
+    for name in ("model_name_or_path", "adapter_name_or_path", "reward_model", "reward_model_adapters"):
+        if name in given:
+            given[name] = arguments.located(given[name], folders)
+    if stage == "ppo":
+        return _ppo(given, num_prompts, folders, beside)
+    return _supervised(given, stage, folders)
+
+
+def _ppo(
+    settings: Mapping[str, Any], num_prompts: int | None, folders: Sequence[Path], beside: Collection[str]
+) -> Conversion:
+    trained = {_TRAINED[each] for each in beside if each in _TRAINED}
+    to_fill_in = [name for name in TO_FILL_IN if name not in trained]
+    c = Conversion("LLaMA-Factory's stage ppo", settings, PPO, _COMMON | _PPO_DERIVED, to_fill_in)
+    c.carry_over("stage")
+    if "sft" in beside:
+        c.leave("PPO starts from what stage sft trains", *_POLICY)
+    else:
+        _carry_policy(c)
+    if "rm" in beside:
+        c.leave("the reward is what stage rm trains", *_REWARD)
+    else:
+        _carry_reward(c)
+    _carry_lora(c, has_adapter="sft" not in beside and bool(_names(c["adapter_name_or_path"])))
+    arguments.carry_always(c, PPO_ALWAYS)
+    arguments.carry_given(c, arguments.IF_GIVEN)
+    rows = _carry_tables(c, "ppo", folders)
+    _carry_sizes(c, num_prompts if rows is None else len(rows))
+    c.carry("ppo.reward_normalisation", "ppo_score_norm", value="running" if c.flag("ppo_score_norm") else "none")
+    if c.checked("max_new_tokens", int) > 0:
+        c.carry("ppo.response_length", "max_new_tokens")
+    else:
+        c.leave("max_length counts the prompt too: give max_new_tokens", "max_new_tokens", "max_length")
+        c.write("ppo.response_length", 1024, "default of max_new_tokens")
+    half = [name for name in ("bf16", "pure_bf16", "fp16") if c.flag(name)]
+    dtype = "float32" if not half else "float16" if half == ["fp16"] else "bfloat16"
+    c.carry("ppo.dtype", "bf16", "fp16", "pure_bf16", value=dtype)
+    c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+    c.carry(
+        "ppo.gradient_checkpointing",
+        "disable_gradient_checkpointing",
+        value=not c.flag("disable_gradient_checkpointing"),
+    )
+    if c["enable_thinking"] is not None:
+        value = {"enable_thinking": c.flag("enable_thinking")}
+        c.carry("chat_template_kwargs", "enable_thinking", value=value)
+    return c.finish(LEFT, PPO_REMARK, arguments.PROCESSES)
+
+
+def _carry_sizes(c: Conversion, rows: int | None) -> None:
+    """Carry over the batch sizes, the number of responses and the warm-up.
+
+    LLaMA-Factory: an iteration has per_device_train_batch_size x gradient_accumulation_steps x ppo_buffer_size
+    responses, and an optimiser step the first two. A pass over the prompts leaves out what does not fill an iteration.
+    """
+    size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps") * c.count("ppo_buffer_size")
+    accumulated = c.count("gradient_accumulation_steps") * c.count("ppo_buffer_size")
+    c.carry("ppo.gradient_accumulation_steps", "gradient_accumulation_steps", "ppo_buffer_size", value=accumulated)
+    c.carry("ppo.num_mini_batches", "ppo_buffer_size")
+    iterations = None
+    if (steps := c.checked("max_steps", int)) > 0:
+        iterations = steps
+    elif rows is not None:
+        iterations = arguments.batches(rows, size, arguments.epochs(c), keeps_rest=False)
+        if not iterations:
+            raise ConfigError(
+                f"{c.source}: {rows} prompts do not fill one iteration of {size} responses, so LLaMA-Factory takes no "
+                "step; lower per_device_train_batch_size, gradient_accumulation_steps or ppo_buffer_size."
+            )
+    if iterations is not None:
+        settings = ("max_steps",) if steps > 0 else ("num_train_epochs", "max_steps")
+        c.carry("ppo.total_episodes", *settings, value=iterations * size)
+    else:
+        why = "it counts passes over the prompts: give their number (--prompts), or max_steps"
+        c.leave(why, "num_train_epochs", "max_steps")
+        if "num_train_epochs" not in c.given:
+            c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+    arguments.carry_warmup(c, iterations)
+
+
+def _carry_policy(c: Conversion) -> None:
+    """Carry over the model that PPO starts from."""
+    adapters = _names(c["adapter_name_or_path"])
+    if len(adapters) == 1:
+        c.carry("sft_model_path", "adapter_name_or_path", value=adapters[0])
+        c.leave("the adapter names its base itself", "model_name_or_path", "model_revision")
+    elif adapters:
+        why = "several adapters: merge them (llamafactory-cli export), and give the merged model as sft_model_path"
+        c.leave(why, "adapter_name_or_path", "model_name_or_path", "model_revision")
+    elif c["model_name_or_path"] is not None:
+        _carry_model(c, "sft_model_path")
+    c.leave("a given adapter is merged, and a new one trained", "create_new_adapter")
+    if adapters and not c.flag("create_new_adapter"):
+        c.remarks.append(
+            "LLaMA-Factory goes on training the given adapter, and its reference is the model without it; here the "
+            "adapter is merged into the policy that training and the reference start from, and a new one is trained."
+        )
+
+
+def _carry_lora(c: Conversion, *, has_adapter: bool) -> None:
+    """Carry over LoRA and the quantisation."""
+    lora = {"lora": True, "full": False}.get(c["finetuning_type"], c["finetuning_type"])
+    c.carry("ppo.use_peft", "finetuning_type", value=lora, otherwise=True)
+    if lora is False:
+        return
+    rank = c.count("lora_rank")
+    c.carry("ppo.lora_r", "lora_rank")
+    alpha = 2 * rank if c["lora_alpha"] in (None, 0) else c["lora_alpha"]
+    c.carry("ppo.lora_alpha", "lora_alpha", "lora_rank", value=alpha, otherwise=2 * rank)
+    target = ",".join(_names(c["lora_target"]))
+    target = "all-linear" if target == "all" else target
+    c.carry("ppo.lora_target_modules", "lora_target", value=target, otherwise="all-linear")
+    bits = c["quantization_bit"]
+    if bits is not None and (has_adapter or str(bits) != "4"):
+        why = "an adapter is merged into whole weights" if has_adapter else "quantised weights have 4 bits"
+        c.leave(why, "quantization_bit")
+        c.write("ppo.load_in_4bit", False, "quantization_bit")
+    else:
+        c.carry("ppo.load_in_4bit", "quantization_bit", value=bits is not None)
+
+
+def _carry_reward(c: Conversion) -> None:
+    """Carry over the reward model: a model or an adapter with LLaMA-Factory's value head, or a server."""
+    kind, place = c["reward_model_type"], c["reward_model"]
+    if kind not in ("lora", "full", "api"):
+        c.leave("it is lora, full or api", "reward_model_type", "reward_model")
+    elif place is None:
+        return
+    elif kind == "api":
+        value = [{"type": "function", "function": "reward_server:score"}]
+        c.carry("reward_components", "reward_model_type", "reward_model", value=value)
+        c.remarks.append(
+            f"The reward is asked from {place} by a function that you put into reward_server.py: docs/converting.md, "
+            "section LLaMA-Factory, has it."
+        )
+    elif kind == "full" and len(adapters := _names(c["reward_model_adapters"])) == 1:
+        c.carry("reward_model_path", "reward_model_adapters", "reward_model_type", value=adapters[0])
+        c.leave("the adapter names its base itself", "reward_model")
+    elif kind == "full" and adapters:
+        c.leave("several adapters: merge them and give the merged model", "reward_model_adapters", "reward_model")
+    else:
+        c.carry("reward_model_path", "reward_model")
+        c.leave("both kinds are read alike, with value_head.safetensors beside the weights", "reward_model_type")
+
+
+def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]) -> Conversion:
+    group = {"sft": "supervised_finetuning", "rm": "reward_modelling"}[stage]
+    renamed = {name: (f"{group}.{name}", default) for name, default in SUPERVISED.items()}
+    renamed |= {"cutoff_len": (f"{group}.max_length", 2048), "logging_steps": (f"{group}.logging_steps", 500)}
+    c = Conversion(f"LLaMA-Factory's stage {stage}", settings, renamed, _COMMON, to_fill_in=())
+    c.carry_over("stage")
+    arguments.carry_given(c, {"trust_remote_code": "trust_remote_code"})
+    rows = _carry_tables(c, stage, folders)
+    if (steps := c.checked("max_steps", int)) > 0:
+        c.carry(f"{group}.max_steps", "max_steps")
+    elif rows is not None:
+        size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
+        steps = arguments.batches(len(rows), size, arguments.epochs(c), keeps_rest=True)
+    arguments.carry_warmup(c, steps if steps > 0 else None, f"{group}.warmup_ratio")
+    c.carry(f"{group}.bf16", "bf16", "pure_bf16", value=c.flag("bf16") or c.flag("pure_bf16"))
+    c.carry(
+        f"{group}.gradient_checkpointing",
+        "disable_gradient_checkpointing",
+        value=not c.flag("disable_gradient_checkpointing"),
+    )
+    c.carry(f"{group}.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+    c.write(f"{group}.group_by_length", False, "always so in the source")
+    if stage == "sft" and c["model_name_or_path"] is not None:
+        _carry_model(c, "base_model_path")
+    why = "all weights are trained here; where they do not fit, give PPO a model that LLaMA-Factory trained"
+    c.leave(why, "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "quantization_bit")
+    start = {"sft": "base_model_path of globals.yml", "rm": "the SFT policy"}[stage]
+    c.leave(f"it starts from {start}", "adapter_name_or_path", *(("model_name_or_path",) if stage == "rm" else ()))
+    c.leave("one seed counts for all stages, that of globals.yml", "seed")
+    return c.finish(SUPERVISED_LEFT)
+
+
+def _carry_model(c: Conversion, target: str) -> None:
+    place, revision = c["model_name_or_path"], c["model_revision"]
+    if revision in (None, "main"):
+        c.carry(target, "model_name_or_path", "model_revision", value=place)
+    elif Path(str(place)).exists():
+        c.carry(target, "model_name_or_path")
+        c.leave("a directory has no revision", "model_revision")
+    else:
+        c.carry(target, "model_name_or_path", "model_revision", value=f"{place}@{revision}")
+
+
+def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> Rows | None:
+    """Read the tables that a stage names; None if they cannot be found."""
+    names, settings = _names(c["dataset"]), ("dataset", "dataset_dir", "max_samples", "default_system")
+    if not names:
+        return None
+    files = [folder / str(c["dataset_dir"]) / INFO for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        c.leave(f"there is no {c['dataset_dir']}/{INFO} here or above the source: set {STAGES[stage]}", *settings)
+        return None
+    try:
+        info = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {in_one_line(error)}.") from None
+    maximum = None if c["max_samples"] is None else c.count("max_samples")
+    rows: Rows = []
+    for name in names:
+        if name not in info:
+            raise ConfigError(f"{file} has no table {name}. It has {', '.join(sorted(info)[:20])}.")
+        if (source := _source_of(info[name], file.parent)) is None:
+            c.leave(f"the table {name} is neither a file nor on Hugging Face's hub: set {STAGES[stage]}", *settings)
+            return None
+        rows += Table(name, source, info[name]).read(stage, maximum=maximum, system=c["default_system"])
+        if info[name].get("num_samples") is not None:
+            c.remarks.append(f"Of {name} the first num_samples rows are taken; LLaMA-Factory draws them at random.")
+    c.tables[STAGES[stage]] = rows
+    c.carry_over(*settings)
+    return rows
+
+
+def _source_of(entry: Mapping[str, Any], folder: Path) -> str | None:
+    if "hf_hub_url" in entry:
+        subset, split = entry.get("subset"), entry.get("split", "train")
+        return f"{entry['hf_hub_url']}{f'#{subset}' if subset else ''}:{split}" if not entry.get("folder") else None
+    if "file_name" in entry and not entry.keys() & {"ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}:
+        return str(folder / entry["file_name"])
+    return None
+
+
+def _names(value: Any) -> list[str]:
+    """Return names that are separated by commas, or a list of them."""
+    parts = value.split(",") if isinstance(value, str) else value or []
+    return [str(part).strip() for part in parts if str(part).strip()]

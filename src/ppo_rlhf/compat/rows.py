@@ -1,0 +1,123 @@
+"""Tables of LLaMA-Factory's dataset_info.json as this project reads them: chats under the names of its own columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.sources import load_table
+
+Row = Mapping[str, Any]
+Chat = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
+INFO = "dataset_info.json"
+
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+SHAREGPT = {"messages": "conversations"}
+"""What the columns are called where an entry has no `columns`; one that has names all that are read."""
+TAGS = {
+    **{"role_tag": "from", "content_tag": "value", "system_tag": "system"},
+    **{"user_tag": "human", "assistant_tag": "gpt"},
+    **{"observation_tag": "observation", "function_tag": "function_call"},
+}
+"""Keys and roles of a chat's messages where an entry has no `tags`."""
+_FORMS = {"alpaca": ALPACA, "sharegpt": SHAREGPT, "openai": SHAREGPT}
+_ROLES = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "function_call"}
+_KEYS = {
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name"),
+    *("formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags"),
+}
+_UNREAD = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True)
+class Table:
+    """An entry of dataset_info.json: where a table is, and what its columns, and the keys of its chats, are called."""
+
+    name: str
+    source: str  # a file, or a name on the hub, as `load_table` takes it
+    info: Mapping[str, Any]
+
+    @property
+    def is_ranking(self) -> bool:
+        """Whether each row has a chosen and a rejected answer."""
+        return bool(self.info.get("ranking"))
+
+    def read(self, stage: str, *, maximum: int | None = None, system: str | None = None) -> Rows:
+        """Return the rows for a stage: `ppo` (prompts), `sft` (demonstrations) or `rm` (preferences).
+
+        Rows whose roles do not alternate are left out, as LLaMA-Factory leaves them out. `system` is the system message
+        of rows without one.
+
+        Raises:
+            ConfigError: The entry cannot be read, or its table is for another stage.
+            DataError: The table cannot be loaded.
+        """
+        form = self.info.get("formatting", "alpaca")
+        if form not in _FORMS or (unknown := self.info.keys() - _KEYS):
+            what = f"formatting={form!r}" if form not in _FORMS else f"the key {min(unknown)!r}"
+            raise ConfigError(f"{INFO}: {self.name}: LLaMA-Factory does not know {what}.")
+        if self.is_ranking != (stage == "rm"):
+            needs = "a ranking table, which this is not" if stage == "rm" else "no ranking table, which this is"
+            raise ConfigError(f"{INFO}: {self.name}: stage {stage} takes {needs}.")
+        columns = {key: name for key, name in self.info.get("columns", _FORMS[form]).items() if name}
+        if media := [key for key in _UNREAD if key in columns]:
+            raise ConfigError(f"{INFO}: {self.name} has {media[0]}, but only text is read. Leave this table out.")
+        table = load_table(self.source)
+        if missing := sorted(set(columns.values()) - set(table.column_names)):
+            raise ConfigError(f"{INFO}: {self.name}: {self.source} has no column {missing[0]}.")
+        limits = [number for number in (self.info.get("num_samples"), maximum) if number is not None]
+        convert, rows = self._alpaca if form == "alpaca" else self._chat, []
+        for row in table.select(range(min([len(table), *limits]))):
+            cells = {key: row[name] for key, name in columns.items()}
+            if (turns := convert(cells)) is not None:
+                first, prompt, answers = turns
+                text = first or cells.get("system") or system
+                head = [{"role": "system", "content": text}] if text else []
+                tools = {"tools": cells["tools"]} if cells.get("tools") else {}
+                rows.append(_for_stage(stage, head + prompt, answers) | tools)
+        return rows
+
+    def _alpaca(self, cells: Row) -> tuple[str | None, Chat, Chat]:
+        """Return no system message, the prompt, and the answers of a row."""
+        prompt = [
+            {"role": role, "content": text}
+            for pair in cells.get("history") or []
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        asked = "\n".join(text for key in ("prompt", "query") if (text := cells.get(key)))
+        names = ("chosen", "rejected") if self.is_ranking else ("response",)
+        answers = [{"role": "assistant", "content": cells[key]} for key in names if isinstance(cells.get(key), str)]
+        return None, [*prompt, {"role": "user", "content": asked}], answers
+
+    def _chat(self, cells: Row) -> tuple[str | None, Chat, Chat] | None:
+        """Return the chat's own system message, the prompt, and the answers; None for roles that do not alternate."""
+        tags = self.info.get("tags", TAGS)
+        roles = {tags[f"{role}_tag"]: ours for role, ours in _ROLES.items() if tags.get(f"{role}_tag")}
+
+        def message(given: Row) -> dict[str, Any]:
+            return {"role": roles.get(given[tags["role_tag"]]), "content": given[tags["content_tag"]]}
+
+        given = cells["messages"]
+        given, system = json.loads(given) if isinstance(given, str) else list(given), None
+        if given and given[0][tags["role_tag"]] == tags.get("system_tag"):
+            system = given.pop(0)[tags["content_tag"]]
+        turns = [message(each) for each in given]
+        expected = [("user", "tool"), ("assistant", "function_call")]
+        alternates = all(turn["role"] in expected[number % 2] for number, turn in enumerate(turns))
+        if not alternates or len(turns) % 2 != self.is_ranking:
+            return None
+        if self.is_ranking:
+            return system, turns, [message(cells["chosen"]), message(cells["rejected"])]
+        return system, turns[:-1], turns[-1:]
+
+
+def _for_stage(stage: str, prompt: Chat, answers: Chat) -> dict[str, Any]:
+    if stage == "ppo":
+        return {"prompt": prompt} | ({"response": answers[0]["content"]} if answers else {})
+    if stage == "sft":
+        return {"messages": prompt + answers}
+    return {"prompt": prompt, "chosen": answers[:1], "rejected": answers[1:]}
