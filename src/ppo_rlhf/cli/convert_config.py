@@ -1,59 +1,68 @@
-"""`convert-config`: a configuration of TRL, written as parameters of this project."""
+"""`convert-config`: a configuration of another library, written as parameters of this project."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-import yaml
 
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import project_here
-from ppo_rlhf.core.errors import ConfigError, in_one_line
+from ppo_rlhf.core.errors import ConfigError
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
     from ppo_rlhf.compat import Conversion
 
+RAW = Path("data") / "01_raw"
+"""Where tables of another library's form are written, in the project."""
+LIBRARIES = ("trl", "llamafactory", "ms-swift")
+
 
 @click.command("convert-config", cls=Command)
-@click.option("--from", "library", type=click.Choice(["trl"]), required=True, help="Whose configuration it is.")
+@click.option("--from", "library", type=click.Choice(LIBRARIES), required=True, help="Whose configuration it is.")
 @click.option("--to", "target", help="The parameters file to write; - prints. By default conf/local/parameters.yml.")
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), help="Training prompts, if epochs are counted.")
 @click.option("--force", is_flag=True, help="Replace existing files.")
-@click.argument("source", type=click.Path(path_type=Path))
-def convert_config(library: str, target: str | None, num_prompts: int | None, force: bool, source: Path) -> None:
-    """Write parameters that do what a configuration of TRL does.
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+def convert_config(
+    library: str, target: str | None, num_prompts: int | None, force: bool, sources: tuple[Path, ...]
+) -> None:
+    """Write parameters that do what a configuration of TRL, LLaMA-Factory or ms-swift does.
 
-    SOURCE is a YAML or JSON file of settings. Paths of models and prompts go to globals.yml, in the same folder; those
-    that the source does not name are written there to be filled in. Settings that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings, or ms-swift's shell script; of LLaMA-Factory also one of each stage.
+    Paths of models and prompts go to globals.yml, in the same folder; those that the source does not name are written
+    there to be filled in. Settings that cannot be carried over are printed.
     """
-    from ppo_rlhf.compat import from_trl
+    from ppo_rlhf.compat.conversion import TABLES, texts_of
+    from ppo_rlhf.compat.files import convert_files
 
-    conversion = from_trl(_read(source), num_prompts=num_prompts)
-    conversion.ppo_config()
+    conversions = convert_files(library, sources, num_prompts=num_prompts)
+    for conversion in conversions:
+        if "ppo" in conversion.parameters:
+            conversion.ppo_config()
     printed = Path("parameters.yml")
-    parameters = printed if target == "-" else Path(target or project_here() / "conf" / "local" / printed)
+    project = None if target else project_here()
+    parameters = Path(target or printed) if project is None else project / "conf" / "local" / printed
     if parameters.name == "globals.yml":
         raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
+    texts = {}
+    for conversion in conversions if target != "-" else ():
+        for name, rows in conversion.tables.items():
+            place = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
+            texts[(project or Path()) / place] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            conversion.write(name, str(place), "dataset")
     globals_ = parameters.with_name("globals.yml")
-    texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
+    texts |= dict(zip((parameters, globals_), texts_of(conversions), strict=True))
     if target == "-":
         click.echo("\n".join(texts.values()), nl=False)
+        if tables := [name for conversion in conversions for name in conversion.tables]:
+            click.echo(f"Not printed: the tables for {', '.join(tables)}.", err=True)
     else:
         _write(texts, force=force)
-        click.echo(f"Written: {parameters}, {globals_}.", err=True)
-    click.echo(_report(conversion, globals_), err=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML, except for tabs
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} has no settings; it must be a mapping (name: value).")
-    return {str(name): value for name, value in values.items()}
+        click.echo(f"Written: {', '.join(map(str, texts))}.", err=True)
+    click.echo(_report(conversions, globals_), err=True)
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
@@ -71,15 +80,33 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
             raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def _report(conversion: Conversion, globals_: Path) -> str:
+def _report(conversions: list[Conversion], globals_: Path) -> str:
     """Return the settings that are not carried over by reason, the remarks, and what is left to do."""
-    by_reason: dict[str, list[str]] = {}
-    for setting, reason in conversion.not_carried:
-        by_reason.setdefault(reason, []).append(setting)
-    left = len(conversion.not_carried)
-    lines = [f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}."]
-    lines += [f"  {', '.join(settings)}: {reason}." for reason, settings in by_reason.items()]
-    lines += ["Different from the source:", *(f"  {remark}" for remark in conversion.remarks)]
-    if conversion.missing:
-        lines.append(f"Fill in before you run: {', '.join(conversion.missing)} in {globals_}.")
-    return "\n".join([*lines, "Then: kedro run --pipelines align"])
+    lines = []
+    for conversion in conversions:
+        by_reason: dict[str, list[str]] = {}
+        for setting, reason in conversion.not_carried:
+            by_reason.setdefault(reason, []).append(setting)
+        left = len(conversion.not_carried)
+        lines += [f"From {conversion.source}:"] if len(conversions) > 1 else []
+        lines.append(f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}.")
+        lines += [f"  {', '.join(settings)}: {reason}." for reason, settings in by_reason.items()]
+    remarks = dict.fromkeys(remark for conversion in conversions for remark in conversion.remarks)
+    lines += ["Different from the source:", *(f"  {remark}" for remark in remarks)] if remarks else []
+    missing = dict.fromkeys(name for conversion in conversions for name in conversion.missing)
+    if missing:
+        lines.append(f"Fill in before you run: {', '.join(missing)} in {globals_}.")
+    return "\n".join([*lines, f"Then: {_command(conversions)}"])
+
+
+def _command(conversions: list[Conversion]) -> str:
+    """Return the command that runs what was converted."""
+    groups = {group for conversion in conversions for group in conversion.parameters}
+    stages = {
+        "supervised_finetuning": "data_preparation,supervised_finetuning",
+        "reward_modelling": "reward_modelling",
+        "ppo": "align",
+    }
+    if groups >= stages.keys():
+        return "kedro run"
+    return f"kedro run --pipelines {','.join(stages[group] for group in stages if group in groups)}"

@@ -2,6 +2,7 @@
 
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.compat.llamafactory import from_llamafactory
+from ppo_rlhf.compat.swift import from_swift
 from ppo_rlhf.compat.trl import from_trl
 
-__all__ = ["Conversion", "from_llamafactory", "from_trl"]
+__all__ = ["Conversion", "from_llamafactory", "from_swift", "from_trl"]

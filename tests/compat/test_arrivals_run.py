@@ -1,0 +1,97 @@
+"""The walk of docs/converting.md for those who come from LLaMA-Factory or ms-swift, on tiny models, by the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import Result
+from safetensors.torch import save_file
+
+from tests.tiny_adapters import adapter_of
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [{"instruction": f"{a} {b}", "input": "", "output": "c"} for a in "abcdefgh" for b in "klmnop"]
+PAIRS = [{"instruction": f"{a} {b}", "input": "", "chosen": "c", "rejected": "d"} for a in "abcd" for b in "klmnop"]
+INFO = {
+    "questions": {"file_name": "questions.json"},
+    "pairs": {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
+    },
+}
+PPO = {
+    **{"stage": "ppo", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen"},
+    **{"model_name_or_path": "models/base", "reward_model": "saves/reward", "dataset": "questions", "cutoff_len": 16},
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "ppo_buffer_size": 2, "max_new_tokens": 6},
+    **{"learning_rate": 1e-3, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "seed": 7},
+    "output_dir": "saves/ppo",
+}
+TRAINING = {
+    **{"do_train": True, "finetuning_type": "full", "model_name_or_path": "models/base", "template": "qwen"},
+    **{"learning_rate": 1e-3, "num_train_epochs": 1.0, "per_device_train_batch_size": 4, "cutoff_len": 24},
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder as LLaMA-Factory's users have it: a model, the reward model that stage rm wrote, data, settings."""
+    folder = tmp_path / "checkout"
+    base = tiny_model()
+    path = save(folder / "models" / "base", base, word_tokenizer(chat_template=CHAT_TEMPLATE))
+    adapter_of(base, folder / "saves" / "reward", path, task_type="CAUSAL_LM")
+    head = {"v_head.summary.weight": torch.linspace(-1.0, 1.0, 16)[None], "v_head.summary.bias": torch.zeros(1)}
+    save_file(head, folder / "saves" / "reward" / "value_head.safetensors")
+    (folder / "data").mkdir()
+    for name, rows in {"questions": QUESTIONS, "pairs": PAIRS, "dataset_info": INFO}.items():
+        (folder / "data" / f"{name}.json").write_text(json.dumps(rows))
+    return folder
+
+
+def history(project: Path) -> list[dict[str, str]]:
+    with (project / "data" / "07_model_output" / "training_history" / "training_history.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_llama_factorys_stage_ppo_runs_on_its_own_models_and_data(
+    kedro: Callable[..., Result], project: Path, checkout: Path
+):
+    (checkout / "ppo.yaml").write_text(yaml.safe_dump(PPO))
+    result = kedro(project, "convert-config", "--from", "llamafactory", str(checkout / "ppo.yaml"))
+    assert result.exit_code == 0, result.output
+    assert "Fill in" not in result.stderr
+    assert "Then: kedro run --pipelines align" in result.stderr
+    result = kedro(project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    rows = history(project)
+    assert len(rows) == 3  # 48 prompts, 16 an iteration
+    assert float(rows[-1]["episode"]) == 48
+    assert float(rows[-1]["optimiser/steps"]) == 3 * 4 * 2  # ppo_epochs x ppo_buffer_size in each iteration
+    assert list((project / "data" / "06_models" / "ppo_policy").rglob("model.safetensors"))
+
+
+def test_llama_factorys_three_stages_run_as_one_chain(kedro: Callable[..., Result], project: Path, checkout: Path):
+    stages = {
+        "ppo": {**PPO, "finetuning_type": "full"},
+        "sft": {**TRAINING, "stage": "sft", "dataset": "questions"},
+        "rm": {**TRAINING, "stage": "rm", "dataset": "pairs"},
+    }
+    for name, settings in stages.items():
+        (checkout / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    files = [str(checkout / f"{name}.yaml") for name in stages]
+    result = kedro(project, "convert-config", "--from", "llamafactory", *files)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-1] == "Then: kedro run"
+    own = "reward_modelling.minimum_accuracy=0,data_preparation.held_out_share=0.2"
+    result = kedro(project, "run", "--params", own)
+    assert result.exit_code == 0, result.output
+    assert float(history(project)[-1]["episode"]) == 48
