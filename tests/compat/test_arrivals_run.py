@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from click.testing import Result
 from safetensors.torch import save_file
 
 from tests.tiny_adapters import adapter_of
-from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -28,15 +29,14 @@ INFO = {
         "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
     },
 }
-PPO = {
-    **{"stage": "ppo", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen"},
-    **{"model_name_or_path": "models/base", "reward_model": "saves/reward", "dataset": "questions", "cutoff_len": 16},
-    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "ppo_buffer_size": 2, "max_new_tokens": 6},
-    **{"learning_rate": 1e-3, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "seed": 7},
-    "output_dir": "saves/ppo",
+PAGE = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
+PPO = yaml.safe_load(re.findall(r"```yaml\n(# ppo\.yaml\n.*?)```", PAGE, re.DOTALL)[0]) | {
+    **{"model_name_or_path": "models/sft", "max_new_tokens": 6, "per_device_train_batch_size": 4, "bf16": False},
+    **{"ppo_buffer_size": 2, "num_train_epochs": 1, "learning_rate": 1e-3},
 }
+"""The file on the page, with sizes for tiny models."""
 TRAINING = {
-    **{"do_train": True, "finetuning_type": "full", "model_name_or_path": "models/base", "template": "qwen"},
+    **{"do_train": True, "finetuning_type": "full", "model_name_or_path": "models/sft", "template": "qwen"},
     **{"learning_rate": 1e-3, "num_train_epochs": 1.0, "per_device_train_batch_size": 4, "cutoff_len": 24},
     "logging_steps": 1,
 }
@@ -47,7 +47,7 @@ def checkout(tmp_path: Path) -> Path:
     """A folder as LLaMA-Factory's users have it: a model, the reward model that stage rm wrote, data, settings."""
     folder = tmp_path / "checkout"
     base = tiny_model()
-    path = save(folder / "models" / "base", base, word_tokenizer(chat_template=CHAT_TEMPLATE))
+    path = save(folder / "models" / "sft", base, word_tokenizer(chat_template=CHAT_TEMPLATE))
     adapter_of(base, folder / "saves" / "reward", path, task_type="CAUSAL_LM")
     head = {"v_head.summary.weight": torch.linspace(-1.0, 1.0, 16)[None], "v_head.summary.bias": torch.zeros(1)}
     save_file(head, folder / "saves" / "reward" / "value_head.safetensors")
@@ -95,3 +95,20 @@ def test_llama_factorys_three_stages_run_as_one_chain(kedro: Callable[..., Resul
     result = kedro(project, "run", "--params", own)
     assert result.exit_code == 0, result.output
     assert float(history(project)[-1]["episode"]) == 48
+
+
+def test_ms_swifts_script_runs_on_its_own_models_and_data(kedro: Callable[..., Result], project: Path, checkout: Path):
+    classifier = tiny_model("gpt2", seed=5, reward=True, num_labels=1, pad_token_id=PAD)
+    save(checkout / "models" / "reward", classifier, word_tokenizer(chat_template=CHAT_TEMPLATE))
+    rows = [json.dumps({"query": row["instruction"]}) for row in QUESTIONS]
+    (checkout / "data" / "questions.jsonl").write_text("\n".join(rows))
+    (script,) = re.findall(r"```bash\n(# ppo\.sh\n.*?)```", PAGE, re.DOTALL)
+    (checkout / "ppo.sh").write_text(script)
+    result = kedro(project, "convert-config", "--from", "ms-swift", str(checkout / "ppo.sh"))
+    assert result.exit_code == 0, result.output
+    assert "Fill in" not in result.stderr
+    result = kedro(project, "run", "--pipelines", "align", "--params", "ppo.dtype=float32,ppo.response_length=6")
+    assert result.exit_code == 0, result.output
+    rows = history(project)
+    assert len(rows) == 2  # 48 prompts, 4 x 8 an iteration of one process
+    assert float(rows[-1]["optimiser/steps"]) == 2 * 4  # num_ppo_epochs in each iteration
