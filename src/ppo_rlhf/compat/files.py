@@ -55,15 +55,15 @@ def _swift(file: Path, folders: Sequence[Path]) -> tuple[dict[str, Any], dict[st
 
 
 def _stages(files: Sequence[Path], num_prompts: int | None) -> list[Conversion]:
-    read = {file: _mapping(file) for file in files}
-    stages = [settings.get("stage", "sft") for settings in read.values()]
+    read = [_mapping(file) for file in files]
+    stages = [settings.get("stage", "sft") for settings in read]
     if twice := next((stage for stage in stages if stages.count(stage) > 1), None):
         raise ConfigError(f"Two of the files have stage={twice}. Give one file of each stage.")
     found = {
         stage: from_llamafactory(
             settings, num_prompts=num_prompts, folders=[Path.cwd(), *file.resolve().parents], beside=stages
         )
-        for stage, (file, settings) in zip(stages, read.items(), strict=True)
+        for stage, file, settings in zip(stages, files, read, strict=True)
     }
     return [found[stage] for stage in STAGES if stage in found]
 
