@@ -14,8 +14,7 @@ import yaml
 from click.testing import Result
 from safetensors.torch import save_file
 
-from tests.tiny_adapters import adapter_of
-from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, PAD, adapter_of, save, tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.slow
 

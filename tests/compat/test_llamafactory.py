@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ppo_rlhf.compat import from_llamafactory
+from ppo_rlhf.compat import from_llamafactory, llamafactory
 from ppo_rlhf.compat.conversion import texts_of
 from ppo_rlhf.core.errors import ConfigError
 from tests.compat.bookkeeping import check_claims
 from tests.compat.llamafactory_source import LLAMAFACTORY
+from tests.compat.test_converting_tables import PAGE, rows_of
 
 LORA = {
     **{"stage": "ppo", "do_train": True, "finetuning_type": "lora", "lora_rank": 16, "lora_target": "q_proj, v_proj"},
@@ -366,6 +368,21 @@ def test_paths_of_models_are_found_where_their_commands_ran(checkout: Path):
     found = from_llamafactory(given, folders=[checkout / "examples", checkout]).globals
     assert found["reward_model_path"] == str(checkout / "saves" / "reward")
     assert found["sft_model_path"] == "org/base"
+
+
+def test_each_setting_that_is_carried_stands_on_the_page():
+    rows = rows_of("LLaMA-Factory")
+    names = {*llamafactory.PPO, *llamafactory.PPO_DERIVED, *llamafactory.COMMON} - {"stage", "max_length"}
+    in_text = {"dataset", "dataset_dir", "max_samples", "default_system", "create_new_adapter"}
+    assert [name for name in names - in_text if not any(fnmatchcase(name, row) for row in rows)] == []
+    section = PAGE.partition("## LLaMA-Factory\n")[2].partition("\n## ")[0]
+    assert [
+        name for name, value in llamafactory.PPO_ALWAYS.items() if f"`ppo.{name}: {_shown(value)}`" not in section
+    ] == []
+
+
+def _shown(value: Any) -> str:
+    return yaml.safe_dump(value).splitlines()[0]
 
 
 SFT = {

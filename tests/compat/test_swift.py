@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ppo_rlhf.compat import from_swift
+from ppo_rlhf.compat import from_swift, swift
 from ppo_rlhf.compat.files import convert_files
 from ppo_rlhf.core.errors import ConfigError
 from tests.compat.bookkeeping import check_claims
 from tests.compat.swift_source import SWIFT
+from tests.compat.test_converting_tables import PAGE, rows_of
 
 SCRIPT = r"""
 # A script such as those that people have: variables, sums, a comment within the command, several processes.
@@ -221,6 +223,15 @@ def test_other_algorithms_are_refused(kind: str | None):
 
 def test_a_misspelt_argument_is_left_with_the_closest_name():
     assert reasons(num_ppo_epoch=3)["num_ppo_epoch"].endswith("the closest is num_ppo_epochs")
+
+
+def test_each_argument_that_is_carried_stands_on_the_page():
+    rows = rows_of("ms-swift")
+    names = {*swift.PPO, *swift.DERIVED} - {"rlhf_type", "use_hf"}
+    assert [name for name in names if not any(fnmatchcase(name, row) for row in rows)] == []
+    section = PAGE.partition("## ms-swift\n")[2].partition("\n## ")[0]
+    shown = {name: yaml.safe_dump(value).splitlines()[0] for name, value in swift.ALWAYS.items()}
+    assert [name for name, value in shown.items() if f"`ppo.{name}: {value}`" not in section] == []
 
 
 def prompts(folder: Path, *dataset: str, **settings: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ IF_GIVEN = {
     "full_determinism": "ppo.deterministic",
     "torch_compile": "ppo.compile",
     "save_steps": "ppo.save_interval",
-    "trust_remote_code": "trust_remote_code",
 }
 """Carried over only if given: the defaults that count otherwise are those of conf/base."""
 LEFT = {

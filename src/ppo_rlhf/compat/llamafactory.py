@@ -36,9 +36,20 @@ PPO = {
     "seed": ("seed", 42),
 }
 PPO_ALWAYS = {  # trl's, which LLaMA-Factory leaves as they are
-    **{"kl_coef": 0.2, "kl_controller": "adaptive", "kl_horizon": 10_000, "kl_estimator": "k1", "kl_in": "reward"},
-    **{"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95},
-    **{"target_kl": None, "reward_clip": None, "whiten_advantages": True, "missing_eos_penalty": None},
+    "kl_coef": 0.2,
+    "kl_controller": "adaptive",
+    "kl_horizon": 10_000,
+    "kl_estimator": "k1",
+    "kl_in": "reward",
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "target_kl": None,
+    "reward_clip": None,
+    "whiten_advantages": True,
+    "missing_eos_penalty": None,
     "value_model": "shared",  # a value head on the policy, also with LoRA
     "value_learning_rate": None,  # one optimiser for policy and value head
     "stop_token": "eos",
@@ -52,22 +63,46 @@ SUPERVISED = {  # of stages sft and rm
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
 }
-_COMMON = {  # defaults of settings that are worked out below
-    **{"stage": "sft", "num_train_epochs": 3.0, "max_steps": -1, "warmup_steps": 0, "warmup_ratio": None},
-    **{"bf16": False, "fp16": False, "pure_bf16": False, "use_cpu": False, "disable_gradient_checkpointing": False},
-    **{"model_name_or_path": None, "adapter_name_or_path": None, "model_revision": "main", "create_new_adapter": False},
-    **{"dataset": None, "dataset_dir": "data", "max_samples": None, "default_system": None, "enable_thinking": None},
+COMMON = {  # defaults of settings that are worked out below
+    "stage": "sft",
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "warmup_steps": 0,
+    "warmup_ratio": None,
+    "bf16": False,
+    "fp16": False,
+    "pure_bf16": False,
+    "use_cpu": False,
+    "disable_gradient_checkpointing": False,
+    "model_name_or_path": None,
+    "adapter_name_or_path": None,
+    "model_revision": "main",
+    "create_new_adapter": False,
+    "dataset": None,
+    "dataset_dir": "data",
+    "max_samples": None,
+    "default_system": None,
+    "enable_thinking": None,
     "trust_remote_code": None,
 }
 _TRAINED = {"sft": "sft_model_path", "rm": "reward_model_path"}
 _POLICY = ("model_name_or_path", "adapter_name_or_path", "model_revision", "create_new_adapter")
 _REWARD = ("reward_model", "reward_model_type", "reward_model_adapters")
-_PPO_DERIVED = {
+PPO_DERIVED = {
     **dict.fromkeys(arguments.IF_GIVEN),
-    **{"gradient_accumulation_steps": 1, "ppo_buffer_size": 1, "ppo_score_norm": False},
-    **{"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": None, "lora_target": "all", "quantization_bit": None},
-    **{"max_new_tokens": 1024, "max_length": 1024},
-    **{"reward_model": None, "reward_model_type": "lora", "reward_model_adapters": None},
+    "gradient_accumulation_steps": 1,
+    "ppo_buffer_size": 1,
+    "ppo_score_norm": False,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_alpha": None,
+    "lora_target": "all",
+    "quantization_bit": None,
+    "max_new_tokens": 1024,
+    "max_length": 1024,
+    "reward_model": None,
+    "reward_model_type": "lora",
+    "reward_model_adapters": None,
 }
 _LEFT = {
     "template": "chats are rendered by the tokenizer's own chat template; LLaMA-Factory writes its template into the "
@@ -147,7 +182,7 @@ def _ppo(
 ) -> Conversion:
     trained = {_TRAINED[each] for each in beside if each in _TRAINED}
     to_fill_in = [name for name in TO_FILL_IN if name not in trained]
-    c = Conversion("LLaMA-Factory's stage ppo", settings, PPO, _COMMON | _PPO_DERIVED, to_fill_in)
+    c = Conversion("LLaMA-Factory's stage ppo", settings, PPO, COMMON | PPO_DERIVED, to_fill_in)
     c.carry_over("stage")
     if "sft" in beside:
         c.leave("PPO starts from what stage sft trains", *_POLICY)
@@ -159,7 +194,7 @@ def _ppo(
         _carry_reward(c)
     _carry_lora(c, has_adapter="sft" not in beside and bool(_names(c["adapter_name_or_path"])))
     arguments.carry_always(c, PPO_ALWAYS)
-    arguments.carry_given(c, arguments.IF_GIVEN)
+    arguments.carry_given(c, {**arguments.IF_GIVEN, "trust_remote_code": "trust_remote_code"})
     rows = _carry_tables(c, "ppo", folders)
     _carry_sizes(c, num_prompts if rows is None else len(rows))
     c.carry("ppo.reward_normalisation", "ppo_score_norm", value="running" if c.flag("ppo_score_norm") else "none")
@@ -283,7 +318,7 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
     group = {"sft": "supervised_finetuning", "rm": "reward_modelling"}[stage]
     renamed = {name: (f"{group}.{name}", default) for name, default in SUPERVISED.items()}
     renamed |= {"cutoff_len": (f"{group}.max_length", 2048), "logging_steps": (f"{group}.logging_steps", 500)}
-    c = Conversion(f"LLaMA-Factory's stage {stage}", settings, renamed, _COMMON, to_fill_in=())
+    c = Conversion(f"LLaMA-Factory's stage {stage}", settings, renamed, COMMON, to_fill_in=())
     c.carry_over("stage")
     arguments.carry_given(c, {"trust_remote_code": "trust_remote_code"})
     rows = _carry_tables(c, stage, folders)

@@ -19,9 +19,13 @@ ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 SHAREGPT = {"messages": "conversations"}
 """What the columns are called where an entry has no `columns`; one that has names all that are read."""
 TAGS = {
-    **{"role_tag": "from", "content_tag": "value", "system_tag": "system"},
-    **{"user_tag": "human", "assistant_tag": "gpt"},
-    **{"observation_tag": "observation", "function_tag": "function_call"},
+    "role_tag": "from",
+    "content_tag": "value",
+    "system_tag": "system",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
 }
 """Keys and roles of a chat's messages where an entry has no `tags`."""
 _FORMS = {"alpaca": ALPACA, "sharegpt": SHAREGPT, "openai": SHAREGPT}
