@@ -180,6 +180,12 @@ def test_scores_are_normalised_by_a_running_mean_and_deviation():
             {},
             {"model_name_or_path", "adapter_name_or_path"},
         ),
+        (
+            {"adapter_name_or_path": "a", "create_new_adapter": True, "reward_model": "r", "reward_model_type": "lora"},
+            {"sft_model_path": "a"},
+            {"create_new_adapter", "reward_model", "reward_model_type"},
+        ),
+        ({"adapter_name_or_path": "a", "reward_model": "r"}, {"sft_model_path": "a", "reward_model_path": "r"}, set()),
         ({"model_name_or_path": "m/n", "model_revision": "v2"}, {"sft_model_path": "m/n@v2"}, set()),
         ({"trust_remote_code": True}, {"trust_remote_code": True}, set()),
         ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}, set()),
@@ -190,7 +196,7 @@ def test_models_become_globals(settings: dict[str, Any], globals_: dict[str, Any
     assert {name: value for name, value in conversion.globals.items() if name != "seed"} == globals_
     assert set(dict(conversion.not_carried)) == left
     assert any("goes on training the given adapter" in each for each in conversion.remarks) == (
-        "adapter_name_or_path" in settings
+        "adapter_name_or_path" in settings and "create_new_adapter" not in settings
     )
 
 

@@ -293,10 +293,14 @@ def _carry_lora(c: Conversion, *, has_adapter: bool) -> None:
 def _carry_reward(c: Conversion) -> None:
     """Carry over the reward model: a model or an adapter with LLaMA-Factory's value head, or a server."""
     kind, place = c["reward_model_type"], c["reward_model"]
+    merged = _names(c["adapter_name_or_path"])[: None if c.flag("create_new_adapter") else -1]
     if kind not in ("lora", "full", "api"):
         c.leave("it is lora, full or api", "reward_model_type", "reward_model")
     elif place is None:
         return
+    elif kind == "lora" and merged:
+        why = f"there it is put on the model with {', '.join(merged)} merged in, which it does not name: give it merged"
+        c.leave(f"{why} (llamafactory-cli export with stage: rm) as reward_model_path", *_REWARD)
     elif kind == "api":
         value = [{"type": "function", "function": "reward_server:score"}]
         c.carry("reward_components", "reward_model_type", "reward_model", value=value)
