@@ -69,6 +69,7 @@ def test_llama_factorys_stage_ppo_runs_on_its_own_models_and_data(
     assert result.exit_code == 0, result.output
     assert "Fill in" not in result.stderr
     assert "Then: kedro run --pipelines align" in result.stderr
+    assert kedro(project, "doctor").exit_code == 0
     result = kedro(project, "run", "--pipelines", "align")
     assert result.exit_code == 0, result.output
     rows = history(project)
