@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from ppo_rlhf.compat import from_llamafactory, llamafactory
 from ppo_rlhf.compat.conversion import texts_of
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.chats import read_chat, read_tools
 from tests.compat.bookkeeping import check_claims
 from tests.compat.llamafactory_source import LLAMAFACTORY
 from tests.compat.test_converting_tables import PAGE, rows_of
@@ -335,6 +337,56 @@ def test_tables_become_chats_as_their_converters_make_them(checkout: Path):
             "rejected": [{**assistant, "content": "bad"}],
         }
     ]
+
+
+def test_a_table_on_the_hub_is_asked_for_with_its_subset_and_split(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def load(source: str) -> Dataset:
+        asked.append(source)
+        return Dataset.from_list([{"instruction": "q", "input": "", "output": "a"}] * 2)
+
+    monkeypatch.setattr("ppo_rlhf.compat.rows.load_table", load)
+    assert len(tables(checkout, "ppo", "hub")) == 2
+    assert asked == ["org/set#en:train"]
+
+
+def test_turns_of_tools_and_pairs_of_chats_are_read_by_this_project(checkout: Path):
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "7"},
+    ]
+    answer = {"from": "gpt", "value": "a"}
+    rows = {
+        "calls": [{"conversations": [*turns, answer], "tools": '[{"name": "f"}]'}],
+        "duels": [{"conversations": turns, "chosen": answer, "rejected": {"from": "gpt", "value": "b"}}],
+    }
+    columns = {"calls": {"tools": "tools"}, "duels": {"chosen": "chosen", "rejected": "rejected"}}
+    info = {
+        name: {
+            "file_name": f"{name}.json",
+            "formatting": "sharegpt",
+            "ranking": name == "duels",
+            "columns": {"messages": "conversations", **columns[name]},
+        }
+        for name in rows
+    }
+    (checkout / "data" / "dataset_info.json").write_text(json.dumps(info))
+    for name, table in rows.items():
+        (checkout / "data" / f"{name}.json").write_text(json.dumps(table))
+    [prompt] = tables(checkout, "ppo", "calls")
+    [pair] = tables(checkout, "rm", "duels")
+    call = {"name": "f", "arguments": {"x": 1}}
+    for row in (prompt, pair):
+        chat = read_chat(row["prompt"], "here")
+        assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
+        assert chat[1]["tool_calls"][0]["function"] == call
+    assert (prompt["response"], read_tools(prompt["tools"], "here")) == (
+        "a",
+        [{"type": "function", "function": {"name": "f"}}],
+    )
+    assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("a", "b")
 
 
 def test_prompts_are_counted_where_their_tables_are_read(checkout: Path):

@@ -113,7 +113,7 @@ _LEFT = {
     "response in the model's context",
     "mix_strategy interleave_probs": "tables stand one after the other, and prompts are drawn at random",
     "train_on_prompt mask_history": "supervised_finetuning.assistant_only_loss says what is learnt",
-    "ref_model*": "the reference is the policy as it starts; start from that model, or merge it in",
+    "ref_model*": "the reference is the policy that PPO starts from; another one is not offered",
     "reward_model_quantization_bit": "the reward model keeps ppo.dtype",
     "quantization_* double_quantization": "4-bit weights are always NF4 by bitsandbytes, doubly quantised",
     "gradient_checkpointing": "LLaMA-Factory's PPO does not read it; disable_gradient_checkpointing counts",

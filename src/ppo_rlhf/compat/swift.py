@@ -96,7 +96,7 @@ LEFT = {
     "top_k top_p": "ms-swift's PPO does not read it; here ppo.top_k and ppo.top_p do it",
     "max_steps max_epochs": "ms-swift's PPO counts num_train_epochs",
     "num_sample_generations": "ppo.sample_interval says how often responses are shown, in iterations",
-    "ref_*": "the reference is the policy as it starts; start from that model, or merge it in",
+    "ref_*": "the reference is the policy that PPO starts from; another one is not offered",
     "model_type reward_model_type task_type num_labels problem_type new_special_tokens rope_scaling local_repo_path "
     "init_strategy model_kwargs router_aux_loss_coef": "models and tokenizers are loaded as they were saved",
     "bnb_4bit_* hqq_axis": "4-bit weights are always NF4 by bitsandbytes, doubly quantised",
