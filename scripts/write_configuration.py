@@ -26,6 +26,7 @@ from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.pipelines.sweep.grid import SweepConfig
 from ppo_rlhf.reporting.charts import ExpectedCurve
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -39,6 +40,7 @@ GROUPS = {
     "prompts": PromptsConfig,
     "reward": RewardConfig,
     "reward.components": RewardComponentConfig,
+    "llm": LLMJudgeConfig,
     "evaluation": EvaluationConfig,
     "data_preparation": DataPreparationConfig,
     "supervised_finetuning": SupervisedFinetuningConfig,
@@ -119,9 +121,9 @@ def _type(hint: Any) -> str:
         bounds = ", ".join(f"{sign} {getattr(limit, name):g}" for sign, name, limit in named)
         return f"{_type(get_args(hint)[0])} {bounds}".strip()
     if get_origin(hint) is list:
-        return f"list of {_type(get_args(hint)[0])}"
+        return f"list of {_type(get_args(hint)[0])}".replace("of mapping", "of mappings")
     if is_dataclass(hint):
-        return "mappings"
+        return "mapping"
     if get_origin(hint) is dict:
         return "mapping of names to values"
     return {type(None): "null", str: "text", bool: "true, false"}.get(hint, hint.__name__)

@@ -18,6 +18,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.human_evaluation import nodes
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
+from tests.chat_stand_in import between, running_chat
 from tests.datasets.test_review_queues import answer
 from tests.pipelines.feedback_project import collect
 from tests.pipelines.test_collect_feedback import folder, queues
@@ -69,6 +70,24 @@ def test_answers_are_unblinded_and_no_name_is_in_the_result(folder: Path, compar
     logged = mlflow.get_run(run.info.run_id).data
     assert logged.metrics["human/win_rate"] == pytest.approx(found["metrics"]["human/win_rate"])
     assert logged.tags["mlflow.note.content"] == found["result"]
+
+
+def test_people_are_compared_with_a_language_model_that_compares_responses(tmp_path: Path, monkeypatch: Any) -> None:
+    """People prefer ours of all three pairs; the model prefers the longer one, which is ours of two."""
+    monkeypatch.chdir(tmp_path)
+
+    def longer(text: str) -> str:
+        return f"Verdict: {'A' if len(between(text, 'response_a')) > len(between(text, 'response_b')) else 'B'}"
+
+    pairs = {"prompt": ["p", "q", "r"], "ours": ["aaa", "aaa", "a"], "theirs": ["a", "aa", "aaa"]}
+    names = {"our_name": "PPO", "their_name": "SFT", "our_source": "ppo", "their_source": "sft"}
+    table = pd.DataFrame({**pairs, "columns": ["{}"] * 3, "worths": ['{"ben": 1.0}'] * 3, "answers": ["{}"] * 3})
+    with running_chat(longer) as server:
+        evaluation = EvaluationConfig(judge={"model": "m", "base_url": server.url, "answer": "pairwise"})
+        found = nodes.compare_by_people(table.assign(**names), evaluation)
+    assert found["judged"] == 3
+    assert found["metrics"]["human/judge_agreement"] == pytest.approx(2 / 3)
+    assert len(server.bodies) == 6
 
 
 def test_the_texts_are_those_of_the_policies(folder: Path, compared: Any, queues: ReviewQueues) -> None:

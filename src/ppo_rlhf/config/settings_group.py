@@ -101,4 +101,5 @@ def _describe(group: str, detail: Any) -> str:
         return f"{group}.{where} is missing"
     if detail["type"] == "unexpected_keyword_argument":  # in a group inside this one
         return _unknown(group, where, [], {})
-    return f"{group}.{where}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
+    given = "" if isinstance(detail["input"], Mapping) else f"={detail['input']!r}"  # the message names its settings
+    return f"{group}.{where}{given}: {message[:1].lower()}{message[1:]}"

@@ -64,7 +64,7 @@ def evaluate_iteration(
     `sft` is the evaluation of SFT by the same evaluator, `earlier` the log, of which a resumed run's rows of this and
     later iterations are left out. `is_greedy` says that responses are: their KL is no estimate of the policy's.
     """
-    evaluated = evaluator.evaluate(state.policy, reference_policy, captures=state.captures)
+    evaluated = evaluator.evaluate(state.policy, reference_policy, captures=state.captures, against=sft)
     metrics = compare_evaluations(evaluated, sft)
     metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
     before = [row for row in earlier if row["iteration"] < state.iteration]

@@ -28,12 +28,15 @@ from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.measuring import compute_logprobs
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.llm_judge import load_judge
+from ppo_rlhf.rewards.llm_settings import Judge, LLMJudgeConfig
+from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import on_main
 
 NOISE_STREAM = "evaluation"
 """Every evaluation draws the same uniforms, so two policies that are equal give equal responses."""
 
+JUDGE = "evaluation.judge"
 JUDGE_COLUMN = "judge_score"
 """Column of the deciding judge's scores; `judge_score_<name>` has another judge's."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
@@ -49,7 +52,7 @@ def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
     return rates
 
 
-def _check_judge_names(judges: dict[str, str]) -> dict[str, str]:
+def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
     for name in judges:
         # eval/win_rate_low, eval/judge_score_sft and the like exist
         taken = f"_{name}".endswith((*_TAKEN_ENDINGS, "_low", "_high"))
@@ -61,11 +64,11 @@ def _check_judge_names(judges: dict[str, str]) -> dict[str, str]:
 class EvaluationConfig:
     """What policies are evaluated with; the same for SFT and PPO, during training and at its end."""
 
-    judge: Reference | None = None
-    """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate.
-    None: the reward decides."""
-    judges: Annotated[dict[str, Reference], AfterValidator(_check_judge_names)] = field(default_factory=dict)
-    """Further judges of that signature, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
+    judge: Judge | None = None
+    """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate; or
+    a language model, a mapping with the settings of `llm`. None: the reward decides."""
+    judges: Annotated[dict[str, Judge], AfterValidator(_check_judge_names)] = field(default_factory=dict)
+    """Further judges of either kind, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
     `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
     rates: Annotated[dict[str, Reference], AfterValidator(_check_rate_names)] = field(default_factory=dict)
     """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
@@ -122,7 +125,7 @@ class ResolvedJudge:
     rates: Mapping[str, RewardFunction]
     description: str  # who decides the win rate, as it reads in a sentence
     judges: Mapping[str, RewardFunction] = field(default_factory=dict)  # further ones, with win rates of their own
-    reference: str | None = None  # `module:name` of the judge
+    reference: str | LLMJudgeConfig | None = None  # the judge's `module:name`, or the settings of a language model
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
@@ -136,10 +139,10 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
     judge = config.judge
     description = "the reward, as evaluation.judge is not set" if judge is None else f"the judge {judge}"
     return ResolvedJudge(
-        judge=None if judge is None else load_function(judge, project_path),
+        judge=None if judge is None else load_judge(judge, JUDGE, project_path),
         rates={name: load_function(reference, project_path) for name, reference in config.rates.items()},
         description=description,
-        judges={name: load_function(reference, project_path) for name, reference in config.judges.items()},
+        judges={name: load_judge(of, f"{JUDGE}s.{name}", project_path) for name, of in config.judges.items()},
         reference=judge,
     )
 
@@ -227,11 +230,12 @@ class Evaluator:
         *,
         device: torch.device | None = None,
         captures: Captures | None = None,
+        against: PolicyEvaluation | None = None,
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy; without a reference policy it is its own, and its KL 0.
 
         The models compute on `device`; None is where the policy is. `captures` are those of the policy's run, if it
-        trains.
+        trains. `against` is the evaluation of the reference policy, for judges that compare two responses.
 
         Raises:
             DataError: There are no prompts.
@@ -257,8 +261,11 @@ class Evaluator:
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
         scored, completions = self.scorer.score(batch), list(batch.completions)
 
+        others: dict[str, list[Any]] = {} if against is None else {AGAINST: against.completions}
+        others = {AGAINST: completions} if reference_policy is None else others
+
         def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-            given = (prompts.texts, completions, batch.all_columns)
+            given = (prompts.texts, completions, batch.all_columns | others)
             scores = on_main(lambda: call_reward_function(function, name, *given))
             return np.asarray(scores, dtype=np.float64)
 

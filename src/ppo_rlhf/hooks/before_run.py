@@ -61,8 +61,10 @@ class ChecksHook:
         """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
         from ppo_rlhf.models.quiet import said  # heavy: only a run pays for them
         from ppo_rlhf.preflight import RunRequest
+        from ppo_rlhf.rewards.llm_judge import in_use
 
         said.clear()
+        in_use.clear()
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")

@@ -77,11 +77,15 @@ class RunRequest:
         return shown(str(self.source(name)), self.project_path)
 
     @property
-    def reward_functions(self) -> list[str]:
-        """The functions of the reward, and of the rewards of a sweep, as `module:name`."""
+    def rewards(self) -> list[RewardConfig]:
+        """The reward, and the rewards of a sweep."""
         reward = self.group("reward", RewardConfig)
-        rewards = [*([] if reward is None else [reward]), *self.swept]
-        return [c.function for each in rewards for c in each.components if c.function is not None]
+        return [*([] if reward is None else [reward]), *self.swept]
+
+    @property
+    def reward_functions(self) -> list[str]:
+        """The functions of the rewards, as `module:name`."""
+        return [c.function for each in self.rewards for c in each.components if c.function is not None]
 
     @property
     def start(self) -> str:
@@ -164,7 +168,7 @@ def describe_parts(run: RunRequest) -> str:
         return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
 
     policy = made("sft_policy", run.source("base_model"))
-    terms = [c.function or made("reward_model", "the policy") for c in reward.components]
+    terms = [str(c.llm or c.function or made("reward_model", "the policy")) for c in reward.components]
     if len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
     prompts, judge = run.shown(read), resolve_judge(evaluation, run.project_path).description

@@ -33,6 +33,7 @@ from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.preflight.judge_checks import check_judges
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
 from ppo_rlhf.preflight.request import (
     CRITIC_STARTS,
@@ -105,6 +106,7 @@ def find_problems(run: RunRequest) -> list[str]:
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
+    ask(check_judges)
     ask(check_environment)
     ask(check_callbacks)
     return list(dict.fromkeys(problems))
@@ -336,7 +338,7 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     if evaluation is not None:
         judging = (evaluation.judge, *evaluation.judges.values(), *evaluation.rates.values())
-        found |= {name: tables[-1:] for name in judging if name is not None}
+        found |= {name: tables[-1:] for name in judging if isinstance(name, str)}
     if rewards is not None and rewards.labeller is not None and run.samples_pairs:
         found[rewards.labeller] = tables[:1]
     return found | dict.fromkeys(run.reward_functions, tables)

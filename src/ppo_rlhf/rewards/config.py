@@ -3,11 +3,12 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.functions import split_reference
+from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, read_judge, same_opinion
 
 Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]
 """A function's `module:name`."""
@@ -34,21 +35,29 @@ def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, sn
 class RewardComponentConfig:
     """One term of the reward."""
 
-    type: Literal["model", "function"]
-    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`; see
-    docs/rewards.md."""
+    type: Literal["model", "function", "llm"]
+    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`. `llm`: a
+    language model that judges, asked over OpenAI's chat API; see docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor in the sum; negative for a penalty."""
     function: str | None = None
     """`module:name`, found from the project's directory, its `src`, and the Python path; for type `function`."""
+    llm: Annotated[LLMJudgeConfig | None, BeforeValidator(read_judge)] = None
+    """The settings of `llm`, for type `llm`."""
     name: str | None = None
-    """What its metric is called (`reward/<name>`); by default `model` or the function's name."""
+    """What its metric is called (`reward/<name>`); by default `model`, `llm` or the function's name."""
 
     def __post_init__(self) -> None:
         if self.type == "function" and not self.function:
             raise ConfigError("a component of type function needs function: module:name.")
-        if self.type == "model" and self.function:
-            raise ConfigError(f"function={self.function} belongs to type function, not model.")
+        if self.type != "function" and self.function:
+            raise ConfigError(f"function={self.function} belongs to type function, not {self.type}.")
+        if (self.type == "llm") != (self.llm is not None):
+            raise ConfigError(
+                f"a component of type {self.type} {'needs' if self.llm is None else 'has no'} llm: {{…}}."
+            )
+        if self.llm is not None and self.llm.is_pairwise and self.llm.against is None:
+            raise ConfigError("llm.answer=pairwise as a reward needs llm.against: a column of texts to compare with.")
         if self.function is not None:
             split_reference(self.function)
         title = self.title if self.name is None else self.name
@@ -78,6 +87,7 @@ class RewardConfig:
         """Whether any component is the reward model."""
         return any(component.type == "model" for component in self.components)
 
-    def is_judge(self, judge: str | None) -> bool:
-        """Return whether a judge `module:name` is this reward or a part of it; None: the reward decides."""
-        return judge in {None, *(component.function for component in self.components if component.weight > 0.0)}
+    def is_judge(self, judge: str | LLMJudgeConfig | None) -> bool:
+        """Return whether a judge is this reward or a part of it; None: the reward decides."""
+        parts = [component.function or component.llm for component in self.components if component.weight > 0.0]
+        return judge is None or any(same_opinion(judge, part) for part in parts)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
-from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
+from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
 from ppo_rlhf.runtime.names import with_new_names
 from ppo_rlhf.runtime.own_process import guarded
 from ppo_rlhf.runtime.processes import warn_if_slow
@@ -28,7 +28,7 @@ RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
 _OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
-_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES)  # for functions that name them
+_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)  # for functions that name them
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
@@ -40,7 +40,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         RewardError: The module or the name does not exist, is not callable, or importing the module fails.
     """
     module_name, name = split_reference(reference)
-    project = project_path or _project_above(Path.cwd())
+    project = project_path or project_above(Path.cwd())
     searched = [str(project), str(project / "src")]
     try:
         importlib.invalidate_caches()
@@ -104,7 +104,7 @@ def check_column_names(columns: Iterable[str], where: str, own: str | None = Non
 
     `where` says in errors where the table comes from.
     """
-    for name in set(columns).intersection(_OURS) - {own}:
+    for name in set(columns).intersection((*_OURS, AGAINST)) - {own}:
         raise DataError(
             f"{where}: reward functions get the prompts and responses by the names {', '.join(_OURS)}, so no "
             f"other column can be called `{name}`. Rename it, or remove it."
@@ -169,6 +169,8 @@ def call_function(
         values = list(values) if isinstance(values, list | tuple) else values
     except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
         raise
+    except RewardError:  # of a judge of ours, which says all: a traceback could show its server's key
+        raise
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
@@ -218,7 +220,7 @@ def _arguments(
         }
         signature.bind(**named)
     except (TypeError, ValueError) as error:  # some built-ins have no signature
-        ours = [*_OURS, *(name for name in columns if name == MESSAGES)]
+        ours = [*_OURS, *(name for name in columns if name in (MESSAGES, AGAINST))]
         theirs = ", ".join(name for name in columns if name not in ours) or "none"
         raise RewardError(
             f"{title} cannot be called by the names of its arguments ({error}). Write it as (prompts, completions, "
@@ -277,5 +279,6 @@ def split_reference(reference: str) -> tuple[str, str]:
     return module_name, name
 
 
-def _project_above(folder: Path) -> Path:
+def project_above(folder: Path) -> Path:
+    """Return the nearest folder, this one or above, that has a pyproject.toml; this one if none has."""
     return next((path for path in (folder, *folder.parents) if (path / "pyproject.toml").is_file()), folder)

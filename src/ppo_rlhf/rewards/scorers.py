@@ -21,7 +21,8 @@ from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
 from ppo_rlhf.models.transfers import on_device, to_host
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
+from ppo_rlhf.rewards.llm_judge import load_judge
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
@@ -126,9 +127,9 @@ def build_reward_scorer(
         ModelError: The reward model cannot be loaded.
     """
     scorings: dict[str, Scoring] = {
-        c.title: partial(score_by_function, load_function(c.function), c.title)
+        c.title: partial(score_by_function, load_judge(judge, f"reward.{c.title}"), c.title)
         for c in config.components
-        if c.function is not None
+        if (judge := c.function or c.llm) is not None
     }
     model: PreTrainedModel | None = None
     if config.needs_model:
@@ -140,7 +141,7 @@ def build_reward_scorer(
         else:
             nn.Module.to(model, device)
         scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size, torch.device(device))
-        scorings |= {c.title: scorer for c in config.components if c.function is None}
+        scorings |= {c.title: scorer for c in config.components if c.type == "model"}
     elif offload:
         raise ConfigError(NOTHING_TO_OFFLOAD)
     return RewardScorer([(c.title, c.weight, scorings[c.title]) for c in config.components], model)

@@ -16,6 +16,8 @@ from ppo_rlhf.data.chats import Chat
 
 TURNS = "turns"
 MESSAGES = "messages"
+AGAINST = "against_completions"
+"""By this name a judge gets the responses that it compares the completions with: SFT's to the same prompts."""
 
 
 class DecodedWhenRead(UserList[str]):

@@ -18,7 +18,7 @@ from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.trainer.inputs import few_answered
 
@@ -64,7 +64,8 @@ def take_held_out(
     function = load_function(judge) if isinstance(judge, str) else judge
     if function is not None:
         batch = few_answered(prompts)
-        on_main(partial(call_reward_function, function, "judge", batch.prompts, batch.completions, batch.all_columns))
+        columns = batch.all_columns | {AGAINST: [""] * len(batch)}
+        on_main(partial(call_reward_function, function, "judge", batch.prompts, batch.completions, columns))
     return function
 
 

@@ -29,6 +29,7 @@ from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
 from ppo_rlhf.reporting.wording import headline, measure, remarks, result_section, say_verdict
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def evaluate_ppo_policy(
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
     evaluation_prompts: pd.DataFrame,
+    sft_evaluation: pd.DataFrame,
     ppo: PPOConfig,
     reward: RewardConfig,
     evaluation: EvaluationConfig,
@@ -117,7 +119,8 @@ def evaluate_ppo_policy(
     """Let the exported PPO policy answer the same prompts with the same noise, and measure its KL from SFT.
 
     Returns:
-        One row a response, as for SFT; kl is k1 summed over the response, in nats.
+        One row a response, as for SFT, whose responses a judge may compare them with; kl is k1 summed over the
+        response, in nats.
 
     Raises:
         ModelError: The policies have different vocabularies, so the same tokens are other prompts.
@@ -129,6 +132,7 @@ def evaluate_ppo_policy(
     return _evaluate(
         policy,
         reference,
+        PolicyEvaluation.from_frame(sft_evaluation),
         sft_policy=sft_policy,
         reward_model=reward_model,
         evaluation_prompts=evaluation_prompts,
@@ -237,6 +241,7 @@ def write_model_card(
 def _evaluate(
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
+    sft: PolicyEvaluation | None = None,
     *,
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
@@ -267,7 +272,7 @@ def _evaluate(
         batch_size=evaluation.batch_size,
         samples_per_prompt=evaluation.samples_per_prompt,
     )
-    return evaluator.evaluate(policy, reference).to_frame()
+    return evaluator.evaluate(policy, reference, against=sft).to_frame()
 
 
 def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
@@ -277,8 +282,10 @@ def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
     return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
-def _code(reference: str | None) -> str:
-    """Return a digest of the file of a function `module:name` that was imported."""
+def _code(reference: str | LLMJudgeConfig | None) -> str:
+    """Return a digest of the file of a function `module:name` that was imported, or of what a model is asked."""
+    if isinstance(reference, LLMJudgeConfig):
+        return _digest(reference.opinion.encode())
     return "" if reference is None else _digest(Path(str(sys.modules[reference.split(":")[0]].__file__)).read_bytes())
 
 

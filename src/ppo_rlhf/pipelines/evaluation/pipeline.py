@@ -19,7 +19,11 @@ def create_pipeline() -> Pipeline:
             ["chosen_prompts", "trained_prompts"],
         ),
         named(nodes.evaluate_sft_policy, [*models, "chosen_prompts", *settings], "sft_evaluation"),
-        named(nodes.evaluate_ppo_policy, ["ppo_policy", *models, "chosen_prompts", *settings], "ppo_evaluation"),
+        named(
+            nodes.evaluate_ppo_policy,
+            ["ppo_policy", *models, "chosen_prompts", "sft_evaluation", *settings],
+            "ppo_evaluation",
+        ),
         named(
             nodes.compare_policies,
             [*evaluations, "sft_policy", "chosen_prompts", "trained_prompts", "training_history", *settings],

@@ -17,6 +17,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
+from ppo_rlhf.rewards.scoring import AGAINST
 from ppo_rlhf.runtime.paths import last_name, shown
 from ppo_rlhf.supervised.answers import agreement
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
@@ -98,7 +99,8 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
                 columns[name].append(value)
         scores = [
             call_reward_function(
-                judge.judge, "evaluation.judge", table["prompt"].tolist(), table[side].tolist(), columns
+                *(judge.judge, "evaluation.judge", table["prompt"].tolist(), table[side].tolist()),
+                columns | {AGAINST: table["theirs"].tolist()},
             )
             for side in ("ours", "theirs")
         ]

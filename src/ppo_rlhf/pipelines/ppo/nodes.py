@@ -275,7 +275,8 @@ def export_policy(
     """Export the trained policy as a plain Hugging Face model directory with its card; a LoRA adapter is merged."""
     model = None if reward_model is None else reward_model.source
     rewards = [
-        f"{term.type} `{place(str(term.function or model))}`, weight {term.weight:g}" for term in reward.components
+        f"{term.type} `{term.llm.model if term.llm else place(str(term.function or model))}`, weight {term.weight:g}"
+        for term in reward.components
     ]
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id

@@ -167,7 +167,7 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
             if value != default:
                 rows.append((f"{group}.{field.name}", str(value), str(default)))
     for component in reward.components:
-        source = component.function or "the reward model"
+        source = component.function or component.llm or "the reward model"
         rows.append((f"reward.components: {component.title}", f"{source}, weight {component.weight:g}", "–"))
     return rows
 

@@ -131,10 +131,8 @@ def _train(
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
-    last = compare_evaluations(
-        evaluator.evaluate(state.policy, reference, device=state.device),
-        evaluator.evaluate(reference, None, device=state.device),
-    )
+    sft = evaluator.evaluate(reference, None, device=state.device)
+    last = compare_evaluations(evaluator.evaluate(state.policy, reference, device=state.device, against=sft), sft)
     track(state.iteration, last)
     return last
 

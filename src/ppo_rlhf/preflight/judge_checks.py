@@ -1,0 +1,52 @@
+"""What a run refuses a judge for that is a language model: one prompt is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppo_rlhf.core.errors import PPORLHFError
+from ppo_rlhf.data.chats import answered
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation.policy import JUDGE, EvaluationConfig
+from ppo_rlhf.preflight.request import PROMPTS, RunRequest
+from ppo_rlhf.rewards.functions import call_reward_function
+from ppo_rlhf.rewards.llm_judge import load_judge
+from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
+from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES
+
+
+def check_judges(run: RunRequest) -> Iterator[str]:
+    """Find a language model that cannot be asked: no package, no key, no server, no prompt that fits the template.
+
+    Each is asked to judge the first prompt of a table in place of a response. The answer is kept like any other.
+    """
+    for place, judge in judges_of(run):
+        if judge.is_pairwise and judge.against is None and run.writes("best_of_n_samples"):
+            yield (
+                f"{place}: this pipeline scores single responses, and llm.answer=pairwise compares them with SFT's. "
+                "Set llm.against to a column of the prompts, or llm.answer to score."
+            )
+            continue
+        try:
+            _try(run, place, judge)
+        except PPORLHFError as error:
+            yield str(error)
+
+
+def judges_of(run: RunRequest) -> Iterator[tuple[str, LLMJudgeConfig]]:
+    """Yield the language models that judge in this run, each after its place in the settings."""
+    evaluation = run.group("evaluation", EvaluationConfig)
+    for reward in run.rewards:
+        yield from ((f"reward.{term.title}", term.llm) for term in reward.components if term.llm is not None)
+    if evaluation is not None:
+        places = {JUDGE: evaluation.judge, **{f"{JUDGE}s.{name}": each for name, each in evaluation.judges.items()}}
+        yield from ((place, judge) for place, judge in places.items() if isinstance(judge, LLMJudgeConfig))
+
+
+def _try(run: RunRequest, place: str, judge: LLMJudgeConfig) -> None:
+    function = load_judge(judge, place, run.project_path)
+    tables = [run.prompts[name] for name in PROMPTS if name in run.prompts]
+    for table in tables if place.startswith("reward.") else tables[-1:]:
+        few = PromptDataset.of_table(table).select([0])
+        columns = {**few.columns, MESSAGES: [chat and answered(chat, "") for chat in few.messages], AGAINST: [""]}
+        call_reward_function(function, place, few.texts, few.texts, columns)

@@ -1,0 +1,99 @@
+"""A stand-in of a server that speaks OpenAI's chat API: it answers `/v1/chat/completions` by a function of a test's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from ppo_rlhf.rewards.llm_judge import in_use
+
+KEY = "sk-of-the-stand-in-4711"
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Answers a user's text by `answer`, a text or a code with the body of an error."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[str], str | tuple[int, str]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.answer = answer
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.finish_reason = "stop"
+        self.pause_s = 0.0
+        self.under_way = self.most_under_way = 0
+        self.lock = threading.Lock()
+
+    @property
+    def texts(self) -> list[str]:
+        """What it was asked, in the order of arrival, repetitions included."""
+        return [body["messages"][0]["content"] for body in self.bodies]
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: ChatServer
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.bodies.append(body)
+            server.keys.add(self.headers["Authorization"])
+            server.under_way += 1
+            server.most_under_way = max(server.most_under_way, server.under_way)
+        time.sleep(server.pause_s)
+        text = body["messages"][0]["content"]
+        answer = server.answer(text) if self.path == "/v1/chat/completions" else (404, "no such page")
+        with server.lock:
+            server.under_way -= 1
+        if isinstance(answer, tuple):
+            self._send(answer[0], {"error": {"message": answer[1]}})
+            return
+        message = {"role": "assistant", "content": answer}
+        self._send(
+            200,
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": body["model"],
+                "choices": [{"index": 0, "message": message, "finish_reason": server.finish_reason}],
+                "usage": {"prompt_tokens": len(text.split()), "completion_tokens": 3, "total_tokens": 0},
+            },
+        )
+
+    def _send(self, code: int, content: dict[str, Any]) -> None:
+        sent = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(sent)))
+        self.send_header("retry-after-ms", "1")  # so that tests do not wait
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked did not wait
+            self.wfile.write(sent)
+
+    def log_message(self, *args: Any) -> None:
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def running_chat(answer: Callable[[str], str | tuple[int, str]]) -> Iterator[ChatServer]:
+    """Run a server until the block ends; judges that were made in it are forgotten."""
+    with ChatServer(answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+    in_use.clear()
+
+
+def between(text: str, tag: str) -> str:
+    """What a template of the project shows between a tag and its end."""
+    return text.split(f"<{tag}>\n")[1].split(f"\n</{tag}>")[0]
