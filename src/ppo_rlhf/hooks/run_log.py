@@ -18,6 +18,7 @@ from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors
+from ppo_rlhf.rewards.llm_judge import judge_counts, judges_in_words
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
@@ -90,6 +91,8 @@ class RunLog:
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
+        if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):  # no judge is asked after it
+            self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._conclude(outputs[FINAL_METRICS])
         self._log.log((outputs.get("reward_audit") or {}).get("metrics", {}), 0)
@@ -140,6 +143,9 @@ class RunLog:
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
         progress.listeners.clear()
+        self._log.log(judge_counts(), self._iteration)
+        for line in judges_in_words():
+            logger.info("%s", line)
         for name in HISTORIES if is_finished and self._is_resumed else ():
             if name in self._outputs and self._catalog[name].exists():
                 self._send_rows(self._catalog[name].load())
