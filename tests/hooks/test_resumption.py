@@ -513,6 +513,38 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
             "",
             "",
         ),
+        (
+            {"reward.components": '[{"function": "a:b", "name": null}]'},  # of an earlier version
+            {"reward.components": '[{"function": "a:b", "llm": null, "name": null}]'},
+            "",
+            "",
+        ),
+        (
+            {"reward.components": '[{"function": "a:b", "weight": 1.0}]'},
+            {"reward.components": '[{"function": "a:b", "weight": 2.0}]'},
+            "reward.components",
+            "",
+        ),
+        (
+            {"reward.components": '[{"llm": {"model": "m", "base_url": "u", "unparsable": "error"}, "weight": 1.0}]'},
+            {"reward.components": '[{"llm": {"model": "m", "base_url": "v", "unparsable": 1.0}, "weight": 1.0}]'},
+            "",
+            "reward.components",
+        ),
+        (
+            {"reward.components": '[{"llm": {"model": "m", "base_url": "u"}, "weight": 1.0}]'},
+            {"reward.components": '[{"llm": {"model": "m", "base_url": "v"}, "weight": 2.0}]'},
+            "reward.components",
+            "",
+        ),
+        ({"evaluation.judge": "a:b"}, {"evaluation.judge": "a:c"}, "evaluation.judge", ""),
+        ({"evaluation.judge": "a:b"}, {"evaluation.judge": '{"model": "m", "base_url": "u"}'}, "evaluation.judge", ""),
+        (
+            {"evaluation.judge": '{"model": "m", "base_url": "u"}'},
+            {"evaluation.judge": '{"model": "n", "base_url": "u"}'},
+            "",
+            "evaluation.judge",
+        ),
     ],
 )
 def test_each_setting_is_refused_or_a_change(before: dict[str, str], after: dict[str, str], refused: str, changed: str):
@@ -607,6 +639,15 @@ def test_a_setting_is_compared_with_the_value_of_the_last_resume():
     assert differences(now({"ppo.total_episodes": "40"}), before) == ([], {})
     assert differences(now({"ppo.total_episodes": "24"}), before)[1] == {"total_episodes": ("40", "24")}
     assert tags_of(before, {"save_interval": ("1", "2")}) == {"resume.checkpoint": "none", "resume.save_interval": "2"}
+
+
+def test_a_changed_language_model_is_compared_with_that_of_the_last_resume_and_is_not_bit_identical():
+    first, second = ('{"model": "%s", "base_url": "u"}' % name for name in "mn")  # noqa: UP031
+    tags = tags_of(earlier({}), {"evaluation.judge": (first, second)})
+    assert tags["bit_identical"] == "false"
+    before = earlier({"evaluation.judge": first}, **tags)
+    assert differences(now({"evaluation.judge": second}), before) == ([], {})
+    assert differences(now({"evaluation.judge": first}), before)[1] == {"evaluation.judge": (second, first)}
 
 
 # --- by name

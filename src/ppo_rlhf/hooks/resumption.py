@@ -6,13 +6,14 @@ a resume keeps its changes as tags `resume.<setting>` (PPO's settings by their b
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import mlflow
 from kedro.io import CatalogProtocol
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # heavy: only a run pays for it
 
 logger = logging.getLogger(__name__)
 
+JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
+"""Params that may hold language models: these may change as functions may, to fix one that failed."""
 TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
@@ -74,19 +77,24 @@ class Resumption:
         from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
-        tags = {f"{TAG}{CHECKPOINT}": where, **{f"{TAG}{name}": now for name, (_, now) in self.changes.items()}}
+        tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
         by_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"  # whose noise is its own
         if by_vllm or any(
-            name in CHANGES_NUMBERS or name.startswith((*_OF_THE_MACHINE, DATA)) for name in self.changes
+            name in CHANGES_NUMBERS or name in JUDGED or name.startswith((*_OF_THE_MACHINE, DATA))
+            for name in self.changes
         ):
             tags[BIT_IDENTICAL] = "false"
         return tags
+
+    @property
+    def _changed(self) -> dict[str, str]:
+        return {f"{TAG}{name}": now[:MAX_PARAM_VAL_LENGTH] for name, (_, now) in self.changes.items()}
 
     def make_anew(self, this: RunDescription, pipeline: Pipeline) -> tuple[str, ...]:
         """Have the nodes before PPO run again that depend on a changed function; return how their metrics begin."""
         from ppo_rlhf.datasets.run_catalog import StageOutputs
 
-        functions = {name for name in self.changes if name.startswith(DATA)}
+        functions = {name for name in self.changes if name.startswith(DATA) or name in JUDGED}
         stages = [node for node in pipeline.nodes if functions and EVALUATION in node.inputs]
         labeller = f"{DATA}{this.params.get(LABELLER, '').partition(':')[0]}.fingerprint"
         if labeller in functions and "data.raw_preferences.path" not in this.tags:
@@ -261,7 +269,10 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
             continue
         if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):  # MLflow cuts longer ones
             continue
+        if name in JUDGED and _plain(was) == _plain(is_now):  # an earlier version had fewer settings
+            continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
+        may_change |= name in JUDGED and _plain(was, judge="any") == _plain(is_now, judge="any")
         if may_change or name.startswith(_OF_THE_MACHINE):
             changes[setting if group == "ppo" else name] = (was, is_now)
         elif group == "data":
@@ -270,6 +281,24 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         else:
             refused.append(f"{name} ({was} before, {is_now} now)")
     return refused, changes
+
+
+def _plain(text: str, judge: str | None = None) -> Any:
+    """Return a param's JSON without nulls, with `judge` in place of each language model if it is given."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        if judge is not None and {"model", "base_url"} <= value.keys():
+            return judge
+        return {name: plain(each) for name, each in value.items() if each is not None}
+
+    try:
+        return plain(json.loads(text))
+    except ValueError:  # no JSON, or cut by MLflow
+        return text
 
 
 def as_last_resumed(tags: Mapping[str, str]) -> dict[str, str]:
