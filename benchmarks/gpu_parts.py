@@ -316,7 +316,7 @@ class Run:
         """Learn from responses of mixed lengths; return its steps, and the seconds of all log-probabilities."""
         from ppo_rlhf.ppo import loop
         from ppo_rlhf.ppo.engines import Responses
-        from ppo_rlhf.ppo.measuring import measure
+        from ppo_rlhf.ppo.rollouts import measure
 
         rows, width = self.part.rows, self.part.length
         lengths = torch.randint(1, width + 1, (rows,), generator=self.numbers)

@@ -37,7 +37,7 @@ from ppo_rlhf.models.forward import logits_of, packs
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import engines, update
-from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.sequences import make_batch
 
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -336,7 +336,7 @@ def test_autocast_keeps_its_casts_for_a_block_of_passes_as_the_count_says():
     import torch
 
     import launches
-    from ppo_rlhf.ppo.policy_forward import CriticForward
+    from ppo_rlhf.ppo.forward_passes import CriticForward
 
     parts = launches.Parts(2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

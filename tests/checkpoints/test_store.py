@@ -19,7 +19,7 @@ from ppo_rlhf.checkpoints.files import (
     sweep_leftovers,
     verify_checkpoint,
 )
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import (
     read_checkpoint,
     write_checkpoint,

@@ -13,11 +13,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
-from ppo_rlhf.ppo import batch
+from ppo_rlhf.ppo import micro_batches
 from ppo_rlhf.runtime.processes import (
     dealt_rows,
     from_all,
@@ -139,8 +139,8 @@ def settled() -> dict[str, Any]:
     """Return the number of tokens that processes with unequal memory settle on, and what they train to with it."""
     fitting = [50, 20, 30, 40][own_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "UNLIMITED_ON", ())
-        patch.setattr(batch.UpdateBytes, "tokens_in", lambda self, free: fitting)
+        patch.setattr(micro_batches, "UNLIMITED_ON", ())
+        patch.setattr(micro_batches.UpdateBytes, "tokens_in", lambda self, free: fitting)
         run = build({})
         run.iteration()
     return {"tokens": run.state.micro_batch_tokens, "weights": weight_sums(run)}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from ppo_rlhf.checkpoints.model_files import exported_policy, gathered
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import share_out

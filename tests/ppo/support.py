@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.ppo.batch import cut_batch
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.micro_batches import cut_batch
 from tests.ppo_runs import learn_from
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}

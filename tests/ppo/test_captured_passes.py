@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models import forward
 from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
-from ppo_rlhf.ppo import captured_sampling, loop, measuring, state
+from ppo_rlhf.ppo import captured_sampling, loop, rollouts, state
 from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.captured_passes import CapturedPasses
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -244,9 +244,9 @@ def test_what_is_not_captured_trains_as_without_graphs_and_says_so_once(
     caplog.set_level(logging.INFO)
     engine = "hf" if why == GENERATE else "static"
     if why == "several processes train":
-        monkeypatch.setattr(measuring, "process_count", lambda: 2)
+        monkeypatch.setattr(rollouts, "process_count", lambda: 2)
     elif why != GENERATE:
-        for place in (forward, measuring, state):
+        for place in (forward, rollouts, state):
             monkeypatch.setattr(place, "packs", lambda _: False)
     run, plain = (make_run(**SETTINGS, rollout_engine=engine, cuda_graphs=on) for on in (None, False))
     for each in (run, plain):

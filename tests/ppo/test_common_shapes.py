@@ -12,8 +12,9 @@ from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.transfers import tensors_of
-from ppo_rlhf.ppo import measuring, update
-from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward, PolicyOutput
+from ppo_rlhf.ppo import rollouts as ppo_rollouts
+from ppo_rlhf.ppo import update
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from tests.ppo_runs import MEASURED, build_model, learn_from
 
@@ -189,7 +190,7 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
         )
 
     original = update._cut
-    monkeypatch.setattr(measuring, "in_common_shapes", with_other_tokens)
+    monkeypatch.setattr(ppo_rollouts, "in_common_shapes", with_other_tokens)
     monkeypatch.setattr(update, "_cut", cut)
     run = make_run(kind, **settings)
     for each in run.state.forwards:

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.models.weight_copies import WeightCopies, linear_weights
-from ppo_rlhf.ppo import batch_sampling, engines, loop, measuring
-from ppo_rlhf.ppo.batch import first_epoch
+from ppo_rlhf.ppo import batch_sampling, engines, loop
+from ppo_rlhf.ppo import rollouts as ppo_rollouts
+from ppo_rlhf.ppo.micro_batches import first_epoch
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import MEASURED, Run, learn_from, weights_of
 
@@ -52,7 +53,7 @@ def test_samples_log_probabilities_values_and_weights_are_equal_to_the_bit(make_
     assert copying.state.captures.held[WeightCopies].bytes == 2 * sum(
         weight.numel() for weight in linear_weights(copying.state.policy)
     )
-    for place in (batch_sampling, measuring):
+    for place in (batch_sampling, ppo_rollouts):
         monkeypatch.setattr(place, "copied_weights", lambda *_: nullcontext())
     casting = make_run(kind, dtype="bfloat16", **settings)
     for (tensors, metrics), (expected, expected_metrics) in zip(found, trained(casting), strict=True):
@@ -75,7 +76,7 @@ def test_graphs_that_read_the_copies_are_replayed_in_later_iterations_with_the_w
     replayed = run.rollouts()
     assert graphs_on_cpu.captures == captured
     assert graphs_on_cpu.replays > before
-    for place in (batch_sampling, measuring):
+    for place in (batch_sampling, ppo_rollouts):
         monkeypatch.setattr(place, "copied_weights", lambda *_: nullcontext())
     run.state.captures.release()
     expected = run.rollouts()
@@ -149,8 +150,8 @@ def test_without_copies_a_block_of_passes_casts_each_weight_once(make_run, monke
     with Casts():
         batches = rollouts.sequences(first_epoch(rollouts.epochs), run.state)
         if part == "values":
-            measuring.critic_values(run.state, batches, rollouts.epochs)
+            ppo_rollouts.critic_values(run.state, batches, rollouts.epochs)
         else:
-            measuring.policy_passes(run.state, batches, rollouts.epochs, rollouts.mask, None)
+            ppo_rollouts.policy_passes(run.state, batches, rollouts.epochs, rollouts.mask, None)
     assert cast
     assert len(set(cast)) == len(cast)

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.models import forward
 from ppo_rlhf.models.token_rows import TokenRows
-from ppo_rlhf.ppo import measuring
+from ppo_rlhf.ppo import rollouts
 from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 from tests.ppo_runs import MEASURED
 
@@ -61,7 +61,7 @@ def test_rows_that_are_filled_up_for_an_accelerator_change_nothing(make_run, mon
         sizes.append((batch.rows.packed_ids.shape[1], len(batch.rows.slots)))
         return batch
 
-    monkeypatch.setattr(measuring, "make_batch", filled)
+    monkeypatch.setattr(rollouts, "make_batch", filled)
     found = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
     assert all(size % 64 == 0 for size, _ in sizes)
     assert any(size > tokens for size, tokens in sizes)
@@ -80,7 +80,7 @@ def test_on_a_processor_rows_are_filled_up_in_16_bits_only(make_run, monkeypatch
         asked.add(fill)
         return make_batch(*args, fill=fill)
 
-    monkeypatch.setattr(measuring, "make_batch", noted)
+    monkeypatch.setattr(rollouts, "make_batch", noted)
     run.iteration()
     assert asked == {fills}
 
@@ -92,7 +92,7 @@ def test_padding_on_either_side_changes_neither_rollouts_nor_gradients_of_a_mode
     monkeypatch.setattr(forward, "packs", lambda _: False)
     plain = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
     expected = gradients(make_run, moved_on(plain), kind, **EVERY_LOSS)
-    monkeypatch.setattr(measuring, "make_batch", padded_more(*sides))
+    monkeypatch.setattr(rollouts, "make_batch", padded_more(*sides))
     found = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
     assert torch.equal(found.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
     assert_close(found.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=1e-10)

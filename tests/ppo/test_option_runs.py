@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from tests.ppo_runs import MEASURED
 

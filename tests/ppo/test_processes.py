@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.batch import cut_batch
+from ppo_rlhf.ppo.micro_batches import cut_batch
 from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
 from tests.ppo_runs import weight_sums

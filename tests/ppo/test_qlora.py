@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.checkpoints.model_files import exported_policy, optimizers
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError

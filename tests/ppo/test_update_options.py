@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.micro_batches import first_epoch
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
 from tests.ppo_runs import build_model, learn_from, with_responses
 

@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, ResolvedJudge
 from ppo_rlhf.models.adapters import merged
-from ppo_rlhf.ppo.measuring import LOGPROB_GAP, check_weights
+from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, check_weights
 from ppo_rlhf.ppo.vllm import check_vllm
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo import vllm_stand_in

@@ -17,7 +17,7 @@ from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.models.weight_copies import WeightCopies
-from ppo_rlhf.ppo import policy_forward, update
+from ppo_rlhf.ppo import forward_passes, update
 from ppo_rlhf.preflight.memory import COPIES, DECODING, MemoryPlan, RunShape, plan_memory, suggestions
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import build_prompts, build_run
@@ -125,7 +125,7 @@ def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.M
     on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
     before = passing(plan(), "update")
     assert before - passing(plan(on_card, dtype="float32", cuda_graphs=False), "update") == 2 * (8 * 8 * 23 - 100) * 4
-    monkeypatch.setattr(policy_forward, "LOGITS_HELD", 100)
+    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 100)
     assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
 

@@ -16,7 +16,7 @@ from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import on_processes
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.hooks.resumption import as_last_resumed
+from ppo_rlhf.hooks.resume import as_last_resumed
 from ppo_rlhf.hooks.run_description import PROCESSES
 from ppo_rlhf.runtime.names import env_option
 

@@ -22,7 +22,7 @@ from ppo_rlhf.cli.errors import Command, one_line_each
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.before_run import judge_settings, refuse_unread
-from ppo_rlhf.hooks.resumption import find_named, resume_entry
+from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 from ppo_rlhf.runtime.names import env_option

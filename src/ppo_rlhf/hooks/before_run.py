@@ -17,7 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
-from ppo_rlhf.hooks.resumption import can_resume
+from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.runner import LoopRunner, plan_loop
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import HUMAN_EVALUATION, RESUME_CHECKPOINT

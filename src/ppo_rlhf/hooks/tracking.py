@@ -57,7 +57,7 @@ from ppo_rlhf.runtime.whole_files import process_name
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
     from ppo_rlhf.datasets import ResumeCheckpointDataset
-    from ppo_rlhf.hooks.resumption import Named, Resumption
+    from ppo_rlhf.hooks.resume import Named, Resumption
     from ppo_rlhf.hooks.run_log import RunLog
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Start the run, or resume the one that `resume` names, and log what is known of it."""
-        from ppo_rlhf.hooks.resumption import find_named, resume_entry
+        from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
         self._is_sweep, project_path = TRAININGS in pipeline.all_outputs(), Path(run_params["project_path"])
@@ -204,7 +204,7 @@ class TrackingHook(MlflowHook):
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
     ) -> Resumption | None:
         """Return the resumed run, locked; None for a new run."""
-        from ppo_rlhf.hooks.resumption import find_resumption
+        from ppo_rlhf.hooks.resume import find_resumption
 
         tracking = self.mlflow_config.tracking
         if entry.requested is not None:

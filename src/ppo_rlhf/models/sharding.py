@@ -2,7 +2,7 @@
 
 A pass that trains goes through FSDP2, which gathers the weights of one layer at a time. Every other pass (sampling,
 log-probabilities, values, scores) goes through the model's own modules, which hold the shards outside of passes:
-`offloading.on_device` puts whole weights in their place for a block, in which each process may make its own number of
+`transfers.on_device` puts whole weights in their place for a block, in which each process may make its own number of
 passes. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 

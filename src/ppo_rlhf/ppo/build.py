@@ -39,8 +39,8 @@ from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
 from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.environments import reply_by_function
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
-from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward
 from ppo_rlhf.ppo.precision import autocast, frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine

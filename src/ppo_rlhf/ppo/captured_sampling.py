@@ -1,4 +1,4 @@
-"""Sampling whose steps are CUDA graphs: the tokens of `sampling`, drawn in buffers that stay in their places."""
+"""Sampling whose steps are CUDA graphs: the tokens of `engines`, drawn in buffers that stay in their places."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CapturedSampler:
     def sample(
         self, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings, captures: Captures
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probabilities of responses, `[N, T]`; see `sampling.generate_responses`."""
+        """Return tokens and log-probabilities of responses, `[N, T]`; see `engines.generate_responses`."""
         given, length, device = len(prompt_ids), settings.response_length, self.token.device
         self.uniforms[:given, :length] = uniforms
         self.tokens.fill_(settings.pad_token_id)
@@ -143,7 +143,7 @@ def decode_captured(
     settings: SamplingSettings,
     captures: Captures,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as `sampling.decode_packed`, which it leaves the batch to if the memory does not do for its buffers.
+    """Sample as `engines.decode_packed`, which it leaves the batch to if the memory does not do for its buffers.
 
     The tokens are the same, but for rounding.
     """

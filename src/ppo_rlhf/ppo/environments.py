@@ -25,7 +25,7 @@ def reply_by_function(
 ) -> list[list[int] | None]:
     """Return the tokens of a function's reply to each episode so far; None where the episode is over.
 
-    With the first three arguments given it is an `Environment` of `ppo.sampling`.
+    With the first three arguments given it is an `Environment` of `ppo.engines`.
 
     Raises:
         RewardError: As `call_environment`, or a reply has no tokens.

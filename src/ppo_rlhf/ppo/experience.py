@@ -14,7 +14,7 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.batch_sampling import response_batch
-from ppo_rlhf.ppo.measuring import Rollouts
+from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import REWARDS, TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.batch_sampling import sample_batch
 from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_responses, shape_rewards
-from ppo_rlhf.ppo.measuring import Rollouts, check_weights, measure
 from ppo_rlhf.ppo.metrics import iteration_metrics
+from ppo_rlhf.ppo.rollouts import Rollouts, check_weights, measure
 from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scoring import RewardScorer

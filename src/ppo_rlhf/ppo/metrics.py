@@ -16,7 +16,7 @@ from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mea
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.measuring import LOGPROB_GAP, Rollouts
+from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
 from ppo_rlhf.runtime.processes import gather_tensors
 

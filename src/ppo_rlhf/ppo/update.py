@@ -28,12 +28,12 @@ from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.batch import Minibatch
 from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
+from ppo_rlhf.ppo.forward_passes import Reference
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
+from ppo_rlhf.ppo.micro_batches import Minibatch
 from ppo_rlhf.ppo.optimisers import set_learning_rates
-from ppo_rlhf.ppo.policy_forward import Reference
 from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState

@@ -55,7 +55,7 @@ class _Weights(nn.Module):
 
 
 class VLLMEngine:
-    """vLLM, started when the first responses are asked for; an `Engine` of `ppo.sampling`."""
+    """vLLM, started when the first responses are asked for; an `Engine` of `ppo.engines`."""
 
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer

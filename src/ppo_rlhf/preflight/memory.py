@@ -28,10 +28,10 @@ from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import linear_weights
-from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes, follows_memory, update_bytes
 from ppo_rlhf.ppo.build import build_critic, policy_to_train
+from ppo_rlhf.ppo.forward_passes import most_logits
+from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, follows_memory, update_bytes
 from ppo_rlhf.ppo.optimisers import moment_bytes
-from ppo_rlhf.ppo.policy_forward import most_logits
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20

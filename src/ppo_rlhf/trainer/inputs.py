@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.resume import MENDABLE
+from ppo_rlhf.checkpoints.restore import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths

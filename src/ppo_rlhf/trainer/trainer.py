@@ -25,7 +25,7 @@ from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.checkpoints.resume import printed_date, restore
+from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
@@ -35,8 +35,8 @@ from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import build_state, check_device
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
-from ppo_rlhf.ppo.measuring import measure
 from ppo_rlhf.ppo.precision import device_of, with_dtype
+from ppo_rlhf.ppo.rollouts import measure
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding

@@ -23,11 +23,11 @@ from ppo_rlhf.models.adapters import has_adapter, merged
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
-from ppo_rlhf.ppo.measuring import Rollouts, critic_values
+from ppo_rlhf.ppo.micro_batches import first_epoch
 from ppo_rlhf.ppo.precision import device_of
+from ppo_rlhf.ppo.rollouts import Rollouts, critic_values
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import check_room
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.checkpoints.resume import printed_date, restore
+from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated
@@ -34,8 +34,8 @@ from ppo_rlhf.ppo.build import (
     sampling_settings,
 )
 from ppo_rlhf.ppo.experience import Experience, completion_rows
-from ppo_rlhf.ppo.measuring import Rollouts
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig

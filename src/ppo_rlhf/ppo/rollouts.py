@@ -21,10 +21,10 @@ from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.models.weight_copies import copied_weights
-from ppo_rlhf.ppo.batch import Epochs, cut_batch, first_epoch, first_shards, token_budget
 from ppo_rlhf.ppo.batch_sampling import captured_by
 from ppo_rlhf.ppo.engines import Responses, generates
-from ppo_rlhf.ppo.policy_forward import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
+from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_epoch, first_shards, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState

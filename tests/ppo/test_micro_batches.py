@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
 from ppo_rlhf.models.sharding import own_part
-from ppo_rlhf.ppo import batch, policy_forward
-from ppo_rlhf.ppo.batch import UpdateBytes, copied_bytes, micro_batches
+from ppo_rlhf.ppo import forward_passes
+from ppo_rlhf.ppo import micro_batches as cuts
+from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches
 from tests.ppo_runs import MEASURED, Run, weights_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,8 +31,8 @@ LONGEST = 7 + 8
 @pytest.fixture
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Give runs in float64 on this CPU so much free memory that micro-batches of so many tokens fit."""
-    monkeypatch.setattr(batch, "UNLIMITED_ON", ())
-    monkeypatch.setattr(policy_forward, "LOGITS_HELD", 3 * 23)
+    monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
+    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 3 * 23)
 
     def set_free(tokens: int, moments: int = 2) -> None:
         parameters = 8 * (2 * 23 * 16 + 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16) + 16)  # the policy's
@@ -39,7 +40,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         epoch, logits = 12 * (LONGEST * 64 + 8 * 61), 3 * 23 * 2 * 8
         fixed = (1 + moments) * (parameters + critic) + epoch + logits
         free = fixed + math.ceil((tokens + 0.5) * int(1.5 * WIDTHS) * 8 / 0.8)
-        monkeypatch.setattr(batch, "free_bytes", lambda device: free)
+        monkeypatch.setattr(cuts, "free_bytes", lambda device: free)
 
     return set_free
 
@@ -112,9 +113,9 @@ def test_the_number_is_settled_and_logged_once(make_run, fitting, caplog):
 def test_a_cpu_a_deterministic_run_and_a_set_number_do_not_ask_the_memory(
     make_run, monkeypatch, settings: dict[str, Any]
 ):
-    monkeypatch.setattr(batch, "free_bytes", lambda device: pytest.fail("the memory was asked"))
+    monkeypatch.setattr(cuts, "free_bytes", lambda device: pytest.fail("the memory was asked"))
     if settings:  # on an accelerator
-        monkeypatch.setattr(batch, "UNLIMITED_ON", ())
+        monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
     run = make_run(**settings)
     run.iteration()
     assert run.state.micro_batch_tokens is None
@@ -138,12 +139,12 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, t
 def test_a_checkpoint_of_a_cpu_has_no_number_and_an_accelerator_settles_one_for_it(
     make_run, monkeypatch, tmp_path: Path, fitting
 ):
-    monkeypatch.setattr(batch, "UNLIMITED_ON", ("cpu",))
+    monkeypatch.setattr(cuts, "UNLIMITED_ON", ("cpu",))
     run = make_run()
     run.iteration()
     written = write_checkpoint(tmp_path / "run", run.state)
     assert "micro_batch_tokens" not in json.loads((written / "state.json").read_text())
-    monkeypatch.setattr(batch, "UNLIMITED_ON", ())
+    monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
     fitting(33, moments=0)  # they are there already
     resumed = make_run()
     restore(resumed.state, written)
@@ -163,11 +164,11 @@ def test_autocast_copies_all_weights_and_none_under_lora(make_run):
 
 
 def test_the_card_says_how_many_logits_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    assert policy_forward.logits_held(CPU) == 2**24
+    assert forward_passes.logits_held(CPU) == 2**24
     assert card_bytes(CUDA) == UNKNOWN_CARD  # a device that is only pretended
-    for module in (policy_forward, core_logprobs):
+    for module in (forward_passes, core_logprobs):
         monkeypatch.setattr(module, "card_bytes", lambda device: 24 * 2**30)
-    assert policy_forward.logits_held(CUDA) == 24 * 2**22
+    assert forward_passes.logits_held(CUDA) == 24 * 2**22
     logits = torch.empty(4, 2**13, 1024, device="meta")  # 2^25 logits; a block has 24 * 2^20
     assert [block[0] for block in core_logprobs._blocks(logits)] == [slice(0, 3), slice(3, 6)]
     assert len(list(core_logprobs._blocks(torch.empty(1, 2**12, 1024)))) == 4

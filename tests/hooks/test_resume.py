@@ -33,7 +33,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resumption import Resumption, as_last_resumed, differences, find_named, find_resumption
+from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS, MAY_CHANGE, config_changes, restore
+from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS, MAY_CHANGE, config_changes, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError

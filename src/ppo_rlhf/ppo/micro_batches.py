@@ -24,8 +24,8 @@ from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
 from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.ppo.forward_passes import logits_held
 from ppo_rlhf.ppo.optimisers import moment_bytes
-from ppo_rlhf.ppo.policy_forward import logits_held
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import dealt_rows, from_all, is_main_process, own_rank, process_count, shards_models

@@ -74,7 +74,7 @@ class Resumption:
 
     def tags(self, project_path: Path) -> dict[str, str]:
         """Return the tags of this resume: its checkpoint, and the values that changed."""
-        from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS
+        from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
@@ -247,7 +247,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
 
     Returned are the differences that are refused, in words, and the changes that may be, by their name in a tag.
     """
-    from ppo_rlhf.checkpoints.resume import MAY_CHANGE
+    from ppo_rlhf.checkpoints.restore import MAY_CHANGE
 
     groups = {name.split(".")[0] for name in this.params}
     before = {name: value for name, value in run.data.params.items() if name.split(".")[0] in groups}
