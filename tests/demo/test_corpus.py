@@ -1,8 +1,8 @@
 """The committed corpus is what the script writes, and has the properties that the demo relies on."""
 
 import ast
-import re
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
