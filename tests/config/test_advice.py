@@ -46,6 +46,10 @@ ADAPTIVE = {"kl_controller": "adaptive"}
         ({"kl_horizon": 2001, **ADAPTIVE}, {"kl_horizon": 2000, **ADAPTIVE}),
         ({"vf_coef": 0.5}, {"vf_coef": 0.5, "value_model": "shared"}),
         ({"importance_cap": 2.0, "top_k": 10}, {"importance_cap": 2.0}),
+        (
+            {"importance_low": 0.7, "importance_high": 6.0, "top_k": 10},
+            {"importance_low": 0.7, "importance_high": 6.0},
+        ),
         ({"deterministic": True}, {"deterministic": True, "local_rollout_forward_batch_size": 64}),
     ],
     ids=lambda settings: "-".join(map(str, settings)),

@@ -79,6 +79,14 @@ BROKEN_AND_KEPT = [
     ({"lam": 0.9, "lam_alpha": 0.05, "lam_critic": 1.0}, {"lam": 0.9, "lam_alpha": 0.05}),
     ({"positive_coef": 0.1}, {"positive_coef": 0.1, "positive_threshold": 0.0}),
     ({"positive_threshold": 1.0}, {"positive_threshold": 1.0, "positive_coef": 0.1}),
+    ({"importance_low": 0.7}, {"importance_low": 0.7, "importance_high": 6.0}),
+    ({"importance_high": 6.0}, {"importance_low": 0.7, "importance_high": 6.0}),
+    *(
+        ({name: value, "importance_low": 0.7, "importance_high": 6.0}, {name: value})
+        for name, value in {"cliprange": 0.3, "cliprange_high": 0.28, "dual_clip": 3.0, "importance_cap": 2.0}.items()
+    ),
+    ({"value_freeze": "attention", "value_model": "shared"}, {"value_freeze": "attention"}),
+    ({"value_freeze": "attention", **LORA}, {"value_freeze": "none", **LORA}),
     ({"num_critic_epochs": 3}, {"num_critic_epochs": 3, "num_ppo_epochs": 2}),
     ({"value_model": "shared", "num_critic_epochs": 8}, {"value_model": "reward_init", "num_critic_epochs": 8}),
     ({"drop_uniform_prompts": 2}, {"drop_uniform_prompts": 2, "responses_per_prompt": 2}),

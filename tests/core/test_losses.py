@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights, masked_policy_loss
 
 from .support import NAN, poison, prefix_mask
 
@@ -129,6 +129,7 @@ def batch(seed: int, rows: int = 5, width: int = 6) -> tuple[list[Tensor], Tenso
 LOSSES = {
     "policy": lambda x, y, z, mask, **options: clipped_policy_loss(x, y, z, mask, dual_clip=1.5, **options),
     "value": clipped_value_loss,
+    "masked policy": lambda x, y, z, mask, **options: masked_policy_loss(x, y, z, mask, **BAND, **options),
 }
 
 
@@ -155,6 +156,7 @@ def test_gradients_agree_with_finite_differences():
         lambda t: clipped_policy_loss(t, y, z, mask, cliprange_high=0.3, dual_clip=2.0)[0], x
     )
     assert torch.autograd.gradcheck(lambda t: clipped_value_loss(t, y, z, mask)[0], x)
+    assert torch.autograd.gradcheck(lambda t: masked_policy_loss(t, y, z, mask, **BAND)[0], x)
 
 
 def test_wrong_options_and_shapes_are_refused():
@@ -164,11 +166,70 @@ def test_wrong_options_and_shapes_are_refused():
             clipped_policy_loss(x, x, x, mask, **option)
     with pytest.raises(ConfigError, match=r"clipped_value_loss: cliprange_value=0\.0"):
         clipped_value_loss(x, x, x, mask, cliprange_value=0.0)
-    for loss in (clipped_policy_loss, clipped_value_loss):
+    for band in ({"low": -0.1, "high": 2.0}, {"low": 1.0, "high": 2.0}, {"low": 0.5, "high": 1.0}):
+        with pytest.raises(ConfigError, match=r"masked_policy_loss: (low|high)=.*; it must be finite and "):
+            masked_policy_loss(x, x, x, mask, **band)
+    for loss in (clipped_policy_loss, clipped_value_loss, LOSSES["masked policy"]):
         with pytest.raises(ConfigError, match="loss_aggregation='sum' is unknown"):
             loss(x, x, x, mask, loss_aggregation="sum")
         with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 2\].*; all must have the same shape"):
             loss(x, x, x[:, :2], mask)
+
+
+# --- the masked policy loss of SAO -----------------------------------------------------------------------------------
+
+# ratio, advantage, share of tokens left out; the band is that of arXiv:2607.07508 for reasoning
+BAND = {"low": 0.7, "high": 6.0}
+MASKED_REGIMES = {
+    "inside, A > 0": (1.1, 2.0, 0.0),
+    "inside, A < 0": (1.1, -2.0, 0.0),
+    "far above 1 and inside, A > 0: PPO would clip": (5.9, 2.0, 0.0),
+    "below 1 and inside, A < 0: PPO would clip": (0.75, -2.0, 0.0),
+    "above the band, A > 0": (6.1, 2.0, 1.0),
+    "above the band, A < 0: PPO would not clip": (6.1, -2.0, 1.0),
+    "below the band, A > 0: PPO would not clip": (0.65, 2.0, 1.0),
+    "below the band, A < 0": (0.65, -2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("regime", MASKED_REGIMES)
+def test_a_token_within_the_band_is_weighed_by_its_ratio_and_others_are_left_out_whatever_their_advantage(regime: str):
+    """−A ρ with the gradient −A ρ of REINFORCE with a fixed weight ρ; or neither."""
+    ratio, advantage, left_out = MASKED_REGIMES[regime]
+    logp = one(math.log(ratio) - 1.0).requires_grad_()
+    result = masked_policy_loss(logp, one(-1.0), one(advantage), ONE, **BAND)
+    result.loss.backward()
+    expected = 0.0 if left_out else -advantage * ratio
+    assert (result.loss.item(), logp.grad.item()) == (pytest.approx(expected), pytest.approx(expected))
+    assert result.clipfrac.item() == left_out
+    assert result.ratio.item() == pytest.approx(ratio)
+
+
+def test_a_ratio_on_the_edge_of_the_band_is_outside():
+    """exp(log 2) and exp(−log 2) are exactly 2 and 0.5 in float64, the ends of this band."""
+    logp = torch.tensor([[math.log(0.5), math.log(2.0), 0.0]], dtype=torch.float64)
+    result = masked_policy_loss(
+        logp, torch.zeros_like(logp), torch.ones_like(logp), ONE.expand(1, 3), low=0.5, high=2.0
+    )
+    assert result.clipfrac.item() == pytest.approx(2 / 3)
+    assert result.loss.item() == pytest.approx(-1 / 3)  # divided by all three tokens
+
+
+def test_the_masked_loss_is_divided_by_all_tokens_that_count_and_its_means_are_over_them():
+    """Ratios 0.5 (out), 1.5, 8 (out) and 2 with advantages 1, −2, 3 and 4 on four tokens; NaN in padding."""
+    ratios = torch.tensor([[0.5, 1.5, NAN], [8.0, 2.0, NAN]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -2.0, NAN], [3.0, 4.0, NAN]], dtype=torch.float64)
+    sampler = torch.full((2, 3), -2.0, dtype=torch.float64)
+    logp = (ratios.log() + sampler).requires_grad_()
+    mask = prefix_mask([2, 2], 3)
+    result = masked_policy_loss(logp, sampler, advantages, mask, **BAND)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx((2.0 * 1.5 - 4.0 * 2.0) / 4)
+    assert_close(logp.grad, torch.tensor([[0.0, 3.0 / 4, 0.0], [0.0, -8.0 / 4, 0.0]], dtype=torch.float64))
+    assert result.clipfrac.item() == 0.5
+    assert result.ratio.item() == pytest.approx((0.5 + 1.5 + 8.0 + 2.0) / 4)
+    assert result.approxkl.item() == pytest.approx(sum(math.log(r) ** 2 for r in (0.5, 1.5, 8.0, 2.0)) / 8)
+    assert not any(x.requires_grad for x in result[1:])
 
 
 # --- importance weights ----------------------------------------------------------------------------------------------

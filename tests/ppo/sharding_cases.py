@@ -43,6 +43,9 @@ MORE: dict[str, dict[str, Any]] = {
     "critic first, checkpointing": {"critic_warmup_iterations": 1, "gradient_checkpointing": True},
     "LoRA, critic from the reward model": {"use_peft": True, "lora_r": 2, "value_model": "reward_init"},
     "LoRA on a shared trunk": {"use_peft": True, "lora_r": 2, "value_model": "shared", "vf_coef": 0.5},
+    "frozen attention of the critic, band of ratios": {
+        **{"value_freeze": "attention", "importance_low": 0.7, "importance_high": 6.0, "num_critic_epochs": 2},
+    },
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3},
     "an architecture that needs padding": {"kind": "bitnet", "max_tokens_per_micro_batch": 30},
 }

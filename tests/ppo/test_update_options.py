@@ -65,6 +65,10 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
         advantage = advantage * mismatch.exp().clamp(max=config.importance_cap)
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     gain = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - config.cliprange, 1 + high))
+    if config.importance_low is not None:  # REINFORCE with a weight that has no gradient, as the paper writes it
+        weight = (logprobs.detach() - rollouts.responses.sampler_logprobs[row, :length]).exp()
+        weight = torch.where((weight > config.importance_low) & (weight < config.importance_high), weight, 0.0)
+        gain = weight * advantage * logprobs
     if config.dual_clip is not None:
         gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
     policy_loss = -gain
@@ -81,7 +85,9 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
     values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
     old, target = rollouts.values[row, :length], experience.returns[row, :length]
-    near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
+    near = values
+    if config.cliprange_value is not None:
+        near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
     if config.positive_coef and experience.scores.total[row] >= config.positive_threshold:
         # the other terms are divided by the count of all responses, this one by that of the positive ones
         policy_loss = policy_loss - config.positive_coef * logprobs * share_of_positives(experience, config)
@@ -117,6 +123,9 @@ OPTIONS = [
     {"kl_in": "loss", "kl_estimator": "k3+"},
     {"kl_in": "loss", "kl_estimator": "full"},
     {"importance_cap": 1.15},
+    {"importance_low": 0.8, "importance_high": 1.3},
+    {"importance_low": 0.8, "importance_high": 1.3, "loss_aggregation": "seq_mean_token_mean", "entropy_coef": 0.1},
+    {"cliprange_value": None},
     {"positive_coef": 0.3, "positive_threshold": 0.75},
     {"positive_coef": 0.3, "positive_threshold": 0.75, "loss_aggregation": "seq_mean_token_mean"},
     {"loss_aggregation": "seq_mean_token_sum"},

@@ -206,6 +206,7 @@ def test_an_evaluation_samples_by_the_same_engine_from_the_policy_that_it_is_giv
 def test_importance_weights_are_on_by_default_with_this_engine_and_only_with_it():
     assert PPOConfig(**VLLM).importance_cap == 3.0
     assert PPOConfig(**VLLM, importance_cap=2.0).importance_cap == 2.0
+    assert PPOConfig(**VLLM, importance_low=0.7, importance_high=6.0).importance_cap is None
     assert PPOConfig().importance_cap is None
 
 

@@ -418,6 +418,8 @@ def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refu
         trainer.step(**GOOD_STEP)
     with pytest.raises(ConfigError, match=r"ppo\.importance_cap=2"):
         PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
+    with pytest.raises(ConfigError, match=r"ppo\.importance_low=0\.7 .*PPOTrainer\.train\(\) sample"):
+        PPOTrainer(config(importance_low=0.7, importance_high=6.0), sft).step(**GOOD_STEP)
     monkeypatch.setattr("ppo_rlhf.ppo.build.check_vllm", lambda device: None)
     with pytest.raises(ConfigError, match=r"ppo\.importance_cap=3 .*PPOTrainer\.train\(\) sample"):
         PPOTrainer(config(rollout_engine="vllm", dtype="float32"), sft).step(**GOOD_STEP)

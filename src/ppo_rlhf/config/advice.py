@@ -72,12 +72,14 @@ def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
             "ppo.deterministic=true with ppo.local_rollout_forward_batch_size=null: how many responses are decoded at "
             "a time, and so their rounding, depends on the free memory. Give it a number",
         )
-    if c.importance_cap is not None and (c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0):
-        yield (
-            {"importance_cap", "top_k", "top_p", "min_response_length"},
-            "ppo.importance_cap corrects the rounding of the decoding loop, but not the filters ppo.top_k, ppo.top_p "
-            "and ppo.min_response_length: the weights compare with the unfiltered distribution",
-        )
+    if c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0:
+        for name in ("importance_cap", "importance_low"):
+            if getattr(c, name) is not None:
+                yield (
+                    {name, "top_k", "top_p", "min_response_length"},
+                    f"ppo.{name} corrects the rounding of the decoding loop, but not the filters ppo.top_k, ppo.top_p "
+                    "and ppo.min_response_length: the weights compare with the unfiltered distribution",
+                )
 
 
 def advice(config: PPOConfig, given: Container[str] | None, parameters: int | None) -> list[str]:

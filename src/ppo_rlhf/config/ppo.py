@@ -49,8 +49,9 @@ class PPOConfig:
     """Policy clipping range epsilon: ratios outside [1 - epsilon, 1 + epsilon] get no gradient that widens them."""
     cliprange_high: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476")] | None = None
     """Upper clipping range of its own ("clip higher"; DAPO: 0.28); None takes `cliprange`."""
-    cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE)] = 0.2
-    """Value clipping range, in units of the return: new values are clipped to this distance from the rollout's."""
+    cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE)] | None = 0.2
+    """Value clipping range, in units of the return: new values are clipped to this distance from the rollout's. None:
+    the plain squared error."""
     vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 1.0, TUNING_GUIDE)] = 0.1
     """Factor of the value loss. It matters for a shared trunk; a separate critic's Adam step hardly depends on it."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT)] = 1.0
@@ -82,6 +83,11 @@ class PPOConfig:
     importance_cap: Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2")] | None = None
     """Weigh each token by min(pi_old / pi_sampler, this), because the sampler rounds differently. None is off; with
     rollout_engine=vllm it is 3, TRL's vllm_importance_sampling_clip_max."""
+    importance_low: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.2, 0.8, "arXiv:2607.07508: 0.7")] | None = None
+    """With `importance_high`: SAO's policy loss in place of the clipped one. Each token is weighed by pi / pi_sampler,
+    and those whose ratio is not above this and below `importance_high` teach the policy nothing. None: clipped."""
+    importance_high: Annotated[float, Field(gt=1.0), Typical(1.2, 10.0, "arXiv:2607.07508: 6")] | None = None
+    """The upper end for `importance_low` (SAO: 0.7 and 6 for reasoning, 0.2 and 4 for code)."""
 
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
     """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
@@ -201,6 +207,9 @@ class PPOConfig:
     stored at critic_path. shared: a value head on the policy's last hidden states, one model with one optimiser
     (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value head in the SFT
     model's directory (TRL's v_head), or at 0."""
+    value_freeze: Literal["none", "attention"] = "none"
+    """Weights of a critic with a backbone of its own that stay as they start. attention: those of its attention layers,
+    so that embeddings, norms, MLPs and the value head train (SAO, arXiv:2607.07508). They take no optimiser state."""
     use_peft: bool = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights, which policy, reference and critic share; a value head
     trains fully. `export` says what is exported."""
@@ -293,10 +302,15 @@ class PPOConfig:
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def __post_init__(self) -> None:
-        if self.rollout_engine == "vllm" and self.importance_cap is None:
+        if self.rollout_engine == "vllm" and self.importance_cap is None and not self.masks_tokens:
             object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)  # so that it is logged and saved
         if problems := ppo_rules.problems(self):
             raise ConfigError("\n".join(problems))
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the policy loss masks tokens by their ratio to the sampler's probability, and clips nothing."""
+        return self.importance_low is not None
 
     @property
     def world_size(self) -> int:

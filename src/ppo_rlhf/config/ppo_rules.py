@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 POLYNOMIAL_END = 1e-7
 """transformers' polynomial schedule ends at this learning rate, whatever the peak."""
 ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
+CLIPPING_FIELDS = ("cliprange", "cliprange_high", "dual_clip", "importance_cap")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
 VLLM_SERVED = ("vllm_server_base_url", "vllm_server_timeout")
 VLLM_COLOCATED = (
@@ -210,6 +211,18 @@ _RULES = (
         lambda c: (c.positive_coef > 0) != (c.positive_threshold is not None),
         "{0} weighs the responses with a score of at least {1}; set both, for example {0} to 0.1, or neither",
     ),
+    _Rule(
+        ("importance_low", "importance_high"),
+        lambda c: (c.importance_low is None) != (c.importance_high is None),
+        "both are the ends of one band; set both, for example to 0.7 and 6, or neither",
+    ),
+    *(
+        _clash(
+            {name: _CHANGED, "importance_low": _CHANGED},
+            "the loss that {1} asks for masks tokens, weighs them by their ratio and clips nothing; leave out {0}",
+        )
+        for name in CLIPPING_FIELDS
+    ),
     # Optimisation.
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
@@ -233,6 +246,15 @@ _RULES = (
     _clash(
         {"value_model": "shared", "value_learning_rate": _CHANGED},
         "one optimiser trains policy and value head; set {1} to null, ppo.vf_coef weighs the value loss",
+    ),
+    _clash(
+        {"value_freeze": "attention", "value_model": "shared"},
+        "the critic's attention is the policy's, which trains; set {1} to separate, or leave out {0}",
+    ),
+    _clash(
+        {"value_freeze": "attention", "use_peft": True},
+        "adapters train on weights that are frozen anyway; leave out {0}, and choose their layers by "
+        "ppo.lora_target_modules",
     ),
     _Rule(
         ("export_value_head", "value_model"),

@@ -52,14 +52,15 @@ def check_range(
     at_least: float = -math.inf,
     above: float = -math.inf,
     at_most: float = math.inf,
+    below: float = math.inf,
     **values: float,
 ) -> None:
-    """Raise ConfigError unless each value is finite, >= `at_least`, > `above` and <= `at_most`."""
+    """Raise ConfigError unless each value is finite, >= `at_least`, > `above`, <= `at_most` and < `below`."""
     for name, value in values.items():
-        if not (math.isfinite(value) and value >= at_least and value > above and value <= at_most):
+        if not (math.isfinite(value) and value >= at_least and value > above and value <= at_most and value < below):
             bounds = [
                 f"{sign} {bound:g}"
-                for sign, bound in ((">=", at_least), (">", above), ("<=", at_most))
+                for sign, bound in ((">=", at_least), (">", above), ("<=", at_most), ("<", below))
                 if math.isfinite(bound)
             ]
             rule = " and ".join(["finite", *bounds])

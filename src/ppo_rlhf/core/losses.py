@@ -1,4 +1,6 @@
-"""The clipped PPO losses. Only real tokens count, whatever stands in padding; half precision is widened to float32.
+"""The losses of PPO, and the policy loss of SAO, which masks tokens where PPO clips.
+
+Only real tokens count, whatever stands in padding; half precision is widened to float32.
 
 Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are fine. `loss_aggregation` and
 `denominator`, the optimiser step's global count or None for this call's own, are those of `aggregate_loss`. Each
@@ -23,7 +25,7 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Tensor
-    clipfrac: Tensor  # share of tokens where the clipped surrogate is strictly the worse one
+    clipfrac: Tensor  # share of tokens where the clipped surrogate is strictly the worse one, or that are left out
     approxkl: Tensor  # ½ · mean((logp − old logp)²), nats per token
     ratio: Tensor  # mean of the (clamped) probability ratio
 
@@ -78,11 +80,7 @@ def clipped_policy_loss(
         token_loss_BT = torch.where(advantages_BT < 0, bounded_BT, token_loss_BT)
 
     loss = aggregate_loss(token_loss_BT, counts_BT, loss_aggregation, denominator)
-    with torch.no_grad():
-        found = torch.stack([is_clipped_BT.to(dtype), 0.5 * log_ratio_BT.square(), ratio_BT])
-        sums = select(found, counts_BT, dtype).sum(dim=(1, 2))
-        clipfrac, approxkl, ratio = (sums / counts_BT.sum().clamp(min=1)).unbind()
-        return PolicyLoss(loss, clipfrac, approxkl, ratio)
+    return PolicyLoss(loss, *_token_means(is_clipped_BT, log_ratio_BT, ratio_BT, counts_BT))
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -106,6 +104,54 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
         log_ratio_BT = select(old_logprobs.to(dtype) - sampler_logprobs.to(dtype), counts_BT, dtype)
         weights_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
         return select(weights_BT, counts_BT, dtype)
+
+
+def masked_policy_loss(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    loss_aggregation: str = "token_mean",
+    denominator: Tensor | float | None = None,
+) -> PolicyLoss:
+    """The importance-weighted surrogate that leaves tokens out, to be minimised.
+
+    With ρ = exp(clamp(logp − sampler logp, ±20)): per token −A ρ where low < ρ < high, else 0 without a gradient. Its
+    gradient is −A ρ ∇logp, that of −sg(ρ) A logp. A token that is left out still counts in the aggregate's divisor.
+
+    The tokens were drawn under `sampler_logprobs`; log-probabilities of the trained forward before the update are not
+    needed. In the result `clipfrac` is the share of tokens that were left out, and `approxkl` and `ratio` compare with
+    the sampler. `low` is in [0, 1), `high` above 1.
+
+    Source: Hou et al. (2026), "Single-Rollout Asynchronous Optimization for Agentic Reinforcement Learning",
+    arXiv:2607.07508, eq. 1 to 3 (direct double-sided importance sampling).
+    """
+    where = "masked_policy_loss"
+    check_shape(where, "BT", logprobs=logprobs, sampler_logprobs=sampler_logprobs, advantages=advantages, mask=mask)
+    check_range(where, at_least=0.0, below=1.0, low=low)
+    check_range(where, above=1.0, high=high)
+    counts_BT = as_bool(mask)
+    dtype = compute_dtype(logprobs, sampler_logprobs, advantages)
+
+    log_ratio_BT = select(logprobs.to(dtype) - sampler_logprobs.to(dtype), counts_BT, dtype)
+    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    is_left_out_BT = (ratio_BT <= low) | (ratio_BT >= high)
+    token_loss_BT = torch.where(is_left_out_BT, 0.0, -select(advantages, counts_BT, dtype) * ratio_BT)
+
+    loss = aggregate_loss(token_loss_BT, counts_BT, loss_aggregation, denominator)
+    return PolicyLoss(loss, *_token_means(is_left_out_BT, log_ratio_BT, ratio_BT, counts_BT))
+
+
+def _token_means(is_cut_BT: Tensor, log_ratio_BT: Tensor, ratio_BT: Tensor, counts_BT: Tensor) -> tuple[Tensor, ...]:
+    """Return the detached clipfrac, approxkl and ratio of a `PolicyLoss`."""
+    dtype = ratio_BT.dtype
+    with torch.no_grad():
+        found = torch.stack([is_cut_BT.to(dtype), 0.5 * log_ratio_BT.square(), ratio_BT])
+        sums = select(found, counts_BT, dtype).sum(dim=(1, 2))
+        return (sums / counts_BT.sum().clamp(min=1)).unbind()
 
 
 def clipped_value_loss(

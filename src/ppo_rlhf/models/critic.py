@@ -114,6 +114,23 @@ class SharedCritic(ValueModel):
         return backbone_of(self._policy[0])
 
 
+def freeze_attention(backbone: PreTrainedModel) -> None:
+    """Let the weights of a backbone's attention layers stay as they are: of modules whose class is called so.
+
+    Raises:
+        ModelError: A layer, of those that the architecture names, has no such module.
+    """
+    layers = [module for module in backbone.modules() if type(module).__name__ in (backbone._no_split_modules or ())]
+    found = [[each for each in layer.modules() if "attention" in type(each).__name__.lower()] for layer in layers]
+    if not all(found) or not found:
+        raise ModelError(
+            f"ppo.value_freeze=attention: a layer of {type(backbone).__name__} has no module whose class has Attention "
+            "in its name, so it is not known what to freeze; set ppo.value_freeze=none"
+        )
+    for attention in (each for modules in found for each in modules):
+        attention.requires_grad_(False)
+
+
 def check_start(model: PreTrainedModel, policy: PretrainedConfig, setting: str) -> nn.Linear:
     """Return the score head that a critic starts from.
 

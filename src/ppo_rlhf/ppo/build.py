@@ -28,7 +28,7 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
-from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic, freeze_attention
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
@@ -179,6 +179,26 @@ def build_critic(
     return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
 
 
+def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
+    """Freeze the weights of a critic that `ppo.value_freeze` names.
+
+    Raises:
+        ModelError: The architecture does not say which they are.
+    """
+    if config.value_freeze == "none":
+        return
+    freeze_attention(critic.backbone)
+    total, trained = (
+        sum(weight.numel() for weight in critic.parameters() if weight.requires_grad or not only) / 1e6
+        for only in (False, True)
+    )
+    if is_main_process():
+        log.info(
+            "Critic: %.3g M parameters, %.3g M train; its %s does not (ppo.value_freeze).",
+            *(total, trained, config.value_freeze),
+        )
+
+
 def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> PreTrainedModel | None:
     """Return the stored critic with its score head, in the type of the critic's weights; None if none is asked for.
 
@@ -205,6 +225,7 @@ def build_state(
     check_libraries(config)
     check_export(policy.name_or_path, config)
     check_trains(policy, "policy")
+    freeze_critic(critic, config)
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
     sampling = sampling_settings(config, tokenizer, policy)

@@ -24,7 +24,13 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import (
+    PolicyLoss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    importance_weights,
+    masked_policy_loss,
+)
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
@@ -110,7 +116,7 @@ class MicroBatch:
     batch: SequenceBatch
     tokens: int  # that the losses count
     mask: Tensor  # [b, t] bool, True on them
-    old_logprobs: Tensor  # [b, t]
+    old_logprobs: Tensor  # [b, t], with `importance_low` the sampler's
     reference_logprobs: Tensor  # [b, t]
     advantages: Tensor  # [b, t], times the importance weights
     values: Tensor  # [b, t], before the update
@@ -123,11 +129,14 @@ def _micro_batches(
 ) -> list[MicroBatch]:
     """Return all micro-batches of an epoch, on the CPU."""
     rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
+    old_logprobs = rollouts.old_logprobs
+    if state.config.masks_tokens:
+        old_logprobs = _sampler_logprobs(experience, state.config).to(old_logprobs.dtype)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
     batches = rollouts.sequences(groups, state)
     tables = (
         mask,
-        rollouts.old_logprobs,
+        old_logprobs,
         rollouts.reference_logprobs,
         advantages,
         rollouts.values,
@@ -214,17 +223,7 @@ def add_gradients(state: TrainingState, kind: Kind, piece: MicroBatch, factors: 
             output = state.policy_forward(
                 piece.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
             )
-        policy_terms = clipped_policy_loss(
-            output.logprobs,
-            piece.old_logprobs,
-            piece.advantages,
-            piece.mask,
-            cliprange=config.cliprange,
-            cliprange_high=config.cliprange_high,
-            dual_clip=config.dual_clip,
-            loss_aggregation=aggregation,
-            denominator=factors.denominator,
-        )
+        policy_terms = _policy_loss(output.logprobs, piece, factors.denominator, config)
         policy_loss = policy_terms.loss
         if config.kl_in == "loss":
             estimate = output.kl
@@ -260,6 +259,27 @@ def add_gradients(state: TrainingState, kind: Kind, piece: MicroBatch, factors: 
     losses = policy_terms.loss, value_terms.loss, kl, entropy, nll
     means = policy_terms.approxkl, policy_terms.clipfrac, value_terms.clipfrac, policy_terms.ratio
     return torch.stack([number.detach() for number in (*losses, *means)])
+
+
+def _policy_loss(logprobs: Tensor, piece: MicroBatch, denominator: float | Tensor, config: PPOConfig) -> PolicyLoss:
+    """Return the clipped loss of PPO, or the masked one of SAO if the band of `ppo.importance_low` is set."""
+    given = logprobs, piece.old_logprobs, piece.advantages, piece.mask
+    if config.importance_low is not None and config.importance_high is not None:
+        return masked_policy_loss(
+            *given,
+            low=config.importance_low,
+            high=config.importance_high,
+            loss_aggregation=config.loss_aggregation,
+            denominator=denominator,
+        )
+    return clipped_policy_loss(
+        *given,
+        cliprange=config.cliprange,
+        cliprange_high=config.cliprange_high,
+        dual_clip=config.dual_clip,
+        loss_aggregation=config.loss_aggregation,
+        denominator=denominator,
+    )
 
 
 def _backward(state: TrainingState, loss: Tensor) -> None:
@@ -344,17 +364,28 @@ def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
     Raises:
         ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
     """
-    rollouts, sampler_logprobs = experience.rollouts, experience.rollouts.responses.sampler_logprobs
     if config.importance_cap is None:
         return experience.advantages
-    if sampler_logprobs is None:
+    rollouts, sampler_logprobs = experience.rollouts, _sampler_logprobs(experience, config)
+    weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
+    return experience.advantages * weights
+
+
+def _sampler_logprobs(experience: Experience, config: PPOConfig) -> Tensor:
+    """Return the log-probabilities `[B, T]` under which the responses were drawn.
+
+    Raises:
+        ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
+    """
+    found = experience.rollouts.responses.sampler_logprobs
+    if found is None:
+        name = "importance_low" if config.masks_tokens else "importance_cap"
         raise ConfigError(
-            f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
+            f"ppo.{name}={getattr(config, name):g} compares with the log-probabilities of the sampler, "
             "which these responses do not have: let PPOTrainer.train() sample, or leave it out (never with "
             "ppo.rollout_engine=vllm)"
         )
-    weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
-    return experience.advantages * weights
+    return found
 
 
 def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:

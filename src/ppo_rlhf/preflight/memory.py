@@ -28,7 +28,7 @@ from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import linear_weights
-from ppo_rlhf.ppo.build import build_critic, policy_to_train
+from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train
 from ppo_rlhf.ppo.forward_passes import most_logits
 from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, follows_memory, update_bytes
 from ppo_rlhf.ppo.optimisers import moment_bytes
@@ -224,6 +224,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
             stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
             nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
+        freeze_critic(critic, config)
     in_four_bits = {id(module.weight) for module in linear} if config.load_in_4bit else set()
     known: set[int] = set()
     weights = {}
