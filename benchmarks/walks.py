@@ -37,10 +37,10 @@ Curve = list[dict[str, float]]
 """Of each iteration `score`, the mean optimality of its walks before the update, and `seconds` since the start."""
 
 
-def recipe(seed: int) -> dict[str, Any]:
-    """Return the recipe's parameters, by group."""
+def recipe(seed: int, environment: str = "randomwalks") -> dict[str, Any]:
+    """Return a recipe's parameters, by group."""
     loader = OmegaConfigLoader(
-        str(PROJECT / "conf"), env="randomwalks", runtime_params={"seed": seed}, **CONFIG_LOADER_ARGS
+        str(PROJECT / "conf"), env=environment, runtime_params={"seed": seed}, **CONFIG_LOADER_ARGS
     )
     return dict(loader["parameters"])
 

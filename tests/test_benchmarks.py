@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ppo_rlhf.ppo import loop
 from tests.graph_on_cpu import graphs_on_cpu
+from tests.ppo_runs import build_run
 
 __all__ = ["graphs_on_cpu"]  # a fixture
 HERE = Path(__file__).parents[1] / "benchmarks"
@@ -17,7 +19,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    ours = ("invariances_ours", "our_side", "walks_ours")
+    ours = ("critics", "invariances_ours", "our_side", "walks_ours")
     reports = "compare", "gpu_parts", "gpu_report", "launches"
     for name in (*reports, "inputs", "invariances", "walks", "workload", *ours):
         sys.modules.pop(name, None)
@@ -301,6 +303,38 @@ def test_the_walks_benchmark_counts_iterations_and_seconds_to_the_target():
     assert row == "| ours | 2, – | 2.0, – | 1.00 | 0.905, 0.500 |"
     lines = walks.curves_table({"ours": [curve, never]}, [1, 2]).splitlines()
     assert lines[2].startswith("| ours, seed 1 | 0.800 | 0.950 | 0.900 |  |")
+
+
+def test_the_table_of_critics_has_the_interval_of_the_seeds_by_students_t():
+    """By hand: 0.98, 0.99 and 1.00 have the mean 0.99 and 4.303 · 0.01 / √3 = 0.025 to each side."""
+    import critics
+
+    def curve(last: float) -> list[dict[str, float]]:
+        early = [{"score": 0.5, **dict.fromkeys(critics.SHOWN, 0.25)}]
+        return early + [{"score": last, **dict.fromkeys(critics.SHOWN, 0.25)}] * 10
+
+    *_, row = critics.table({"PPO": [curve(last) for last in (0.98, 0.99, 1.0)]}).splitlines()
+    assert row == "| PPO | 0.990 ± 0.025 | 2, 2, 2 | 0.250 | 0.250 | 0.250 | 0.250 |"
+    assert critics.interval([0.5]) == "0.500"
+
+
+def test_a_sampler_that_is_some_iterations_behind_is_the_policy_as_it_was_then(monkeypatch):
+    """Its log-probabilities are those of the policy before the first update; without a lag the policy's own."""
+    import critics
+
+    for lag, is_own in ((0, True), (1, False)):
+        run = build_run(num_ppo_epochs=1, num_mini_batches=1)
+        generate = critics.sampler_of(lag)
+        first = generate(run.state, run.reference, run.prompts, run.scorer)
+        assert float(first.logprob_gap) < 1e-9
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "generate_rollouts", generate)
+            loop.learn(run.state, run.reference, first, run.scorer)
+            second = loop.generate_rollouts(run.state, run.reference, run.prompts, run.scorer)
+        assert (float(second.logprob_gap) < 1e-9) is is_own
+        old = second.reference_logprobs  # the reference is the policy before the first update
+        gap = (second.responses.sampler_logprobs - old)[second.mask].abs().max()
+        assert (float(gap) < 1e-9) is not is_own
 
 
 def test_a_micro_batchs_scoring_casts_192_weights_of_12_layers_and_the_head_less():

@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_every_environment_that_is_a_recipe_is_tried_and_described() -> None:
     page = (REPOSITORY / "docs/recipes.md").read_text()
     environments = {path.name for path in (REPOSITORY / "conf").iterdir() if path.is_dir()}
-    others = {"accelerate", "base", "calculator", "demo", "local", "randomwalks", "test"}
+    others = {"accelerate", "base", "calculator", "demo", "local", "randomwalks", "sao", "test", "vapo"}
     assert environments - others == set(RECIPES) == set(ROWS)
     assert all(f"kedro run --env {name} --pipelines align" in page for name in RECIPES)
 

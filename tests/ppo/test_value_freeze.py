@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, MambaForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.ppo.models import freeze_critic
+from ppo_rlhf.ppo.build import freeze_critic
+from ppo_rlhf.preflight.memory import MOMENTS, RunShape, plan_memory
 from tests.ppo.support import ONE_STEP, gradients_of, moved_on
 from tests.ppo_runs import build_model
 from tests.tiny_models import MAMBA

@@ -60,7 +60,7 @@ class PPOConfig:
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
     """Lambda of only the critic's targets (VAPO: 1, unbiased returns); None takes `lam`."""
-    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 1.0, "VAPO, arXiv:2504.05118: 0.05")] | None = None
+    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5")] | None = None
     """Lambda of only the policy's advantages, by each response's length: 1 - 1 / (lam_alpha x tokens), 0 for up to
     1 / lam_alpha tokens. `lam` is then only the critic's. None takes `lam`."""
     whiten_rewards: bool = False
