@@ -223,7 +223,14 @@ def test_one_setting_of_the_project_says_for_all_its_models_whether_their_own_co
     given = {"trust_remote_code": True} if is_trusted else {}
     loader = OmegaConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)
     entries = {name: entry for name, entry in loader["catalog"].items() if "PretrainedModelDataset" in entry["type"]}
-    assert sorted(entries) == ["base_model", "ppo_policy", "pretrained_critic", "reward_model", "sft_policy"]
+    assert sorted(entries) == [
+        "base_model",
+        "ppo_critic",
+        "ppo_policy",
+        "pretrained_critic",
+        "reward_model",
+        "sft_policy",
+    ]
     trusts = {
         name: dataset._describe()["trust_remote_code"] for name, dataset in DataCatalog.from_config(entries).items()
     }

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
@@ -24,8 +25,10 @@ from ppo_rlhf.evaluation.comparison import Verdict
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.own_code import save_with_own_code
+from tests.ppo_runs import tensors_equal
 from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer
 
 
@@ -87,6 +90,31 @@ def store(
     mlflow.set_experiment(experiment_id=mlflow.create_experiment("mine/sweep", artifact_location=str(tmp_path / "a")))
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         yield database
+
+
+def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(store: Path, tmp_path: Path):
+    """What MLflow has of it can be downloaded, and is a stored critic."""
+    dataset = PretrainedModelDataset(str(tmp_path / "ppo_critic"))
+    catalog = DataCatalog({"ppo_critic": dataset, "params:ppo": MemoryDataset(PPOConfig())})
+    names = []
+    with mlflow.start_run() as run:
+        log = RunLog(run.info.run_id, Pipeline([]), catalog)
+        state, metrics = SimpleNamespace(iteration=3), {"val/explained_variance": 0.25}
+        log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
+        for critic in ({}, TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer())):
+            dataset.save(critic)
+            log.saved("ppo_critic")
+            log.saved("ppo_critic")  # as a resumed run may
+            models = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
+            names.append([model.name for model in models])
+        log.close(is_finished=True)
+    assert names == [[], ["ppo_critic"]]
+    [model] = models
+    assert [(each.key, each.value, each.step) for each in model.metrics] == [("val/explained_variance", 0.25, 3)]
+    there = mlflow.artifacts.download_artifacts(f"models:/{model.model_id}", dst_path=str(tmp_path / "there"))
+    found, written = PretrainedHandle(there).critic(), PretrainedHandle(str(dataset.pinned)).critic()
+    assert tensors_equal(found.state_dict(), written.state_dict())
+    assert f"written.ppo_critic.{dataset.pinned.name}" in mlflow.get_run(run.info.run_id).data.tags
 
 
 SAMPLED = {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 4}

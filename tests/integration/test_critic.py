@@ -32,7 +32,7 @@ def project(chain: Run, make_project: Callable[[], Path], kedro_logging: None, k
         shutil.copytree(chain.model(name), project / "data/test/06_models" / name / "version")
     refused = kedro(project, "run", "--env", "test", "--pipelines", "ppo", "--params", PRETRAINED)
     assert refused.exit_code != 0
-    assert Run(project, refused.output).says("kedro run --pipelines critic_pretraining")
+    assert Run(project, refused.output).says("kedro run --env test --pipelines critic_pretraining")
     run(kedro, project, "critic_pretraining")
     return project
 
@@ -60,8 +60,9 @@ def test_a_run_starts_from_it_bit_for_bit(project: Path, monkeypatch: pytest.Mon
     with KedroSession.create(project, env="test", runtime_params={"ppo": {"value_model": "pretrained"}}) as session:
         outputs = session.run(pipeline_names=["ppo"], to_nodes=["ppo.initialise_training_state"])
     critic = outputs["training_state"].load().critic
-    found = {f"backbone.{name}": tensor for name, tensor in critic.backbone.state_dict().items()}
-    found |= {f"score.{name}": tensor for name, tensor in critic.value_head.state_dict().items()}
+    found = {f"model.{name}": tensor for name, tensor in critic.backbone.state_dict().items()}
+    for head in ("score", "v_head.summary"):
+        found |= {f"{head}.{name}": tensor for name, tensor in critic.value_head.state_dict().items()}
     wanted = load_file(stored(project) / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

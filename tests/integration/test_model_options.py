@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ SETTINGS = {
     "value_model": "shared",
     "value_learning_rate": "null",  # the demo's, which a shared trunk has no use for
     "export_value_head": "true",
+    "export_critic": "true",
     "ema_decay": "0.9",
     "gradient_checkpointing": "true",
     "learning_rate": "0.01",
@@ -75,3 +77,17 @@ def test_a_checkpoints_adapter_becomes_a_whole_model_in_mlflow(project: Path, no
     loaded = mlflow.transformers.load_model(f"models:/{model_id}", return_type="components")["model"]
     assert not any("lora" in name for name in loaded.state_dict())
     assert torch.equal(loaded(IDS).logits, exported(IDS).logits)
+
+
+def test_the_critic_of_the_adapted_shared_trunk_is_a_whole_model_that_a_run_of_its_own_starts_from(project: Path):
+    folder, policy = (only(project, f"ppo_{name}/*/config.json").parent for name in ("critic", "policy"))
+    found, trained = (load_file(each / "model.safetensors") for each in (folder, policy))
+    trunk = {name: tensor for name, tensor in trained.items() if not name.startswith("lm_head")}
+    assert found.keys() == trunk.keys() | {"score.weight", "score.bias"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in trunk.items())
+    path = folder.parent.relative_to(project)
+    start = f"critic_path={path},ppo.value_model=pretrained,ppo.total_episodes=16"
+    finished = kedro_run(project, "--env", "test", "--pipelines", "ppo", "--params", start)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(rf"Thecriticstartsas\S*{path}/{re.escape(folder.name)}", "".join(finished.stdout.split()))
+    assert only(project, "ppo_critic/*/config.json").parent == folder  # this run was not asked to export one

@@ -338,7 +338,7 @@ def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: 
     assert problem.startswith("critic_path is not set")
     user.paths["pretrained_critic"] = str(models / "policy")
     (problem,) = user.problems()
-    assert "a critic is a sequence classifier with num_labels=1" in problem
+    assert "a critic is a token or sequence classifier with num_labels=1" in problem
     user.paths["pretrained_critic"] = str(models / "other_words")
     (problem,) = user.problems()
     assert problem.startswith("ppo.value_model=pretrained")

@@ -187,7 +187,8 @@ def test_the_tiny_model_is_of_the_architecture_or_says_why_not(config: Pretraine
 def test_every_setting_is_probed_or_named_as_not_probed_or_changes_no_learning():
     """A new setting needs a decision: add it to one of the three."""
     indifferent = {
-        *("offload_reference_policy", "offload_reward_model", "device", "deterministic", "export", "export_value_head"),
+        *("offload_reference_policy", "offload_reward_model", "device", "deterministic", "export"),
+        *("export_value_head", "export_critic"),
         *("sft_model_path", "reward_model_path", "eval_interval", "save_interval", "save_total_limit", "max_time"),
         *("report_to", "callbacks", "sample_interval", "shutdown_grace_s", "max_skipped_steps", "overlong_prompts"),
         *("kl_warning", "kl_alarm", "max_tokens_per_micro_batch", "cuda_graphs"),

@@ -17,6 +17,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.paths import shown
@@ -29,6 +30,7 @@ OF_A_CHAT = """\
 """
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
+CRITIC_TITLE = "# A critic that PPO trained"
 PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
 """Between them is what people decided, which `human_evaluation` replaces."""
 INDEXED = {
@@ -119,6 +121,58 @@ inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_ten
 """
 
 
+def render_critic_card(
+    state: TrainingState, rewards: Sequence[str], critic: PreTrainedModel, *, prompts: str | None, run_id: str | None
+) -> str:
+    """Return the card of a trained critic as it is stored, in Markdown with the hub's metadata in front.
+
+    `rewards` and `prompts` are as for `render_card`.
+    """
+    base = state.policy.config.name_or_path or ""
+    facts = {
+        "Of a policy that started from": f"`{place(base) or 'a model without a name'}`",
+        "Kind (`ppo.value_model`)": state.config.value_model,
+        "Reward": "; ".join(rewards),
+        "Prompts": f"`{place(prompts)}`" if prompts else None,
+        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
+        "MLflow run": f"`{run_id}`" if run_id else None,
+        "Versions": _versions(),
+    }
+    is_ours = isinstance(critic, CausalLMRewardModel)
+    auto = "AutoModelForSequenceClassification" if is_ours else "AutoModelForTokenClassification"
+    needed = f"import {OWN_FORM}  # transformers has no token classifier of this architecture\n" if is_ours else ""
+    values = "model.score(model.backbone(ids).last_hidden_state)" if is_ours else "model(ids).logits"
+    by_trl = "" if is_ours else " For TRL's\n`AutoModelForCausalLMWithValueHead` the head is there as `v_head.summary`."
+    return f"""{_metadata("token-classification", base, prompts, ["ppo", "rlhf", "critic", "value-model"])}
+{CRITIC_TITLE}
+
+{_list(facts)}
+
+## Use
+
+The value at a token is the return that PPO expected of the policy from there on, in units of the rewards as PPO
+shaped them: scale, clip and a KL penalty in the reward included.
+
+```python
+{needed}from transformers import {auto}, AutoTokenizer
+
+name = "path or hub id of this model"
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = {auto}.from_pretrained(name, dtype="auto")
+text = "A prompt and the beginning of its response"
+ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+print({values}[0, :, 0])
+```
+
+PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTrainer does with `value_model`.{by_trl}
+
+## Limits
+
+- It knows the returns of one policy under one reward. Of others it may be wrong.
+- {LIMITS[-1]}
+"""
+
+
 def with_result(card: str, result: str) -> str | None:
     """Return the card with its result replaced; None if the text is no card of ours."""
     before, begin, rest = card.partition(BEGIN)
@@ -163,7 +217,8 @@ def with_index(card: str, summary: Mapping[str, Any]) -> str:
 def may_write_card(folder: Path) -> bool:
     """Return whether no README.md is in the folder, or a card of ours."""
     card = folder / CARD
-    return not card.exists() or BEGIN in card.read_text(encoding="utf-8", errors="replace")
+    text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else BEGIN
+    return BEGIN in text or CRITIC_TITLE in text
 
 
 def place(source: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,15 +24,19 @@ from torch.distributed.tensor import DTensor
 
 from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, ModelError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import RECORD, TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import whole
+from ppo_rlhf.models.stored_critic import to_token_classifier
 from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process, shards_models
+
+log = logging.getLogger(__name__)
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
 FROZEN = "frozen_weights.json"
@@ -134,6 +139,27 @@ def exported_policy(state: TrainingState) -> TrainedModel:
         policy, average = merged(policy), None if average is None else merged(average)
     trained = TrainedModel(policy, state.tokenizer, head, average)
     return replace(trained, generation_config=generation_config_of(state), record=record_of(state))
+
+
+def exported_critic(state: TrainingState) -> TrainedModel:
+    """Return the critic as it is stored, for later runs and other programs, with the policy's tokenizer.
+
+    It has a backbone of its own, whatever `ppo.value_model` says: an adapter is merged, and a shared trunk is the
+    policy's. It is transformers' token classifier, and its weights have the head under TRL's names (`v_head.*`), too;
+    if no such classifier computes its values, it is `CausalLMRewardModel`, which is logged. Every process calls it.
+    """
+    critic = gathered(state).critic
+    backbone = merged(critic.backbone) if has_adapter(critic.backbone) else critic.backbone
+    head = copy.deepcopy(critic.value_head).to(backbone.device)
+    own_form = CausalLMRewardModel.from_parts(backbone, head)
+    if not is_main_process():  # it saves nothing, and with FSDP2 its weights have no values
+        return TrainedModel(own_form, state.tokenizer)
+    try:
+        classifier = to_token_classifier(backbone, head)
+    except ModelError as error:
+        log.warning("The critic is stored in a form that other programs read by importing ppo_rlhf: %s.", error)
+        return TrainedModel(own_form, state.tokenizer)
+    return TrainedModel(classifier, state.tokenizer, value_head=copy.deepcopy(head))  # files hold no tensor twice
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -34,6 +34,7 @@ MAY_CHANGE = frozenset(
         "report_to",
         "callbacks",
         "export",
+        "export_critic",
         "shutdown_grace_s",
         "max_skipped_steps",
         "kl_warning",

@@ -204,9 +204,9 @@ class PPOConfig:
     value_model: Literal["separate", "shared", "reward_init", "pretrained"] = "separate"
     """The critic. separate: a backbone of its own, copied from the policy. reward_init: the same, copied from the
     reward model with its score head. pretrained: the same, copied from the critic that the pipeline critic_pretraining
-    stored at critic_path. shared: a value head on the policy's last hidden states, one model with one optimiser
-    (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value head in the SFT
-    model's directory (TRL's v_head), or at 0."""
+    or `export_critic` stored, which is at critic_path. shared: a value head on the policy's last hidden states, one
+    model with one optimiser (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value
+    head in the SFT model's directory (TRL's v_head), or at 0."""
     value_freeze: Literal["none", "attention"] = "none"
     """Weights of a critic with a backbone of its own that stay as they start. attention: those of its attention layers,
     so that embeddings, norms, MLPs and the value head train (SAO, arXiv:2607.07508). They take no optimiser state."""
@@ -236,6 +236,8 @@ class PPOConfig:
     except for rounding. null: on CUDA, where a probe of the model passes. true: refused elsewhere. false: never."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
+    export_critic: bool = False
+    """Save the trained critic, too: a second model on the disk, which later runs start from (docs/studies.md)."""
     export: Literal["merged", "adapter"] = "merged"
     """What is exported with use_peft. merged: a whole model, the adapter in its weights. adapter: only the adapter,
     which peft loads on the SFT model that it names."""

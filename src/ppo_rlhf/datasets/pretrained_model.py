@@ -14,7 +14,7 @@ from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.whole_files import drafted, publish
 
 
-class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | None]):
+class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], PretrainedHandle | None]):
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
     Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
@@ -76,12 +76,14 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         place = str(self.pinned or newest_version(self._source))
         return PretrainedHandle(place, self._trust_remote_code, self.chat_template_kwargs)
 
-    def save(self, data: TrainedModel) -> None:
-        """Write the model and its tokenizer as a new version.
+    def save(self, data: TrainedModel | dict[str, object]) -> None:
+        """Write the model and its tokenizer as a new version; nothing if a node had no model to save, which `{}` says.
 
         Raises:
             DatasetError: The path is missing, or is itself a model directory: a user's, never written.
         """
+        if isinstance(data, dict):
+            return
         if self._source is None:
             raise DatasetError("A model cannot be saved: the catalog entry has no filepath.")
         folder = Path(self._source)

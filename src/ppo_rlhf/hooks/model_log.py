@@ -89,12 +89,33 @@ def log_policy(
             mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
         )
         client.log_model_artifacts(logged.model_id, f"{folder}/model")
+    return _finish(run, str(logged.model_id), step, keys)
+
+
+def log_critic(directory: Path, name: str, step: int, keys: Collection[str]) -> str:
+    """Log a critic's directory to the active run, if it is not logged yet, and return the logged model's id.
+
+    Its files are logged as they are, so that their download is a `critic_path`: MLflow has no way to serve values.
+    `step` and `keys` are as for `log_policy`.
+    """
+    client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
+    logged_before = _logged_model(run, name, step)
+    if logged_before is not None:
+        return logged_before
+    model_id = mlflow.initialize_logged_model(name, params=run.data.params).model_id
+    client.log_model_artifacts(model_id, str(directory))
+    return _finish(run, model_id, step, keys)
+
+
+def _finish(run: Run, model_id: str, step: int, keys: Collection[str]) -> str:
+    """Link a logged model with its run and the metrics of its iteration, and return its id."""
+    client, ids = mlflow.MlflowClient(), {"run_id": run.info.run_id, "model_id": model_id}
     points = [each for key in keys for each in client.get_metric_history(run.info.run_id, key)]
     linked = [Metric(each.key, each.value, each.timestamp, step, **ids) for each in points if each.step == step]
     client.log_batch(run.info.run_id, metrics=linked)
-    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
-    client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step)])
-    return str(logged.model_id)
+    client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+    client.log_outputs(run.info.run_id, [LoggedModelOutput(model_id, step)])
+    return model_id
 
 
 def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> dict[str, Any]:

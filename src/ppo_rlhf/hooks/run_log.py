@@ -22,6 +22,7 @@ from ppo_rlhf.rewards.llm_judge import judge_counts, judges_in_words
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
+    CRITIC,
     EVALUATION_METRICS,
     ITERATION_METRICS,
     NEXT_STATE,
@@ -107,20 +108,23 @@ class RunLog:
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
     def saved(self, name: str) -> None:
-        """Log a written model's path; the exported policy as a model, and the best checkpoint's if it is another.
+        """Log a written model's path; the exported policy and critic as models, and the best checkpoint's policy.
 
         A signal may cut the wait for the metrics before it, but not the logging.
         """
         if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
             with log_store_errors(f"the path of {name}"):
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
-        if name != POLICY:
+        if name != POLICY and not (name == CRITIC and version is not None):
             return
-        from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
+        from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy  # heavy: only exports pay for it
 
         # a model is linked with the metrics that the run has of its iteration
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
+            if name == CRITIC and version is not None:
+                log_critic(version, CRITIC, self._iteration, self._curves.get(self._iteration, {}))
+                return
             handle = self._catalog[POLICY].load()
             config = parameter(self._catalog, "ppo")
 

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, hub_answers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN
+from ppo_rlhf.models.stored_critic import is_token_classifier
 
 SCORE_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
 """What the heads of sequence classifiers are called in their weights."""
@@ -31,6 +32,11 @@ def check_generates(config: PretrainedConfig, source: str) -> None:
     """Raise `ModelError` unless a configuration is a causal language model's, with weights not in 4 or 8 bits."""
     if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
         raise ModelError(f"{source}: a reward model cannot generate. Give a causal language model.")
+    if is_token_classifier(config):
+        raise ModelError(
+            f"{source}: this is a token classifier, as critics are stored, and cannot generate. Give a causal language "
+            "model."
+        )
     own_code = getattr(config, "auto_map", None) or {}
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
     if config.is_encoder_decoder or not is_known:

@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -56,6 +57,7 @@ from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, pr
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
 from ppo_rlhf.models.reward_model import CausalLMRewardModel, why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
+from ppo_rlhf.models.stored_critic import from_token_classifier, is_token_classifier
 from ppo_rlhf.models.tokenizers import (
     check_vocabulary,
     ensure_pad_id,
@@ -242,6 +244,24 @@ class PretrainedHandle:
         ensure_pad_id(model, self.tokenizer())
         return model
 
+    def critic(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Return a stored critic in eval mode: a classifier whose head `score` is the value head.
+
+        Raises:
+            ModelError: As `causal_lm`, or the model is no classifier with one label.
+        """
+        self.check_critic()
+        if not is_token_classifier(self.config()):
+            return self.reward_model(dtype)
+        load = partial(AutoModelForTokenClassification.from_pretrained, num_labels=1)
+        return from_token_classifier(self._model("critic", load, dtype))
+
+    def empty_critic(self) -> PreTrainedModel:
+        """Return what a critic starts from, a stored one or a reward model, on the device `meta`, without weights."""
+        if is_token_classifier(self.config()):
+            return from_token_classifier(self._empty(AutoModelForTokenClassification))
+        return self._empty(AutoModelForSequenceClassification)
+
     def value_head(self) -> nn.Linear | None:
         """Return the value head among the model's weights (TRL's `v_head.*`) or beside them, None if there is none.
 
@@ -255,15 +275,25 @@ class PretrainedHandle:
         file = next(filter(None, (self._file(name, local_files_only=True) for name in names)), None)
         return None if file is None else read_value_head(weight_files(file.parent))
 
-    def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
-        """Raise `ModelError` unless the model is a sequence classifier with one label.
-
-        The error says `what` it is to be (a stored critic has the form of a reward model), and what stage trains one.
-        """
+    def check_reward_model(self) -> None:
+        """Raise `ModelError` unless the model is a sequence classifier with one label, or has such a head beside it."""
         if (why := self._why_no_classifier()) and self._head_beside() is None:
             raise ModelError(
-                f"{self.source}: a {what} is a sequence classifier with num_labels=1, {why}. Give such a model, or "
-                f"train one ({stage})."
+                f"{self.source}: a reward model is a sequence classifier with num_labels=1, {why}. Give such a model, "
+                "or train one (reward_modelling)."
+            )
+
+    def check_critic(self, what: str = "critic") -> None:
+        """Raise `ModelError`, which says `what` it is to be, unless it is a classifier with one label."""
+        config = self.config()
+        if is_token_classifier(config):
+            why = None if config.num_labels == 1 else f"this model has {config.num_labels}"
+        else:
+            why = None if self._head_beside() else self._why_no_classifier()
+        if why:
+            raise ModelError(
+                f"{self.source}: a {what} is a token or sequence classifier with num_labels=1, {why}. Give such a "
+                "model, or train one (critic_pretraining, or PPO with ppo.export_critic=true)."
             )
 
     def _why_no_classifier(self) -> str | None:

@@ -200,14 +200,14 @@ def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
 
 
 def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> PreTrainedModel | None:
-    """Return the stored critic with its score head, in the type of the critic's weights; None if none is asked for.
+    """Return the stored critic in the type of the critic's weights, its head as `score`; None if none is asked for.
 
     Raises:
         ModelError: It cannot be loaded, or has not exactly one label.
     """
     if stored is None or config.value_model != "pretrained":
         return None
-    return stored.reward_model(frozen_dtype(config) if config.use_peft else trained_dtype(config))
+    return stored.critic(frozen_dtype(config) if config.use_peft else trained_dtype(config))
 
 
 def build_state(

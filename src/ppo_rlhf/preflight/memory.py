@@ -67,7 +67,7 @@ class MemoryPlan:
     phases: dict[str, int]  # at the peak of each, `held` included, in the order of an iteration
     on_host: int  # of offloaded models, in the host's memory
     trained: int  # of the weights that train
-    exported: int  # of the policy as it is exported
+    exported: int  # of the policy as it is exported, and the critic
     rollout_rows: int  # a number of responses: those that are decoded at a time
     update_rows: int  # likewise, of a forward and backward pass
     update_tokens: int | None  # a number of tokens: most of a forward and backward pass, if something limits them
@@ -243,7 +243,8 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     moments = sum(moment_bytes(p, config) for parameters in to_train for p in parameters)
     copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
-    exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
+    stored_models = [reference] + ([critic.backbone] if config.export_critic else [])
+    exported = sum(p.numel() for m in stored_models for p in m.parameters()) * trained_dtype(config).itemsize
     return _Sizes(
         weights=weights,
         trained=(trained[0], trained[1]),

@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
@@ -93,9 +92,7 @@ def check_critic_start(run: RunRequest) -> None:
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
         return  # `check_critic` says so
-    with torch.device("meta"), quiet_transformers():
-        start = AutoModelForSequenceClassification.from_config(run.models[name].config())
-    check_start(start, run.models[run.start].config(), ppo.value_model)
+    check_start(run.models[name].empty_critic(), run.models[run.start].config(), ppo.value_model)
 
 
 def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:

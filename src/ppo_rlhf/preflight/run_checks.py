@@ -222,7 +222,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     if name == "reward_model":
         handle.check_reward_model()
     elif name == "pretrained_critic":
-        handle.check_reward_model("critic", "critic_pretraining")
+        handle.check_critic()
     else:
         handle.check_causal_lm()
     has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)

@@ -126,8 +126,8 @@ def take_critic(
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     if isinstance(value_model, str | Path):
         handle = PretrainedHandle(str(value_model))
-        handle.check_reward_model("value model", "critic_pretraining")
-        value_model = handle.reward_model(dtype)
+        handle.check_critic("value model")
+        value_model = handle.critic(dtype)
     start = with_mean(take_over(value_model, "value model", dtype, policy.model.device))
     check_same_vocabulary(start, policy.model, "value model")
     score = getattr(start, "score", None)

@@ -23,14 +23,15 @@ from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import hub
 from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.files import checkpoint_name
-from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
-from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.model_card import may_write_card, render_card, render_critic_card
+from ppo_rlhf.checkpoints.model_files import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.directories import CONFIG
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import build_state, check_device
@@ -50,6 +51,8 @@ from ppo_rlhf.trainer.start_models import ModelSource, check_places, context_of_
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)
+
+CRITIC_FOLDER = "critic"
 
 
 @answers_trl
@@ -339,7 +342,8 @@ class PPOTrainer:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
         An adapter is merged, unless `config.export` is `adapter`. The moving average of the weights, if there is one,
-        is written to the folder `ema`. The model card README.md is written, too, unless the folder has another one.
+        is written to the folder `ema`, and with `config.export_critic` the critic to the folder `critic`. The model
+        card README.md is written, too, unless the folder has another one.
 
         Raises:
             ModelError: As `TrainedModel.save`.
@@ -352,6 +356,15 @@ class PPOTrainer:
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         card = render_card(self.state, rewards) if may_write_card(folder) else None
         on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
+        if self.config.export_critic:
+            on_main(partial(self._export_critic, folder / CRITIC_FOLDER, rewards))
+        elif (folder / CRITIC_FOLDER / CONFIG).is_file():
+            log.warning("%s is an earlier policy's; this one's critic is not saved.", folder / CRITIC_FOLDER)
+
+    def _export_critic(self, folder: Path, rewards: list[str]) -> None:
+        critic = exported_critic(self.state)
+        card = render_critic_card(self.state, rewards, critic.model, prompts=None, run_id=None)
+        replace(critic, card=card if may_write_card(folder) else None).save(folder)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.

@@ -13,16 +13,15 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
+from ppo_rlhf.checkpoints.model_files import exported_critic
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.adapters import has_adapter, merged
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.micro_batches import first_epoch
@@ -93,7 +92,7 @@ def pretrain_critic(
     """Train a critic on the SFT policy's responses; `report` is called with each iteration's number and metrics.
 
     Returns:
-        The critic as a sequence classifier with one label, with the policy's tokenizer; and its metrics by iteration,
+        The critic as `exported_critic` gives it; and its metrics by iteration,
         `step`: those of `LOGGED`, each measured before its iteration's update, and at the first step (0) and the last
         `critic/eval_explained_variance`, on one batch of responses to held-out prompts.
 
@@ -127,8 +126,7 @@ def pretrain_critic(
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
     values = critic_values(state, held_out.sequences(first_epoch(held_out.epochs), state), held_out.epochs)
     history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
-    backbone = merged(critic.backbone) if has_adapter(critic) else critic.backbone
-    return TrainedModel(CausalLMRewardModel.from_parts(backbone, critic.value_head), policy.tokenizer), history
+    return exported_critic(state), history
 
 
 def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:

@@ -12,8 +12,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
-from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card, render_critic_card
+from ppo_rlhf.checkpoints.model_files import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -273,11 +273,7 @@ def export_policy(
     evaluation: EvaluationConfig,
 ) -> TrainedModel:
     """Export the trained policy as a plain Hugging Face model directory with its card; a LoRA adapter is merged."""
-    model = None if reward_model is None else reward_model.source
-    rewards = [
-        f"{term.type} `{term.llm.model if term.llm else place(str(term.function or model))}`, weight {term.weight:g}"
-        for term in reward.components
-    ]
+    rewards = _name_rewards(reward, reward_model)
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
     card = render_card(next_training_state, rewards, evaluation.prompts_path, run_id)
@@ -287,9 +283,33 @@ def export_policy(
     return replace(exported_policy(next_training_state), card=card)
 
 
+def export_critic(
+    next_training_state: TrainingState,
+    reward_model: PretrainedHandle | None,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> TrainedModel | dict[str, object]:
+    """Export the trained critic with its card, if `ppo.export_critic` asks for it; else return nothing."""
+    if not next_training_state.config.export_critic:
+        return {}
+    critic, run = exported_critic(next_training_state), mlflow.active_run()
+    rewards, run_id = _name_rewards(reward, reward_model), None if run is None else run.info.run_id
+    prompts = evaluation.prompts_path
+    card = render_critic_card(next_training_state, rewards, critic.model, prompts=prompts, run_id=run_id)
+    return replace(critic, card=card)
+
+
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, Any]]) -> pd.DataFrame:
     """Collect the metrics of every iteration, and of its evaluation if there was one, in one table."""
     history = pd.DataFrame(next_training_state.history)
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
     evaluations = evaluations.filter(regex="^(iteration$|eval/)")
     return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})
+
+
+def _name_rewards(reward: RewardConfig, reward_model: PretrainedHandle | None) -> list[str]:
+    model = None if reward_model is None else reward_model.source
+    return [
+        f"{term.type} `{term.llm.model if term.llm else place(str(term.function or model))}`, weight {term.weight:g}"
+        for term in reward.components
+    ]

@@ -16,12 +16,13 @@ def create_pipeline() -> Pipeline:
       │        → show_tokens, list_completions
       │        → optimise_policy → evaluate_iteration ┐                                           tag: iteration
       └── training_state  ◄──  next_training_state ◄──┘
-    export_policy, summarise_training                                                             run once
+    export_policy, export_critic, summarise_training                                              run once
     ```
     """
     evaluated = ["evaluation_prompt_dataset", "reward_scorer"]
     sampled = ["training_state", "reference_policy", "prompt_dataset"]
     models = ["policy", "reference_policy", "reward_scorer"]
+    exported = ["next_training_state", "reward_model", "params:reward", "params:evaluation"]
     before = ["reference_evaluation", "earlier_evaluations"]
     once_before = [
         named(nodes.configure_ppo, "params:ppo", "ppo_config"),
@@ -67,11 +68,8 @@ def create_pipeline() -> Pipeline:
         ),
     ]
     once_after = [
-        named(
-            nodes.export_policy,
-            ["next_training_state", "reward_model", "params:reward", "params:evaluation"],
-            "ppo_policy",
-        ),
+        named(nodes.export_policy, exported, "ppo_policy"),
+        named(nodes.export_critic, exported, "ppo_critic"),
         named(nodes.summarise_training, ["next_training_state", "evaluation_metrics"], "training_history"),
     ]
     return stage("ppo", *once_before, *Pipeline(iteration, tags="iteration").nodes, *once_after)
