@@ -78,7 +78,7 @@ def learn_from(
     """
     steps = loop.optimise_policy(state, experience, cast(PreTrainedModel, reference))
     metrics = loop.iteration_metrics(state, experience, steps)
-    state.advance(experience.scores.total, metrics)
+    state.advance(experience.scores, metrics)
     return metrics
 
 

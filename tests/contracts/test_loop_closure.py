@@ -8,7 +8,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 61, 9_830
+MOST_MODULES, MOST_LINES = 61, 9_930
 """Raise them only by what a feature of the loop itself adds, or where dense code is written out."""
 
 

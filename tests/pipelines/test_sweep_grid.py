@@ -60,6 +60,10 @@ def test_a_seed_that_does_not_differ_is_not_in_the_name() -> None:
         ({"ppo.seed": [1]}, "sweep.seeds"),
         ({"ppo.response_length": [8]}, "ppo.response_length may not vary"),
         ({"ppo.sft_model_path": ["other"]}, "ppo.sft_model_path may not vary"),
+        (
+            {"reward.normalise": ["component"]},
+            r"^sweep.grid: reward.normalise=component and ppo.reward_normalisation=none",
+        ),
         ({"reward.components": [[{"type": "model"}]]}, "reward.components has the reward model"),
     ],
     ids=str,

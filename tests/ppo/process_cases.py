@@ -12,12 +12,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.ppo import micro_batches
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.runtime.processes import (
     dealt_rows,
     from_all,
@@ -29,7 +31,7 @@ from ppo_rlhf.runtime.processes import (
     wait_for_all,
 )
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import MEASURED, Run, build_model, build_run, weight_sums
+from tests.ppo_runs import MEASURED, Run, build_model, build_run, first_letters, weight_sums
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -48,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         "dual_clip": 3.0,
     },
     "running normalisation, adaptive KL": {"reward_normalisation": "running", "kl_controller": "adaptive"},
+    "components normalised": {"reward_normalisation": "running", "normalise": "component"},
     "several responses a prompt, masked": {
         "responses_per_prompt": 2,
         "truncated_responses": "mask",
@@ -71,6 +74,7 @@ BY_TWO = (
     "aggregation token_mean",
     "LoRA",
     "token budget",
+    "components normalised",
     "turns",
 )
 """Cases that two processes run in the default tests; four processes run all."""
@@ -81,9 +85,17 @@ BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2
 
 def build(settings: dict[str, Any], responses: int = 16) -> Run:
     """Build a run of so many responses an iteration, however many processes share them."""
+    settings = dict(settings)
+    if (normalise := settings.pop("normalise", None)) is not None:
+        components = [("first", 1.0, first_letters), ("length", -0.5, response_lengths)]
+        settings["scorer"] = RewardScorer(components, normalise=normalise)
     return build_run(
         **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": responses // process_count()}
     )
+
+
+def response_lengths(batch: ResponseBatch) -> Tensor:
+    return torch.tensor([float(len(ids)) for ids in batch.response_ids], dtype=torch.float64)
 
 
 def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:

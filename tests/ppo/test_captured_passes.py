@@ -197,7 +197,7 @@ def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_r
         metrics = loop.iteration_metrics(
             run.state, experience, loop.optimise_policy(run.state, experience, run.reference)
         )
-        run.state.advance(experience.scores.total, metrics)
+        run.state.advance(experience.scores, metrics)
 
     run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
     for each in (run, plain):

@@ -109,6 +109,7 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
         kl_controller=FixedKLController(0.1),
         policy_optimizer=SimpleNamespace(param_groups=[{"lr": 1e-5}]),
         critic_optimizer=SimpleNamespace(param_groups=[{"lr": 3e-5}]),
+        component_moments={},
         **counters,
     )
 

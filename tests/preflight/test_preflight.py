@@ -644,6 +644,17 @@ def test_a_reward_model_to_offload_that_is_not_there_is_found_before_the_run(use
     assert problem.startswith("ppo.offload_reward_model=true")
 
 
+def test_components_that_nothing_normalises_are_found_before_the_run(user: User):
+    terms = [{"type": "function", "function": "builtins:len", "name": name} for name in ("one", "other")]
+    user.groups["reward"] = RewardConfig(components=terms, normalise="component")
+    assert not any("reward.normalise" in line for line in user.problems())  # an evaluation normalises nothing
+    user.made.append("training_state")
+    [problem] = [line for line in user.problems() if "reward.normalise" in line]
+    assert problem.startswith("reward.normalise=component and ppo.reward_normalisation=none: nothing says how")
+    user.set_ppo(reward_normalisation="batch")
+    assert not any("reward.normalise" in line for line in user.problems())
+
+
 def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL])
     user.made = ["training_state"]

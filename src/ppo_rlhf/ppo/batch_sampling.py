@@ -129,8 +129,8 @@ def uniform_groups(scores: Tensor, size: int) -> list[int]:
 
 def _with_rows(table: Any, other: Any, rows: list[int], taken: list[int]) -> Any:
     """Return a tensor, or a dataclass or dictionary of them, with rows of another one in place of some of its own."""
-    if table is None:
-        return None
+    if table is None or isinstance(table, float):  # a component's weight
+        return table
     if isinstance(table, dict):
         return {name: _with_rows(value, other[name], rows, taken) for name, value in table.items()}
     if not isinstance(table, Tensor):

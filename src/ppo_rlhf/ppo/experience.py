@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import REWARDS, TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
-from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
+from ppo_rlhf.rewards.shaping import final_scores, final_scores_apart, final_token_rewards
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
     """Turn scores into token rewards `[B, T]`: normalisation, scale, clip, penalties, per-token KL, optional whitening.
 
     Only the policy's tokens have rewards, the others 0, and the score is on the last of them.
+
+    Raises:
+        CheckpointError: The run was resumed with other settings of normalisation.
+        ConfigError: A setting is defined only for scores of whole responses.
     """
     config, mask, responses = state.config, rollouts.mask, rollouts.responses
     dtype = rollouts.old_logprobs.dtype
@@ -49,8 +54,18 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
         whole = whole - by_token.sum(-1)
         by_token = nn.functional.pad(by_token, (0, mask.shape[1] - by_token.shape[1]))
         by_token = compact(final_token_rewards(by_token, responses.terminated, config), mask).to(dtype)
+    ends = responses.terminated, responses.lengths
+    if scores.apart is None:
+        final = final_scores(whole, *ends, state.reward_moments, config)
+    else:
+        if state.iteration and not state.component_moments:
+            raise CheckpointError(
+                f"reward.normalise=component: in the {state.iteration} iterations of this checkpoint the total was "
+                "normalised; set reward.normalise=total, or start a new run"
+            )
+        final = final_scores_apart(scores, *ends, state.component_moments, config)
     rewards = core_rewards.shape_rewards(
-        final_scores(whole, responses.terminated, responses.lengths, state.reward_moments, config).to(dtype),
+        final.to(dtype),
         compact(rollouts.kl_penalty(config.kl_estimator), mask),
         compact_mask(mask),
         state.kl_controller.kl_coef if config.kl_in == "reward" else 0.0,

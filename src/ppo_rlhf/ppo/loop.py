@@ -84,5 +84,5 @@ def learn(
     if before_update is not None:
         before_update(experience)
     metrics = iteration_metrics(state, experience, optimise_policy(state, experience, reference_policy))
-    state.advance(scores.total, metrics)
+    state.advance(scores, metrics)
     return metrics

@@ -18,6 +18,7 @@ from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
+from ppo_rlhf.rewards.shaping import deviations
 from ppo_rlhf.runtime.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
@@ -113,6 +114,7 @@ def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor
         "objective/scores_p95": total.quantile(0.95),
         "objective/kl_coef": kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
+        **{f"reward_std/{name}": std for name, std in deviations(scores, state.component_moments, config).items()},
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
@@ -26,9 +26,13 @@ from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.kl_rules import kl_alarms
+from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import from_all
 
 log = logging.getLogger(__name__)
+
+COMPONENTS = "component_moments"
+"""Key of a checkpoint's extra state; only of runs that normalise each component of the reward by itself."""
 
 
 SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
@@ -79,6 +83,7 @@ class TrainingState:
     micro_batch_tokens: int | None = None  # most of a micro-batch, if a device's free memory said it
     early_stops: int = 0  # iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
+    component_moments: dict[str, RunningMoments] = field(default_factory=dict)  # of each component normalised by itself
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
     clock: Clock = field(default_factory=Clock)  # of the iteration under way
     plain_update: str | None = None  # why the update does without CUDA graphs although they are on
@@ -135,14 +140,23 @@ class TrainingState:
         """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
         return compute_dtype(self.policy)
 
-    def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
+    def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
 
-        It takes the scores `[B]` of the iteration's responses, as the rewards gave them, and its metrics.
+        It takes the scores of the iteration's responses, as the rewards gave them, and its metrics.
         """
         self.iteration += 1
         self.episode += self.config.batch_size
-        self.reward_moments.update(scores, scores.isfinite())  # a NaN would poison the running mean
+        self.reward_moments.update(scores.total, scores.total.isfinite())  # a NaN would poison the running mean
+        for name in scores.apart or ():
+            found = scores.components[name]
+            moments = self.component_moments.setdefault(name, RunningMoments())
+            moments.update(found, found.isfinite())
+            if self.iteration == 1 and moments.m2 == 0.0:
+                log.warning(
+                    "reward/%s is %g for each of the first %d responses; normalised alone it adds 0 until it varies",
+                    *(name, moments.mean, self.config.batch_size),
+                )
         if self.iteration > self.config.held_iterations:
             self.kl_controller.update(metrics["objective/kl"], self.config.batch_size)
         self.history.append({"iteration": float(self.iteration), **metrics})
@@ -162,7 +176,9 @@ class TrainingState:
 
     def extra_state(self) -> dict[str, Any]:
         """Return the parts of a checkpoint beside weights, moments of the optimisers and counters; JSON-able."""
-        return {**{name: part.state_dict() for name, part in self._parts()}, "early_stops": self.early_stops}
+        parts = {name: part.state_dict() for name, part in self._parts()}
+        by_component = {name: moments.state_dict() for name, moments in self.component_moments.items()}
+        return {**parts, "early_stops": self.early_stops, **({COMPONENTS: by_component} if by_component else {})}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Resume from `extra_state()`'s result.
@@ -170,15 +186,18 @@ class TrainingState:
         Raises:
             CheckpointError: It holds other keys, or parts of another kind.
         """
-        expected = sorted(self.extra_state())
-        if sorted(extra) != expected:
+        expected, given = (sorted({*keys} - {COMPONENTS}) for keys in (self.extra_state(), extra))
+        if given != expected:
             raise CheckpointError(
-                f"TrainingState.load_extra_state: got the keys {sorted(extra)}; {', '.join(expected)} are expected. "
+                f"TrainingState.load_extra_state: got the keys {given}; {', '.join(expected)} are expected. "
                 "The checkpoint is of another version of ppo_rlhf: resume with that version, or start a new run."
             )
         for name, part in self._parts():
             part.load_state_dict(extra[name])
         self.early_stops = int(extra["early_stops"])
+        self.component_moments = {name: RunningMoments() for name in extra.get(COMPONENTS, {})}
+        for name, moments in self.component_moments.items():
+            moments.load_state_dict(extra[COMPONENTS][name])
 
     def _parts(self) -> list[tuple[str, Any]]:
         parts = [(name, getattr(self, name)) for name in ("kl_controller", "reward_moments")]

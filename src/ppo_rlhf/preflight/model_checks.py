@@ -30,6 +30,7 @@ from ppo_rlhf.preflight.request import CRITIC_STARTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, check_context
+from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
@@ -78,10 +79,14 @@ def check_adapter(run: RunRequest) -> None:
 
 
 def check_reward(run: RunRequest) -> None:
-    """Find a reward model that is to be offloaded where there is none."""
+    """Find a reward model that is to be offloaded where there is none, or components that nothing normalises."""
     ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
-    if ppo is not None and reward is not None and ppo.offload_reward_model and not reward.needs_model:
+    if ppo is None or reward is None:
+        return
+    if ppo.offload_reward_model and not reward.needs_model:
         raise ConfigError(NOTHING_TO_OFFLOAD)
+    if run.writes(STATE) or run.writes("pretrained_critic"):
+        check_normalisation(reward.normalise, ppo)
 
 
 def check_critic_start(run: RunRequest) -> None:

@@ -75,12 +75,25 @@ class RewardConfig:
 
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
     """The terms, each a mapping with the settings of `reward.components`."""
+    normalise: Literal["total", "component"] = "total"
+    """What `ppo.reward_normalisation` normalises: total, the weighted sum; or component, each term before the sum
+    (GDPO, arXiv:2601.05242), so that none counts for more because its numbers spread more. A weight is then in units
+    of the standard deviation. Scale and clip come after the sum."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]
         repeated = sorted({title for title in titles if titles.count(title) > 1})
         if repeated:
             raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each its own name.")
+        if self.normalise == "total":
+            return
+        if len(titles) == 1:
+            raise ConfigError(
+                f"reward.normalise=component: {titles[0]} is the only component, so there is no sum to normalise for. "
+                "Leave it out; ppo.reward_scale scales the normalised score."
+            )
+        for title in titles:
+            check_metric_name(title, "a component of reward", f"reward_std/{title}")
 
     @property
     def needs_model(self) -> bool:

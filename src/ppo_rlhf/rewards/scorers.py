@@ -144,7 +144,9 @@ def build_reward_scorer(
         scorings |= {c.title: scorer for c in config.components if c.type == "model"}
     elif offload:
         raise ConfigError(NOTHING_TO_OFFLOAD)
-    return RewardScorer([(c.title, c.weight, scorings[c.title]) for c in config.components], model)
+    return RewardScorer(
+        [(c.title, c.weight, scorings[c.title]) for c in config.components], model, normalise=config.normalise
+    )
 
 
 def check_room(

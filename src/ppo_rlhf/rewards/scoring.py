@@ -6,7 +6,7 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,12 +70,14 @@ class Scores:
     """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
 
     The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
-    response] is the weighted sum of such components by token, 0 after a response; None if there is none.
+    response] is the weighted sum of such components by token, 0 after a response; None if there is none. `apart` has
+    the weights by component if each is normalised by itself; None: their sum is.
     """
 
     total: Tensor
     components: dict[str, Tensor]
     token_rewards: Tensor | None = None
+    apart: dict[str, float] | None = None
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
@@ -85,8 +87,18 @@ Scoring = Callable[[ResponseBatch], Tensor]
 class RewardScorer:
     """Scores responses by every component and sums them up."""
 
-    def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
-        """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
+    def __init__(
+        self,
+        components: Sequence[tuple[str, float, Scoring]],
+        model: PreTrainedModel | None = None,
+        *,
+        normalise: Literal["total", "component"] = "total",
+    ) -> None:
+        """Take (name, weight, scoring) of each component, and the reward model if one of them is.
+
+        `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before it.
+        """
+        self.normalise = normalise
         self.names = [name for name, _, _ in components]
         self.model = model
         self.components = list(components)
@@ -111,4 +123,5 @@ class RewardScorer:
                 found = found.sum(-1)
             scores[name] = found
             total = total + weight * found
-        return Scores(total, scores, token_rewards)
+        weights = {name: weight for name, weight, _ in self.components}
+        return Scores(total, scores, token_rewards, weights if self.normalise == "component" else None)

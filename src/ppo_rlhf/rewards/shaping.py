@@ -1,12 +1,13 @@
 """From the raw score of a response to the final score that its last token gets as reward.
 
-In this order: normalisation, scale, clip, penalties for cut-off and overlong responses. Penalties are not clipped.
-Rewards by token are only scaled.
+In this order: normalisation (of the sum of the rewards, or of each before their sum), scale, clip, penalties for
+cut-off and overlong responses. Penalties are not clipped. Rewards by token are only scaled.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.rewards import clip_scores, overlong_penalty
 from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
+from ppo_rlhf.rewards.scoring import Scores
 
 
 def final_scores(
@@ -26,6 +28,53 @@ def final_scores(
     are of all scores before this batch; they are left as they are.
     """
     return penalised(normalised(scores, moments, config), terminated, lengths, config)
+
+
+def final_scores_apart(
+    scores: Scores,
+    terminated: Tensor,
+    lengths: Tensor,
+    moments: Mapping[str, RunningMoments],
+    config: PPOConfig,
+) -> Tensor:
+    """Return the final scores `[B]` of components that are normalised each by itself before their weighted sum.
+
+    As in GDPO (Liu et al. 2026, arXiv:2601.05242), over the batch or the run instead of the responses to one prompt.
+    A component without spread is 0 there. `moments` are of each component's scores before this batch.
+
+    Raises:
+        ConfigError: `ppo.reward_normalisation` does not say how.
+    """
+    check_normalisation("component", config)
+    parts = [
+        weight * _normalised(scores.components[name], moments.get(name, RunningMoments()), config)
+        for name, weight in (scores.apart or {}).items()
+    ]
+    return penalised(_scaled(torch.stack(parts).sum(0), config), terminated, lengths, config)
+
+
+def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PPOConfig) -> dict[str, float]:
+    """Return by which standard deviation each component was divided that is normalised by itself, in its own units.
+
+    The epsilon under the root is left out. `moments` are as for `final_scores_apart`.
+    """
+    found = {}
+    for name in scores.apart or ():
+        over = RunningMoments()
+        if config.reward_normalisation == "running":
+            over = copy.copy(moments.get(name, over))
+        over.update(scores.components[name], scores.components[name].isfinite())
+        found[name] = over.std
+    return found
+
+
+def check_normalisation(normalise: str, config: PPOConfig) -> None:
+    """Raise `ConfigError` if components are to be normalised, and no setting says how."""
+    if normalise == "component" and config.reward_normalisation == "none":
+        raise ConfigError(
+            "reward.normalise=component and ppo.reward_normalisation=none: nothing says how the components are "
+            "normalised; set ppo.reward_normalisation to running or batch, or leave out reward.normalise"
+        )
 
 
 def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOConfig) -> Tensor:
@@ -52,14 +101,7 @@ def check_token_rewards(config: PPOConfig) -> None:
 
 def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
     """Return `[B]` scores after normalisation, scale and clip. Scores without spread are normalised to 0."""
-    everything = torch.ones_like(scores, dtype=torch.bool)
-    if config.reward_normalisation == "batch":
-        scores = masked_whiten(scores, everything)
-    elif config.reward_normalisation == "running":
-        so_far = copy.copy(moments)
-        so_far.update(scores, scores.isfinite())
-        scores = masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
-    return clip_scores(scores * config.reward_scale, config.reward_clip)
+    return _scaled(_normalised(scores, moments, config), config)
 
 
 def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
@@ -73,3 +115,18 @@ def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOCo
         return scores
     replace = config.truncated_responses == "replace"
     return torch.where(terminated, scores, (0.0 if replace else scores) - config.missing_eos_penalty)
+
+
+def _normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
+    everything = torch.ones_like(scores, dtype=torch.bool)
+    if config.reward_normalisation == "batch":
+        return masked_whiten(scores, everything)
+    if config.reward_normalisation == "running":
+        so_far = copy.copy(moments)
+        so_far.update(scores, scores.isfinite())
+        return masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
+    return scores
+
+
+def _scaled(scores: Tensor, config: PPOConfig) -> Tensor:
+    return clip_scores(scores * config.reward_scale, config.reward_clip)

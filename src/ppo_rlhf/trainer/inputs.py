@@ -166,7 +166,8 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """Return what a resumed run compares of its reward: its parts, and its functions, which may be fixed."""
     if scorer is None:
         return {}
-    parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
+    own = {name: value for name, value in vars(scorer).items() if (name, value) != ("normalise", "total")}
+    parts = {**own, "components": [(name, weight) for name, weight, _ in scorer.components]}
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
 
 

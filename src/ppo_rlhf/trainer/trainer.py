@@ -39,6 +39,7 @@ from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
 from ppo_rlhf.rewards.scorers import check_chats, check_room
+from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
 from ppo_rlhf.runtime.progress import readings, say
@@ -123,6 +124,8 @@ class PPOTrainer:
         )
         start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
+        if self._scorer is not None:
+            check_normalisation(self._scorer.normalise, config)
         reward_model = None if self._scorer is None else self._scorer.model
         critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)

@@ -41,6 +41,7 @@ from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
+from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import env_option
 from ppo_rlhf.runtime.processes import shards_models
 
@@ -103,6 +104,7 @@ def load_reward_model(
     reward_model: PretrainedHandle | None, sft_policy: PretrainedHandle, reward: RewardConfig, ppo_config: PPOConfig
 ) -> RewardScorer:
     """Load the reward: the reward model, Python functions, or their weighted sum."""
+    check_normalisation(reward.normalise, ppo_config)
     return build_reward_scorer(
         reward,
         reward_model,
@@ -222,7 +224,7 @@ def optimise_policy(
     """Run PPO's epochs of clipped updates and advance to the next iteration; ask for a checkpoint when one is due."""
     steps = loop.optimise_policy(training_state, experience, reference_policy)
     metrics = loop.iteration_metrics(training_state, experience, steps)
-    training_state.advance(experience.scores.total, metrics)
+    training_state.advance(experience.scores, metrics)
     return {
         "next_training_state": training_state,
         "ppo_metrics": metrics,

@@ -13,6 +13,7 @@ from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.shaping import check_normalisation
 
 AS_CONFIGURED = "as configured"
 LOADED_ONCE = {f"ppo.{name}" for name in (*MODEL_PATHS, "response_length", "overlong_prompts")}
@@ -73,6 +74,7 @@ def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) 
                 _set(groups, key, value)
             try:
                 both = PPOConfig(**groups["ppo"]), RewardConfig(**groups["reward"])
+                check_normalisation(both[1].normalise, both[0])
             except ConfigError as error:
                 raise ConfigError("\n".join(f"sweep.grid: {line}" for line in str(error).splitlines())) from None
             found.append(Setting(", ".join(names) or AS_CONFIGURED, setting, *both))
