@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def test_a_path_that_begins_with_a_dot_is_no_name_on_the_hub(
 ):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: pytest.fail("the hub was asked"))
     result = kedro(toy_project, "run", "--pipelines", "ppo", "--params", "prompts_path=./typo/prompts")
-    assert "Error: ./typo/prompts: nothing is there. Correct prompts_path, or leave out ./" in result.stderr
+    assert re.match(r"Error: \./typo/prompts: .*prompts_path.* \./ ", result.stderr.splitlines()[-1])
     assert result.exit_code == 1
 
 
@@ -206,7 +207,7 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     check_runner(threads, Pipeline([first]))
     with pytest.raises(ConfigError, match="only-missing-outputs"):
         check_runner(threads, Pipeline([first, step]))
-    with pytest.raises(ConfigError, match=r'drop --runner, .* "runner": "ppo_rlhf\.runner\.LoopRunner"'):
+    with pytest.raises(ConfigError, match=r'--runner.* "runner": "ppo_rlhf\.runner\.LoopRunner"'):
         check_runner({**threads, "only_missing_outputs": False}, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
         check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
@@ -218,7 +219,7 @@ def test_parallel_runner_which_cannot_run_our_catalog_is_refused_before_a_run(ke
     result = kedro(project, "run", *asked)
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: ParallelRunner hands the catalog to other processes")
+    assert re.match("Error: ParallelRunner .*ThreadRunner", line)
     assert not (project / "data/test").exists()
 
 
@@ -232,5 +233,5 @@ def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tm
     check_load_versions({"load_versions": None}, pipeline, entries)
     check_load_versions({"load_versions": {"kept": "then"}}, pipeline, entries)
     for name in ("plain", "made", "unknown"):
-        with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* versions have kept$"):
+        with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* kept$"):
             check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -63,7 +64,9 @@ def test_refused_metrics_are_sent_again_and_it_is_said_once(
     for step in (1, 2):
         log.log({"objective/scores": step / 4, "iteration": step}, step)
         assert not log.flush(10.0)
-    assert caplog.messages == [f"MLflow rejected metrics of run {run_id}; retrying: no route to http://***@host"]
+    (line,) = caplog.messages
+    assert run_id in line
+    assert line.endswith(": no route to http://***@host")
     refusals.clear()
     log.log({"objective/scores": 0.75}, 3)
     assert log.close(10.0)
@@ -76,7 +79,7 @@ def test_what_is_never_taken_is_counted_at_the_end(run_id: str, refusals: list[s
     log = MlflowLog(run_id)
     log.log({"a": 1.0, "b": 2.0}, 1)
     assert not log.close(10.0)
-    assert caplog.messages[-1] == f"MLflow lacks 2 metrics and 0 samples of run {run_id}: disk is full."
+    assert re.search(rf" 2 metrics .* 0 samples .*{run_id}: disk is full\.$", caplog.messages[-1])
 
 
 @pytest.mark.parametrize("left", ["checkpoint", "nothing", "no run"])
@@ -91,9 +94,8 @@ def test_resuming_is_advised_only_if_the_run_is_there_with_a_checkpoint(
     log.log({"a": 1.0}, 1)
     assert not log.close(10.0)
     line = caplog.messages[-1]
-    assert line.startswith("MLflow lacks 1 metrics and 0 samples of run ")
-    assert line.endswith(f"`--params resume={run_id}` sends the metrics.") == (left == "checkpoint")
-    assert ("resume=" in line) == (left == "checkpoint")
+    assert re.search(" 1 metrics .* 0 samples ", line)
+    assert (f"`--params resume={run_id}`" in line) == ("resume=" in line) == (left == "checkpoint")
 
 
 def test_nobody_waits_for_a_store_that_hangs(
@@ -107,7 +109,7 @@ def test_nobody_waits_for_a_store_that_hangs(
         log.log({"a": 1.0}, step)
     assert not log.close(0.3)
     assert time.monotonic() - start < 20
-    assert "it does not answer" in caplog.text
+    assert re.search(f"99 metrics .*{run_id}: the tracking store does not answer", caplog.messages[-1])
     answer.set()
 
 

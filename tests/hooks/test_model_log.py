@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -255,7 +256,8 @@ def test_a_summary_of_an_earlier_version_makes_a_champion_and_its_tag_is_the_val
     model_log.register(logged_model(), "sft", summary_of(0.9, "PPO beats SFT"))
     model_log.register(logged_model(), "sft", summary_of(0.95, "The reward rose"))
     assert champion() == "1"
-    assert caplog.messages[-1].endswith("not its champion (The reward rose).")
+    assert "not its champion" in caplog.messages[-1]
+    assert "The reward rose" in caplog.messages[-1]
     versions = mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")
     assert {str(each.version): each.tags["verdict"] for each in versions} == {"1": "better", "2": "reward_rose"}
 
@@ -275,9 +277,9 @@ def test_a_champion_of_other_conditions_is_moved_by_hand_and_then_defended_there
     model_log.register(logged_model(), "sft", summary_of(0.90))
     model_log.register(logged_model(), "sft", summary_of(0.70, **others))
     assert champion() == "1"
-    assert caplog.messages[-1].endswith(
-        "but the champion stays version 1, which was evaluated with other prompts and judge. To move it by hand: "
-        f"kedro mlflow ui, #/models/{NAME}/versions/2, Aliases."
+    assert re.search(
+        rf"champion stays version 1, .* prompts and judge\..* kedro mlflow ui, #/models/{NAME}/versions/2",
+        caplog.messages[-1],
     )
     mlflow.MlflowClient().set_registered_model_alias(NAME, "champion", "2")  # the request of that page
     model_log.register(logged_model(), "sft", summary_of(0.95))

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -202,8 +203,9 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
         toy.run(pipelines="supervised_finetuning")
     assert [toy.get(run).info.status for run in (killed, below, alive, elsewhere)] == ["KILLED"] * 2 + ["RUNNING"] * 2
     assert toy.get(killed).info.end_time == toy.get(below).info.end_time == 1000 * newer
-    line = f"MLflow run {killed} ended without a word, by SIGKILL or os._exit: it is marked as KILLED now."
-    assert [message for message in caplog.messages if "without a word" in message] == [line]
+    (line,) = [message for message in caplog.messages if "SIGKILL" in message]
+    assert killed in line
+    assert "KILLED" in line
     toy.run(f"resume={killed}")
     assert toy.get(killed).info.status == "FINISHED"
 
@@ -252,7 +254,7 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert run.info.status == "FINISHED"
     assert toy.history(run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert toy.history(run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
-    assert f"Resuming MLflow run {run_id} from its beginning: it has no checkpoint yet." in caplog.messages
+    assert any(re.match(f"Resuming MLflow run {run_id} from its beginning", line) for line in caplog.messages)
     assert run.data.params == left.data.params
     assert run.data.tags["resume.checkpoint"] == "none"
     assert "bit_identical" not in run.data.tags
@@ -268,8 +270,9 @@ def test_a_stopped_sweep_says_what_it_keeps_and_how_it_is_resumed(toy: Toy, capl
     with caplog.at_level(logging.INFO):
         run_id = toy.interrupted(pipelines="sweep")
         assert toy.run("resume=latest", pipelines="sweep").info.run_id == run_id
-    assert "Trainings that ended are kept.\nTo resume: resume=latest among the parameters" in caplog.messages
-    assert f"Resuming MLflow run {run_id} from the trainings that have not ended." in caplog.messages
+    (hint,) = [line for line in caplog.messages if "To resume: resume=latest " in line]
+    assert "rainings" in hint
+    assert any(re.match(f"Resuming MLflow run {run_id} from .*trainings", line) for line in caplog.messages)
     assert not any("no checkpoint" in line for line in caplog.messages)
 
 
@@ -288,7 +291,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")
-    assert f"MLflow run {running} still runs; it is left out." in caplog.messages
+    assert any(re.match(f"MLflow run {running} still runs", line) for line in caplog.messages)
     assert [run.info.run_id for run in toy.runs() if run.info.status == "FINISHED"] == [meant]
 
 
@@ -307,16 +310,18 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
         toy.run("resume=latest")
     assert toy.get(meant).info.status == "FINISHED"
     assert toy.get(other).info.status == "RUNNING"
-    left = "has other settings and is left: ppo.kl_coef (0.5 before, 0.05 now)"
-    line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} continues it."
-    assert caplog.messages.count(line) == 1
-    assert caplog.messages.count(f"resume=latest: MLflow run {empty} {left}.") == 1
+    difference = r"resume=latest: MLflow run {} .*ppo\.kl_coef \(0\.5 before, 0\.05 now\)\."
+
+    def lines(run_id: str, advice: str) -> int:
+        return sum(bool(re.fullmatch(difference.format(run_id) + advice, line)) for line in caplog.messages)
+
+    assert lines(other, f" .* resume={other} .*") == lines(empty, "") == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
         new = toy.run("resume=latest")
     assert new.info.run_id not in (meant, other, finished.info.run_id)
-    assert caplog.messages.count(line) == 1
-    assert "; a new run starts." in caplog.text
+    assert lines(other, f" .* resume={other} .*") == 1
+    assert any(re.match("resume=latest: .*a new run starts", line) for line in caplog.messages)
     assert toy.run("ppo.kl_coef=0.5", f"resume={other}").info.status == "FINISHED"  # what the line advises
     assert toy.get(other).data.tags["resume.checkpoint"] == str(whole.relative_to(toy.project))
 
@@ -423,7 +428,7 @@ def test_a_run_goes_on_with_a_function_that_was_mended_and_says_that_it_is_not_b
     assert run.info.run_id == run_id
     assert run.info.status == "FINISHED"
     name = "data.edited_rewards.fingerprint"
-    assert f"Changed since it was interrupted: {name} was {before[:40]}, is {mended[:40]}." in caplog.messages
+    assert any(line.endswith(f": {name} was {before[:40]}, is {mended[:40]}.") for line in caplog.messages)
     assert run.data.tags[name] == before
     assert run.data.tags[f"resume.{name}"] == mended
     assert run.data.tags["bit_identical"] == "false"
@@ -473,7 +478,7 @@ def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
     }
     assert run.data.tags["bit_identical"] == "false"
     assert run.data.params["ppo.total_episodes"] == "24"
-    assert "Changed since it was interrupted: total_episodes was 24, is 32." in caplog.messages
+    assert any(line.endswith(": total_episodes was 24, is 32.") for line in caplog.messages)
     assert [step for step, _ in toy.history(run_id, "objective/scores")] == [1, 2, 3, 4]
     assert not leftover.exists()
 
@@ -573,7 +578,8 @@ def test_a_callback_that_is_left_out_takes_its_file_with_it():
     before = earlier({"ppo.callbacks": "mine:Stop"}, **{"data.mine.fingerprint": "a", "data.prompts.fingerprint": "b"})
     refused, changes = differences(now({"ppo.callbacks": "None"}), before)
     assert changes == {"callbacks": ("mine:Stop", "None"), "data.mine.fingerprint": ("a", "none")}
-    assert refused == ["the data prompts (not read now)"]
+    (refusal,) = refused
+    assert refusal.startswith("the data prompts ")
 
 
 def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(caplog: pytest.LogCaptureFixture):
@@ -584,7 +590,7 @@ def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(
     with caplog.at_level(logging.INFO):
         Resumption(before, None, io.BytesIO()).say(Path("/project"), this)
     (line,) = [record.getMessage() for record in caplog.records if "dtype" in record.getMessage()]
-    assert line == "ppo.dtype=auto: the run keeps bfloat16, with which it began; here auto would be float32."
+    assert re.match(r"ppo\.dtype=auto: .* bfloat16.* float32\.$", line)
 
 
 def test_a_resume_with_vllm_is_not_bit_identical_and_vllm_may_be_elsewhere():
@@ -678,9 +684,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Pat
 def test_a_run_that_is_not_there_is_refused_and_leaves_no_database(toy: Toy):
     (toy.project / "mlflow.db").unlink()
     untouched = toy.state_of_everything()
-    assert error(toy.kedro("resume=0123456789abcdef")).startswith(
-        "resume=0123456789abcdef: there is no run and no checkpoint"
-    )
+    assert error(toy.kedro("resume=0123456789abcdef")).startswith("resume=0123456789abcdef: ")
     assert toy.state_of_everything() == untouched
 
 
@@ -701,12 +705,9 @@ def test_a_run_that_was_deleted_in_mlflow_or_for_good_is_refused_by_what_happene
     mlflow.set_tracking_uri(client.tracking_uri)
     run_id = client.create_run("0").info.run_id
     client.delete_run(run_id)
-    deleted = "it was deleted in MLflow; restore it there, which `mlflow gc` makes impossible."
-    gone = "the tracking store does not know this MLflow run; `mlflow gc` deletes runs for good. Start a new run."
-    for named, line in ((run_id, deleted), ("f" * 32, gone)):
-        with pytest.raises(ConfigError) as refused:
+    for named, fix in ((run_id, "deleted in MLflow; restore"), ("f" * 32, "Start a new run")):
+        with pytest.raises(ConfigError, match=f"^resume={named}: .*{fix}"):
             find_resumption(named, (named, None), now({}), tmp_path, "0")
-        assert str(refused.value) == f"resume={named}: {line}"
     assert not (tmp_path / run_id).exists()
 
 
@@ -732,7 +733,7 @@ def test_a_new_training_does_not_begin_in_an_mlflow_run_that_has_trained(toy: To
         (toy.project / "conf" / "local" / "mlflow.yml").write_text(f"tracking: {{run: {{id: {run_id}}}}}\n")
     else:
         toy.monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
-    assert error(toy.kedro()).startswith(f"MLflow run {run_id} has trained before. Resume it by resume={run_id}")
+    assert re.match(f"MLflow run {run_id} .*resume={run_id}.* tracking.run.id .*MLFLOW_RUN_ID", error(toy.kedro()))
     assert toy.get(run_id).data.to_dictionary() == before
 
 
@@ -763,7 +764,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     run_id = toy.interrupted()
     newest, older = checkpoint(toy.root, run_id, 2), checkpoint(toy.root, run_id, 1)
     line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
-    assert line.endswith(f"resumes only from its newest checkpoint, {newest}.")
+    assert re.search(rf"ppo\.total_episodes .*checkpoint, {newest}\.$", line)
     with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2

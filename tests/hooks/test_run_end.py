@@ -43,12 +43,10 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
 
 def test_of_a_sweep_without_checkpoints_the_trainings_that_ended_are_what_is_kept(tmp_path: Path, checkpoints: Path):
     stopped, nothing = as_error(KeyboardInterrupt()), tmp_path / "nothing"
-    assert resume_hint(stopped, nothing, tmp_path, is_sweep=True) == (
-        "Trainings that ended are kept.\nTo resume: resume=latest among the parameters"
-    )
-    assert resume_hint(stopped, nothing, tmp_path).startswith(
-        "There is no checkpoint yet, and the stage that was cut off begins again.\nTo resume: "
-    )
+    assert "checkpoint" not in resume_hint(stopped, nothing, tmp_path, is_sweep=True)
+    assert "no checkpoint yet" in resume_hint(stopped, nothing, tmp_path)
+    for is_sweep in (False, True):
+        assert "\nTo resume: resume=latest " in resume_hint(stopped, nothing, tmp_path, is_sweep=is_sweep)
     assert resume_hint(stopped, checkpoints, tmp_path, is_sweep=True).startswith("Last checkpoint: ")  # align,sweep
 
 
@@ -56,9 +54,11 @@ def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Pa
     error = DivergenceError("the KL exploded", last_good_iteration=29)
     assert end_tags(error, checkpoints, tmp_path)["last_checkpoint"] == "data/ppo_checkpoints/run/iteration_000020"
     line = resume_hint(error, checkpoints, tmp_path)
-    assert line.startswith("Last good one: data/ppo_checkpoints/run/iteration_000020. With the same settings")
+    assert "data/ppo_checkpoints/run/iteration_000020. " in line
     at_once = resume_hint(DivergenceError("at once", last_good_iteration=0), checkpoints, tmp_path)
-    assert at_once.startswith("No checkpoint is known to be good. With the same settings")
+    assert at_once.startswith("No checkpoint ")
+    assert "docs/resume.md" in line
+    assert "docs/resume.md" in at_once
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, TrainingError])
@@ -69,7 +69,7 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
     wrapped.__cause__ = kind("what was given does not fit")
     for folder in (checkpoints, tmp_path / "nothing"):
         line = resume_hint(wrapped, folder, tmp_path)
-        assert line.endswith("would fail again; docs/resume.md says what a resumed run may change.")
+        assert "docs/resume.md" in line
         assert "To resume" not in line
     for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
         assert "To resume" in resume_hint(mended, checkpoints, tmp_path)

@@ -364,7 +364,7 @@ def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedr
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: Everything is done and saved, but mlflow.yml: ")
+    assert re.match(r"Error: .* done and saved.* mlflow\.yml: ", line)
     assert line.endswith("(sqlite3.IntegrityError) database or disk is full")
     assert mlflow.active_run() is None
 
@@ -414,7 +414,7 @@ def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     run = last_run(toy_project)
     assert run.info.status == "FINISHED"
     assert "objective/scores" not in run.data.metrics
-    assert "it does not answer" in result.output
+    assert "the tracking store does not answer" in " ".join(result.output.split())
     assert retries[-1] == "1"
     answer.set()
 
@@ -468,7 +468,7 @@ def test_a_project_that_was_moved_says_where_its_artifacts_go_and_how_they_come_
     moved = toy_project.rename(tmp_path / "moved")
     assert kedro(moved, *align).exit_code == 0
     [line] = [line for line in caplog.messages if line.startswith("Artifacts of the MLflow experiment")]
-    assert f"ppo_rlhf go to {toy_project}/mlartifacts, fixed when it was made, and not to {moved}/mlartifacts." in line
+    assert re.search(rf" ppo_rlhf go to {toy_project}/mlartifacts,.* not to {moved}/mlartifacts\.", line)
     caplog.clear()
     write_settings(moved, "tracking:\n  experiment:\n    name: moved\n")  # as the line says
     assert kedro(moved, *align).exit_code == 0
@@ -626,8 +626,8 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert isinstance(result.exception, ZeroDivisionError)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
-    (lost,) = [line for line in said if line.startswith("MLflow lacks 3 metrics")]
+    assert any(line.endswith("run ended: (sqlite3.IntegrityError) database or disk is full") for line in said)
+    (lost,) = [line for line in said if " 3 metrics " in line]
     assert "(sqlite3.IntegrityError) database or disk is full" in lost
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 

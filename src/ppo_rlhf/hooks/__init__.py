@@ -1,4 +1,4 @@
-"""Hooks around a run: it is checked before anything is written, and tracked in MLflow."""
+"""Kedro hooks that check a run before anything is written and track the run in MLflow."""
 
 from ppo_rlhf.hooks.before_run import ChecksHook
 from ppo_rlhf.hooks.tracking import TrackingHook

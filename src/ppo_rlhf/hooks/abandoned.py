@@ -1,4 +1,4 @@
-"""Runs whose process has ended without a word, by SIGKILL or `os._exit`: MLflow would call them RUNNING for ever."""
+"""Marks runs whose process died silently, by SIGKILL or `os._exit`; MLflow would show such runs as RUNNING for ever."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None) -> None:
-    """Mark as KILLED the runs of this project and host that hold no lock on their folder, and those below them.
+    """Mark as KILLED each RUNNING run of this project and host whose folder nobody locks, and its child runs.
 
-    Runs that make no checkpoints have no lock and stay as they are. Of the run that is resumed now, only those below it
-    are marked; one below that holds a lock of its own is running. No other run may start meanwhile.
+    A run that makes no checkpoints never has a lock, so its status is left alone. For the run with the id `resumed`,
+    only the child runs are marked. A child run that holds a lock of its own is still running and is not marked. The
+    caller makes sure that no other run starts during this call.
     """
     client = mlflow.MlflowClient()
     running = mlflow.search_runs([experiment_id], "attributes.status = 'RUNNING'", output_format="list")
@@ -30,10 +31,10 @@ def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None)
     }
     for run_id, at in ended.items():
         client.set_terminated(run_id, "KILLED", at)
-        logger.info("MLflow run %s ended without a word, by SIGKILL or os._exit: it is marked as KILLED now.", run_id)
+        logger.info("MLflow run %s died silently, by SIGKILL or os._exit: it is marked as KILLED now.", run_id)
     for run in running:
-        parent, own = run.data.tags.get(MLFLOW_PARENT_RUN_ID), _folder(run)
-        if parent in {*ended, resumed} - {None} and (is_let_go(own) or not (own / LOCK_FILE).exists()):
+        parent, folder = run.data.tags.get(MLFLOW_PARENT_RUN_ID), _folder(run)
+        if parent in {*ended, resumed} - {None} and (is_let_go(folder) or not (folder / LOCK_FILE).exists()):
             client.set_terminated(run.info.run_id, "KILLED", ended.get(parent))
 
 

@@ -1,4 +1,4 @@
-"""The checks and warnings before a run; a run that is refused here has written cached tables at most."""
+"""The checks and warnings before a run. A run that is refused here has written nothing but cached tables."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 class ChecksHook:
-    """Runs before every other hook."""
+    """Checks the launch and the settings of a run, before every other hook."""
 
     _loader: OmegaConfigLoader
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Refuse a launch whose processes would train one run each, and settings that cannot be merged.
+        """Refuse a launch whose processes would each train a run of their own, and settings that cannot be merged.
 
-        Warn if conf/local is not read.
+        Warn if conf/local has files that this run does not read.
         """
         processes.check_launch()
-        loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
+        loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's default loader
         self._loader = loader
         try:
             loader["parameters"]
-        except TypeError as error:  # omegaconf names neither file nor setting
+        except TypeError as error:  # omegaconf's message names neither the file nor the setting
             raise ConfigError(
                 f"conf/{context.env or 'local'}: a setting is a list (`- ` before each entry) where conf/base has a "
                 f"mapping (`name: value`), or the reverse ({error})."
@@ -53,13 +53,15 @@ class ChecksHook:
         local = Path(loader.conf_source, "local")
         if context.env not in (None, "local") and (unread := sorted(file.name for file in local.rglob("*.y*ml"))):
             logger.warning(
-                "Environment %s is used instead of conf/local: %s not read there.", context.env, ", ".join(unread)
+                "Environment %s is used instead of conf/local, whose files are not read: %s.",
+                context.env,
+                ", ".join(unread),
             )
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
-        from ppo_rlhf.models.quiet import said  # heavy: only a run pays for them
+        """Refuse a runner that cannot loop, settings that nothing reads, and every problem that the preflight finds."""
+        from ppo_rlhf.models.quiet import said  # imported here because it is slow, and only a run needs it
         from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.llm_judge import in_use
 
@@ -69,7 +71,7 @@ class ChecksHook:
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root, run_params["env"])
-        with processes.alone():  # the others wait for the run to be opened
+        with processes.alone():  # no collectives here: the other processes wait in `agree_on_run`
             problems, advice, parts = judge_settings(self._loader, run)
         for line in advice:
             logger.warning("%s", line)
@@ -80,33 +82,36 @@ class ChecksHook:
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return why a run must not start, what is unusual about it, and its parts if it may. Writes only a cache.
+    """Return the problems that stop the run, its warnings, and a line that describes its parts.
 
-    From now on the run's catalog has the settings of the policy that it reads.
+    The last is empty if there are problems. Only the cache of tables is written. If the run reads a trained policy,
+    the `ppo` group in the run's catalog becomes the one that the policy was trained with.
     """
-    from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
+    from ppo_rlhf.preflight import describe_parts, find_problems  # imported here because it is slow
 
     if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():
-        run.catalog[HUMAN_EVALUATION] = MemoryDataset({})  # a project of an earlier version: a report is made without
-    settings, of_policy = OwnSettings(loader), []
+        # A project made with an earlier version has no such catalog entry; its report has no human evaluation.
+        run.catalog[HUMAN_EVALUATION] = MemoryDataset({})
+    settings, policy_lines = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
     problems = missing_paths(loader, run.catalog, run.pipeline.inputs())
     if not problems:
         try:
-            of_policy = use_policy_settings(run.pipeline, run.catalog, settings, run.is_ours)
+            policy_lines = use_policy_settings(run.pipeline, run.catalog, settings, run.is_ours)
         except PPORLHFError as error:
             problems = str(error).splitlines()
         problems += find_problems(run)
     problems = [*settings.unread(read, pipelines, run.unused), *problems]
     if problems:
-        return problems, of_policy, ""  # a problem may be of one of the policy's settings
-    return [], [*of_policy, *settings.unusual_values(run)], describe_parts(run)
+        return problems, policy_lines, ""  # a setting that comes from the policy may have caused a problem
+    return [], [*policy_lines, *settings.unusual_values(run)], describe_parts(run)
 
 
 def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> OwnSettings:
-    """Return a user's settings; raise ConfigError if they gave what a command does not read.
+    """Return the user's settings for a command that reads only `datasets` (catalog entries and `params:<group>`).
 
-    The command reads these entries and `params:<group>`.
+    Raises:
+        ConfigError: The user gave a setting that the command does not read.
     """
     settings = OwnSettings(loader)
     if problems := settings.unread(datasets, pipelines):
@@ -115,9 +120,10 @@ def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> OwnSettings:
 
 
 def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Set[str]) -> list[str]:
-    """Return one line for each of these entries whose path begins with a dot and leads nowhere.
+    """Return one line for each catalog entry in `names` whose path begins with a dot and does not exist.
 
-    Kedro drops `./` where it puts the project in front, and what is left may be taken for a name on the hub.
+    Kedro drops `./` when it makes the path absolute. For a path that does not exist, the rest of the path could be
+    taken for a name on the hub.
     """
     entries, lines = loader["catalog"], []
     settings = {**loader["globals"], **(loader.runtime_params or {})}
@@ -125,38 +131,39 @@ def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Se
         given = entries[name].get("filepath") if isinstance(entries[name], dict) else None
         is_dotted = isinstance(given, str) and given.startswith(".")
         if is_dotted and not Path(str(path_of(catalog.get(name)))).is_absolute():
-            of = next((setting for setting, value in settings.items() if value == given), f"the path of {name}")
-            lines.append(f"{given}: nothing is there. Correct {of}, or leave out ./ of a name on the hub.")
+            setting = next((setting for setting, value in settings.items() if value == given), f"the path of {name}")
+            lines.append(f"{given}: nothing is there. Correct {setting}, or leave out ./ if it is a name on the hub.")
     return lines
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
-    """Raise ConfigError if a pipeline with the closed loop would not be run as one, or this runner can run none."""
+    """Raise ConfigError if the runner is ParallelRunner, or would not repeat PPO's loop in a pipeline that has it."""
     if "ParallelRunner" in run_params["runner"]:
         raise ConfigError(
-            "ParallelRunner hands the catalog to other processes, and entries that MLflow records cannot be: drop "
-            "--runner, or take --runner ThreadRunner for stages without PPO's loop."
+            "ParallelRunner sends the catalog to other processes, which catalog entries that MLflow records do not "
+            "allow: drop --runner, or use --runner ThreadRunner for stages without PPO's loop."
         )
     if not plan_loop(pipeline):
         return
     if run_params.get("only_missing_outputs"):
         raise ConfigError(
-            "--only-missing-outputs would train and leave out the export of the policy, as files of an earlier run "
-            "are there: drop it. `--params resume=latest` continues a run without repeating finished stages."
+            "--only-missing-outputs would train but not export the policy, because the policy of an earlier run is "
+            "there: drop the option. `--params resume=latest` continues a run without repeating finished stages."
         )
     if run_params["runner"] != str(LoopRunner()):
         raise ConfigError(
-            "Another runner than ppo_rlhf.runner.LoopRunner would run PPO's loop once instead of until training is "
-            'finished: drop --runner, give `kedro server` "runner": "ppo_rlhf.runner.LoopRunner", and Python '
-            "session.run(runner=LoopRunner())."
+            "Only ppo_rlhf.runner.LoopRunner repeats PPO's loop until training is finished; another runner would run "
+            'one iteration. Drop --runner; in requests to `kedro server` give "runner": "ppo_rlhf.runner.LoopRunner"; '
+            "in Python call session.run(runner=LoopRunner())."
         )
 
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Raise ConfigError if a version is named of what the run does not read, or has no versions: Kedro ignores that."""
+    """Raise ConfigError if --load-versions names an entry that is no versioned input of the run: Kedro ignores it."""
     given = run_params["load_versions"] or {}
-    found = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
-    if others := sorted(given.keys() - found):
+    versioned = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
+    if unversioned := sorted(given.keys() - versioned):
         raise ConfigError(
-            f"--load-versions {others[0]}: of what the run reads, versions have {', '.join(found) or None}"
+            f"--load-versions {unversioned[0]}: this is not a versioned input of the run; versioned inputs: "
+            f"{', '.join(versioned) or None}"
         )

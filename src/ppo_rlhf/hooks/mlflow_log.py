@@ -1,4 +1,4 @@
-"""Metrics and samples to MLflow, sent by a thread so that training never waits for the store."""
+"""Sends metrics and samples to MLflow from a thread of its own, so that training never waits for the tracking store."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ MOST_PER_BATCH = 1000
 
 
 class MlflowLog:
-    """Sends the metrics and samples of one run to MLflow; keeps refused ones and sends them again, and none twice.
+    """Sends the metrics and samples of one run to MLflow; retries refused batches and sends no metric twice.
 
-    MLflow's own asynchronous queue is not used: it does not say whether a batch was taken, and a process that ends
-    waits for all of the queue, which takes minutes for each batch of a server that hangs. Here one call at most is
-    under way, in a daemon thread.
+    MLflow's own asynchronous queue is not used, for two reasons. It does not report whether a batch was accepted. A
+    process that ends waits for the whole queue, which takes minutes per batch if the server hangs. This class makes
+    one call at a time, in a daemon thread.
     """
 
     def __init__(self, run_id: str, *, is_continued: bool = False, checkpoints: Path | None = None) -> None:
-        """Log to the MLflow run with this id; `is_continued` if it may have metrics already.
+        """Log to the MLflow run with the id `run_id`.
 
-        `checkpoints` is the folder of those from which the run can be resumed; None: it cannot.
+        `is_continued` means that the run may already have metrics. `checkpoints` is the folder of the run's
+        checkpoints, or None if the run cannot be resumed.
         """
         self._run_id, self._is_continued, self._checkpoints = run_id, is_continued, checkpoints
         self.repeated: tuple[str, ...] = ()
@@ -47,7 +48,7 @@ class MlflowLog:
         self._thread: threading.Thread | None = None
 
     def log(self, values: Mapping[str, float], step: int, *, model_id: str | None = None) -> None:
-        """Log one value for each key at `step`; with `model_id` they are linked to that logged model."""
+        """Log one value for each key at `step`; `model_id` links the values to that logged model."""
         now = int(time.time() * 1000)
         self._metrics.extend(
             Metric(key, float(value), now, step, model_id=model_id, run_id=self._run_id)
@@ -57,10 +58,10 @@ class MlflowLog:
         self._send()
 
     def log_samples(self, iteration: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Add an iteration's samples, columns of equal length, to a table.
+        """Append the samples of one iteration to the run's table of samples. All columns have the same length.
 
-        It is `samples.json`. A run that continues begins `samples_from_<iteration>.json`: a kill may have left half of
-        the earlier table, to which MLflow could add nothing.
+        The table is `samples.json`. A continued run begins a new table, `samples_from_<iteration>.json`, because a
+        kill may have left the earlier table truncated, and MLflow cannot append to a truncated table.
         """
         self._table = self._table or f"samples_from_{iteration}.json"
         length = len(next(iter(columns.values())))
@@ -69,29 +70,29 @@ class MlflowLog:
         self._send()
 
     def log_page(self, page: str, path: str) -> None:
-        """Log a page of samples as the artifact at `path`; it replaces one that is there."""
+        """Log an HTML page of samples as the artifact at `path`, replacing an earlier page there."""
         self._samples.append(partial(self._client.log_text, self._run_id, page, path))
         self._send()
 
     def flush(self, patience: float) -> bool:
-        """Wait for MLflow to take everything, for so many seconds at most; return whether it has."""
+        """Wait at most `patience` seconds for MLflow to accept everything; return whether MLflow has everything."""
         end = time.monotonic() + patience
-        for _ in range(2):  # once more: refused, or logged as the thread ended
+        for _ in range(2):  # retry once: a batch was refused, or something was logged just as the thread ended
             if self._metrics or self._samples:
                 self._send().join(max(0.0, end - time.monotonic()))
         return not (self._metrics or self._samples)
 
     def close(self, patience: float) -> bool:
-        """Flush for the last time; log what MLflow lacks, and return whether it has everything."""
+        """Flush for the last time, warn about what MLflow did not accept, and return whether MLflow has everything."""
         if self.flush(patience):
             return True
         can_resume = self._checkpoints is not None and checkpoint_iterations(self._checkpoints) and not self._is_gone
         logger.warning(
-            "MLflow lacks %d metrics and %d samples of run %s: %s.%s",
+            "MLflow did not accept %d metrics and %d samples of run %s: %s.%s",
             len(self._metrics),
             len(self._samples),
             self._run_id,
-            self._refusal or "it does not answer",
+            self._refusal or "the tracking store does not answer",
             f" `--params resume={self._run_id}` sends the metrics." if can_resume else "",
         )
         return False
@@ -115,7 +116,7 @@ class MlflowLog:
             while self._samples:
                 self._samples[0]()
                 self._samples.popleft()
-        except Exception as error:  # artifact stores raise their own libraries' errors
+        except Exception as error:  # each kind of artifact store raises the errors of its own library
             if not self._refusal:
                 logger.warning("MLflow rejected metrics of run %s; retrying: %s", self._run_id, one_line(error))
             self._refusal = one_line(error).removesuffix(".")
@@ -124,7 +125,7 @@ class MlflowLog:
             self._refusal, self._is_gone = "", False
 
     def _sent_steps(self, key: str) -> set[int]:
-        """Return the steps of a metric that MLflow has."""
+        """Return the steps for which MLflow already has this metric."""
         if key not in self._sent:
             may_have = self._is_continued and not key.startswith(self.repeated)
             points = self._client.get_metric_history(self._run_id, key) if may_have else []

@@ -1,7 +1,7 @@
-"""A policy on disk as an MLflow model, which `mlflow models serve` and `load_model` answer with.
+"""Logs a policy on disk as an MLflow model for `mlflow models serve` and `load_model`.
 
-A policy with a chat template takes messages as OpenAI's API does (`llm/v1/chat`), any other takes text. Requests sample
-as PPO did unless they say otherwise.
+The model of a policy with a chat template takes messages in OpenAI's format (`llm/v1/chat`); any other model takes
+text. By default a request samples with PPO's sampling settings.
 """
 
 from __future__ import annotations
@@ -53,38 +53,39 @@ def log_policy(
     *,
     trust_remote_code: bool = False,
 ) -> str:
-    """Log a model directory to the active run, if it is not logged yet, and return the logged model's id.
+    """Log a model directory to the active run, unless the run already has that model; return the logged model's id.
 
-    `step` is the PPO iteration of the model, and `keys` are the metrics of this step that are linked with it:
-    `mlflow.transformers.log_model` would link it with all of them, other stages' among them. `generation_config`, which
-    says what ends a text, is the exported policy's, for a checkpoint's policy, too.
+    `step` is the PPO iteration of the model. `keys` are the metrics of this step to link with the model:
+    `mlflow.transformers.log_model` would link all metrics of the step, those of other stages included.
+    `generation_config` holds the tokens that end a response. It is the exported policy's, also for the policy of a
+    checkpoint.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
     if logged_before is not None:
-        logger.info("The MLflow model %s of iteration %d is there already.", name, step)
+        logger.info("The MLflow model %s of iteration %d has been logged before.", name, step)
         return logged_before
-    # not MLflow's advice on input examples and model cards
+    # Hide MLflow's warnings about input examples and model cards.
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
-        # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
+        # Load the model, because MLflow 3.17 cannot log a path under transformers 5 (the lookup of the task fails).
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-        if is_adapter(directory):  # of a LoRA run: MLflow gets a model that needs no other one
+        if is_adapter(directory):  # merge the LoRA adapter, so that the logged model does not need its base model
             model = PretrainedHandle(str(directory), trust_remote_code).causal_lm()
         else:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, **options)
-        if not templates_of(tokenizer):  # the server puts the text of new tokens after the prompt
+        if not templates_of(tokenizer):  # the server appends the decoded new tokens to the prompt
             tokenizer = with_first_space(tokenizer)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
         ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
         model.generation_config = generation_config
-        # for the stop texts of a request MLflow loads the tokenizer anew from the place that the model names
+        # If a request has stop texts, MLflow loads the tokenizer again, from model.name_or_path.
         model.name_or_path = f"{logged.artifact_location.removeprefix('file://')}/components/tokenizer"
         mlflow.transformers.save_model(
             {"model": model, "tokenizer": tokenizer},
             f"{folder}/model",
             **_interface(model, tokenizer, config),
-            # given, because MLflow would load the model to find them, and asks for torchvision then
+            # Without a list MLflow would load the model to find its requirements, and that asks for torchvision.
             pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
             mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
         )
@@ -119,7 +120,10 @@ def _finish(run: Run, model_id: str, step: int, keys: Collection[str]) -> str:
 
 
 def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> dict[str, Any]:
-    """Return the arguments of `save_model` for what requests give and get; the tokenizer learns the model's context."""
+    """Return the arguments of `save_model` that describe requests and answers.
+
+    As a side effect `tokenizer.model_max_length` is lowered to the model's context length.
+    """
     sampled = {
         "max_new_tokens": config.turn_length or config.response_length,
         "temperature": config.temperature,
@@ -129,11 +133,11 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
     limit, context = {}, context_length(model.config)
     if context is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-        # a prompt that leaves no room for max_new_tokens loses its beginning
+        # "hole" cuts the beginning off a prompt that leaves no room for max_new_tokens.
         limit = {"handle_long_generation": "hole"}
     if templates_of(tokenizer):
         example = {"messages": [{"role": "user", "content": EXAMPLE}]}
-        written_out = {"add_special_tokens": False}  # the chat template writes them
+        written_out = {"add_special_tokens": False}  # the chat template writes the special tokens
         return {"task": "llm/v1/chat", "model_config": {**limit, **sampled, **written_out}, "input_example": example}
     types = {int: DataType.long, float: DataType.double}
     params = ParamSchema([ParamSpec(name, types[type(value)], value) for name, value in sampled.items()])
@@ -146,7 +150,9 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
 
 
 def _logged_model(run: Run, name: str, step: int) -> str | None:
-    """Return the id of the run's whole model of this name and iteration; delete those that a kill left half made."""
+    """Return the id of the run's complete model with this name and step, or None; delete models that a kill left half
+    written.
+    """
     steps = {output.model_id: output.step for output in (run.outputs.model_outputs if run.outputs else ())}
     query = f"source_run_id = '{run.info.run_id}' AND name = '{name}'"
     for model in mlflow.search_logged_models([run.info.experiment_id], query, output_format="list"):
@@ -158,10 +164,11 @@ def _logged_model(run: Run, name: str, step: int) -> str | None:
 
 
 def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
-    """Register a logged model, and let the alias `champion` move to it if it is better than the champion.
+    """Register a logged model, and move the alias `champion` to it if it is better than the champion.
 
-    All policies that started from one model are versions of one registered model: its name is that of the experiment,
-    the name of the model (`start`), and the model's fingerprint. `summary` is from the node `compare_policies`.
+    All policies that started from the same model are versions of one registered model. Its name joins the name of the
+    experiment, the name of the start model (`start`) and the start model's fingerprint. `summary` is the output of the
+    node `compare_policies`.
     """
     client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
     experiment = client.get_experiment(model.experiment_id).name.strip("/")
@@ -172,39 +179,40 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
     with one_at_a_time(Path(uri.removeprefix(SQLITE)).parent if uri.startswith(SQLITE) else Path.cwd()):
         if not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
-        known = {version.source: version for version in client.search_model_versions(f"name = '{name}'")}
-        made = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
+        known = {each.source: each for each in client.search_model_versions(f"name = '{name}'")}
+        version = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
             name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)
         )
-        place = _challenge(client, name, str(made.version), tags)
-    logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, place)
+        outcome = _challenge(client, name, str(version.version), tags)
+    logger.info("The policy is version %s of the registered model %s, %s.", version.version, name, outcome)
 
 
 def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[str, str]) -> str:
-    """Move the alias `champion` to a version that beats SFT and has a higher win rate under the same conditions.
+    """Move the alias `champion` to `version` if the version beats SFT and the champion.
 
-    What became of the champion is returned, as it reads in a sentence.
+    A version beats the champion if its win rate is higher and prompts, judge and sampling are the same. Return the
+    outcome as the end of a sentence.
     """
-    champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions that are searched for have no aliases
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions from a search have no aliases
     if tags["verdict"] != Verdict.BETTER:
         return f"not its {CHAMPION} ({say_verdict(tags['verdict'])})"
-    if champion is not None and str(champion) != version:  # a number or a text, as the store likes
-        theirs = client.get_model_version(name, champion).tags
-        others = [what for what in ("prompts", "judge", "sampling") if theirs.get(what) != tags[what]]
+    if champion is not None and str(champion) != version:  # some stores return a number, some a text
+        champion_tags = client.get_model_version(name, champion).tags
+        different = [what for what in ("prompts", "judge", "sampling") if champion_tags.get(what) != tags[what]]
         stays = f"but the {CHAMPION} stays version {champion}"
-        if others:
+        if different:
             return (
-                f"{stays}, which was evaluated with other {' and '.join(others)}. To move it by hand: kedro mlflow ui, "
-                f"#/models/{name}/versions/{version}, Aliases"
+                f"{stays}, which was evaluated with other {' and '.join(different)}. To move the alias by hand: kedro "
+                f"mlflow ui, #/models/{name}/versions/{version}, Aliases"
             )
-        if float(tags["win_rate"]) <= float(theirs["win_rate"]):
-            return f"{stays}, whose win rate of {100 * float(theirs['win_rate']):.1f} % is not lower"
+        if float(tags["win_rate"]) <= float(champion_tags["win_rate"]):
+            return f"{stays}, whose win rate of {100 * float(champion_tags['win_rate']):.1f} % is not lower"
     client.set_registered_model_alias(name, CHAMPION, version)
     return f"and its {CHAMPION}"
 
 
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
-    """Return the policy's directory in the active run's best checkpoint, and its iteration; None if none was evaluated.
+    """Return the policy directory and the iteration of the active run's best checkpoint; None if none was evaluated.
 
     Evaluations with a KL above `kl_alarm` (nats per response) do not count.
     """

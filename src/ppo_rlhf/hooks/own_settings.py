@@ -1,4 +1,4 @@
-"""A user's own settings (conf/local, another environment, --params, an own project) against the shipped ones."""
+"""Compares the shipped settings with a user's: conf/local, another environment, --params, a project of their own."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ppo_rlhf.preflight import RunRequest
 
 PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
-OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
+OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in {}/globals.yml or with --params."
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
-"""How a file refers to a name of each kind."""
+"""Patterns of a reference to a name in a configuration file, for names of parameters and names of globals."""
 
 
 class OwnSettings:
-    """The settings of a run, and those that this package comes with."""
+    """The settings of a run, beside the settings that this package ships."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         self._loader, self._given = loader, loader.runtime_params or {}
@@ -35,23 +35,25 @@ class OwnSettings:
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
         self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
         self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
-        # the loader that was made last resolves ${globals:…} for all: like the run's own from now on
+        # The resolver of ${globals:…} belongs to the newest loader. Make one that resolves as the run's own loader.
         OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
     def unread(
         self, datasets: Set[str], pipelines: Mapping[str, Pipeline], unused: Set[str] = frozenset()
     ) -> list[str]:
-        """Return one line for each name that a user gave and nothing reads; Kedro ignores such names.
+        """Return one line for each name that the user set and nothing reads; Kedro ignores such names silently.
 
-        What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
-        serve all commands: read are the shipped names, those that any pipeline takes as `params:name`, and those
-        that a file refers to as `${name}` or `${globals:name}`.
+        A name given by `--params` must be read by this command: by one of its parameter groups, by one of its catalog
+        entries, or by mlflow.yml. A name in a file may serve any command. It counts as read if this package ships it,
+        if any pipeline takes it as `params:name`, or if a file refers to it as `${name}` or `${globals:name}`.
 
-        `datasets` are those of this command, groups of parameters as `params:name`, of which the settings leave some
-        `unused`. All `pipelines` are looked at only if a name is not known otherwise, since that imports them.
+        `datasets` are the datasets of this command, with parameter groups as `params:name`. `unused` are the datasets
+        among them that the run's settings leave unread. `pipelines` are looked up only for names that are not known
+        otherwise, because the look-up imports all pipelines.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
+        other_prompts = OTHER_PROMPTS.format(f"conf/{own.name}")
         folders = (Path(loader.conf_source, str(loader.base_env)), own)
         texts = {
             folder: "\n".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.y*ml")) for folder in folders
@@ -61,7 +63,7 @@ class OwnSettings:
         follows = {**loader["globals"], **self._given}.get("prompts_path")
         given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
         if given != follows:
-            lines.append(f"evaluation.prompts_path={given}: it only follows prompts_path.{OTHER_PROMPTS}")
+            lines.append(f"evaluation.prompts_path={given}: this setting only follows prompts_path.{other_prompts}")
         for name in (name for name in self._given if not self._is_read(name, datasets - unused)):
             typed = f"--params {', '.join(flattened(name, self._given[name]))}"
             if self._is_read(name, datasets):
@@ -71,7 +73,7 @@ class OwnSettings:
                 continue
             readers = sorted(other for other in pipelines if self._is_read(name, pipelines[other].datasets()))
             if readers:
-                advice = OTHER_PROMPTS if name == PROMPTS and EVALUATION in datasets else ""
+                advice = other_prompts if name == PROMPTS and EVALUATION in datasets else ""
                 lines.append(f"{typed}: nothing in this command reads it; {', '.join(readers)} would.{advice}")
             else:
                 unknown[f"--params {name}"] = name
@@ -79,12 +81,12 @@ class OwnSettings:
             names = {str(name) for name in loader[kind]} - self._given.keys() - self._base[kind].keys()
             for name in names - set(re.findall(reference, text)):
                 begins = re.compile(rf"^{re.escape(name)}(?!\w)", re.MULTILINE)
-                place = next((f for f in reversed(folders) if begins.search(texts[f])), own)
-                unknown[f"conf/{place.name}: {name} ({kind})"] = name
+                folder = next((f for f in reversed(folders) if begins.search(texts[f])), own)
+                unknown[f"conf/{folder.name}: {name} ({kind})"] = name
         inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()} if unknown else set()
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
         lines += [
-            f"{where}: nothing reads this name.{self._hint(name)}"
+            f"{where}: nothing reads this name.{self._hint(name, own.name)}"
             for where, name in unknown.items()
             if name not in read and "parameters" not in inputs and not name.startswith("_")
         ]
@@ -95,7 +97,7 @@ class OwnSettings:
         return name in self._given
 
     def typed(self, group: str) -> set[str]:
-        """Return the settings of a group whose value comes from `--params`, also by another name such as `seed`."""
+        """Return the settings of a group whose value comes from `--params`, also if by another name such as `seed`."""
         values, marks = self._entries.get(f"params:{group}") or {}, [f"<{name}>" for name in self._given]
         return {str(name) for name, value in values.items() if any(mark in str(value) for mark in marks)}
 
@@ -103,31 +105,31 @@ class OwnSettings:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
         if name == PROMPTS:
-            marked -= {EVALUATION}  # which only notes for the model card where they are
-        return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
+            marked -= {EVALUATION}  # params:evaluation holds the path only to write it into the model card
+        return any(entry in read or "{" in entry for entry in marked)  # an entry with { is a pattern of many datasets
 
     def unusual_values(self, run: RunRequest) -> list[str]:
-        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here."""
+        """Return one line for each PPO setting that the user gave an unusual value; add a line for a slow precision."""
         if not run.reads("params:ppo"):
             return []
-        from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays
+        from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # imported here because it is slow
 
         ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})
-        start = run.source(run.start) if run.reads(run.start) else None  # None: it is trained from scratch
+        start = run.source(run.start) if run.reads(run.start) else None  # None: the policy is trained from scratch
         size = None if start is None else run.catalog[run.start].load().empty_causal_lm().num_parameters()
         own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
         unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual
 
-    def _hint(self, name: str) -> str:
+    def _hint(self, name: str, environment: str) -> str:
         for other in ("globals", "parameters"):
             if name in self._base[other]:
-                return f" Set it in conf/local/{other}.yml."
-        from ppo_rlhf.config import PPOConfig  # settings that no file lists have their defaults
+                return f" Set it in conf/{environment}/{other}.yml."
+        from ppo_rlhf.config import PPOConfig  # the shipped files list only some of PPO's settings
 
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
-        full: dict[str, str] = {}  # of names that groups share the last one counts
+        full: dict[str, str] = {}  # if several groups have a setting of this name, the last group's is suggested
         for group in sorted(groups, key=lambda group: group == "ppo"):
             full |= {key: f"{group}.{key}" for key in groups[group]} if isinstance(groups[group], Mapping) else {}
         full |= {name: name for name in set().union(*self._base.values())}
@@ -136,6 +138,9 @@ class OwnSettings:
 
 
 def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:
-    """Return values as typed with each replaced by its top-level name, which is found in what is made of it."""
+    """Return `values` with each value replaced by a mark, `<name>` with its top-level name.
+
+    Where the mark turns up after interpolation, the value of that name is read.
+    """
     marks = {name: mark or f"<{name}>" for name in values}
     return {name: _marked(v, marks[name]) if isinstance(v, Mapping) else marks[name] for name, v in values.items()}

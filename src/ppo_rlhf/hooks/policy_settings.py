@@ -1,4 +1,4 @@
-"""A run that reads a policy, and does not train it, lets it answer with the settings that it was trained with."""
+"""Gives a run that reads a policy without training it the settings that the policy was trained with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def use_policy_settings(
     pipeline: Pipeline, catalog: CatalogProtocol, own: OwnSettings, is_ours: Callable[[str], bool]
 ) -> list[str]:
-    """Put the settings of the policy that a run reads into its catalog; return what differs, in a line each.
+    """Put the settings that the run's policy was trained with into the catalog; return one line per difference.
 
-    What was typed stays. A run that trains the policy itself has its settings anyway. `is_ours` says of a source
-    whether this project made it: another policy may not name Python code to import.
+    Settings given by `--params` stay. A run that trains the policy itself is left alone. `is_ours` takes a policy's
+    source and returns whether this project made the policy: only such a policy may name Python code to import.
 
     Raises:
         ModelError, ConfigError: As `training_record.settings_of`.
@@ -33,7 +33,7 @@ def use_policy_settings(
     is_unused = feedback is not None and not feedback.names(POLICY)
     if not {POLICY, f"{PREFIX}ppo"} <= pipeline.inputs() or is_unused:
         return []
-    from ppo_rlhf.config import PPOConfig  # heavy: only a run pays for them
+    from ppo_rlhf.config import PPOConfig  # imported here because these modules are slow
     from ppo_rlhf.datasets import PretrainedModelDataset
     from ppo_rlhf.models.directories import is_local
 
@@ -42,11 +42,11 @@ def use_policy_settings(
         return []
     policy = entry.load()
     if policy is None or (is_local(policy.source) and not entry.exists()):
-        return []  # the preflight says so
-    found = settings_to_answer(catalog, policy, conf, own, is_ours)
-    settings: Any = catalog.get(f"{PREFIX}ppo")
-    settings.save(found.config)  # unlike `catalog.save`, it logs nothing
-    return found.lines()
+        return []  # the preflight reports a missing policy
+    trained = settings_to_answer(catalog, policy, conf, own, is_ours)
+    ppo_entry: Any = catalog.get(f"{PREFIX}ppo")
+    ppo_entry.save(trained.config)  # unlike `catalog.save`, the entry's own `save` logs nothing
+    return trained.lines()
 
 
 def settings_to_answer(
@@ -56,7 +56,7 @@ def settings_to_answer(
     own: OwnSettings,
     is_ours: Callable[[str], bool],
 ) -> TrainedSettings:
-    """Return the settings that a policy answers with; give the catalog's policies the values of its chat template.
+    """Return the settings that a policy answers with; give the catalog's policies its chat template's values.
 
     Raises:
         ModelError, ConfigError: As `training_record.settings_of`.
@@ -65,9 +65,9 @@ def settings_to_answer(
     from ppo_rlhf.datasets import PretrainedModelDataset
 
     template = None if own.is_typed(TEMPLATE) else policy.chat_template_kwargs
-    found = settings_of(policy, conf, own.typed("ppo"), template, may_import=is_ours(policy.source))
-    if template is not None and found.chat_template_kwargs is not None:
-        for name in (POLICY, "sft_policy"):  # both are given the same prompts
+    trained = settings_of(policy, conf, own.typed("ppo"), template, may_import=is_ours(policy.source))
+    if template is not None and trained.chat_template_kwargs is not None:
+        for name in (POLICY, "sft_policy"):  # both policies answer the same prompts
             if isinstance(model := catalog.get(name), PretrainedModelDataset):
-                model.chat_template_kwargs = dict(found.chat_template_kwargs)
-    return found
+                model.chat_template_kwargs = dict(trained.chat_template_kwargs)
+    return trained

@@ -1,7 +1,8 @@
-"""The run and the checkpoint that `resume=` names, and whether this run may resume from them.
+"""Finds the run and the checkpoint that `resume=` names, and decides whether this run may resume from them.
 
 `resume` is `latest`, an MLflow run id, or the directory of a run or of a checkpoint. MLflow's params cannot change, so
-a resume keeps its changes as tags `resume.<setting>` (PPO's settings by their bare name); the last resume counts.
+a resumed run records each changed setting as a tag `resume.<setting>` (PPO's settings without `ppo.`). The last
+resume's value counts.
 """
 
 from __future__ import annotations
@@ -30,37 +31,39 @@ from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
 from ppo_rlhf.runtime.paths import shown
 
-if TYPE_CHECKING:  # heavy: only a run pays for it
+if TYPE_CHECKING:  # at run time this is imported where it is used, because it is slow
     from ppo_rlhf.datasets import ResumeCheckpointDataset
 
 logger = logging.getLogger(__name__)
 
 JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
-"""Params that may hold language models: these may change as functions may, to fix one that failed."""
+"""Params that may hold language models as judges. Such a model may change, so that a judge that failed can be fixed."""
 TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
 _OF_THE_MACHINE = ("version.", "launch.")
-"""Tags of the software and of the launch: they may change, but then numbers are not the same to the last bit."""
+"""Prefixes of tags of the software and of the launch. These may change, but then results are not bit-identical."""
 
 Named = tuple[str, Path | None]
-"""A run's id, and one of its checkpoints if that is what was named."""
+"""The id of a run, and the checkpoint if `resume` names a checkpoint rather than a run."""
 Change = tuple[str, str]
-"""(before, now)"""
+"""The value of a setting before and now."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A resumed run."""
+    """An earlier run that this run resumes."""
 
-    run: Run  # as it was left
-    checkpoint: Path | None  # that it resumes from; None: from its beginning
-    lock: IO[bytes]  # the locked file of the run's directory
-    changes: dict[str, Change] = field(default_factory=dict)  # that may be, by their name in a tag
+    run: Run  # the MLflow run, as it was when it stopped
+    checkpoint: Path | None  # the checkpoint to resume from; None: start from the beginning
+    lock: IO[bytes]  # the locked file in the run's directory
+    changes: dict[str, Change] = field(default_factory=dict)  # the allowed changes, keyed by their name in a tag
 
     def say(self, project_path: Path, this: RunDescription, *, is_sweep: bool = False) -> None:
-        """Log the checkpoint that the run resumes from, each change, and what it keeps though this machine differs."""
+        """Log the checkpoint to resume from, each changed setting, and each `auto` setting that this machine would set
+        otherwise.
+        """
         where = "the trainings that have not ended" if is_sweep else "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
             where = shown(self.checkpoint, project_path)
@@ -70,16 +73,16 @@ class Resumption:
         for name in sorted(this.chosen_here):
             kept, here = self.run.data.params.get(name, this.params[name]), this.params[name]
             if kept != here:
-                logger.info("%s=auto: the run keeps %s, with which it began; here auto would be %s.", name, kept, here)
+                logger.info("%s=auto: the run keeps %s, its value so far; here auto would be %s.", name, kept, here)
 
     def tags(self, project_path: Path) -> dict[str, str]:
-        """Return the tags of this resume: its checkpoint, and the values that changed."""
+        """Return the tags that record this resume: its checkpoint and the changed values."""
         from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
-        by_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"  # whose noise is its own
-        if by_vllm or any(
+        uses_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"  # vLLM's sampling noise is not restored
+        if uses_vllm or any(
             name in CHANGES_NUMBERS or name in JUDGED or name.startswith((*_OF_THE_MACHINE, DATA))
             for name in self.changes
         ):
@@ -91,7 +94,10 @@ class Resumption:
         return {f"{TAG}{name}": now[:MAX_PARAM_VAL_LENGTH] for name, (_, now) in self.changes.items()}
 
     def make_anew(self, this: RunDescription, pipeline: Pipeline) -> tuple[str, ...]:
-        """Have the nodes before PPO run again that depend on a changed function; return how their metrics begin."""
+        """Make the nodes outside the loop that depend on a changed function run again.
+
+        The stored outputs of these nodes are forgotten. Return the prefixes of the metrics that the nodes log.
+        """
         from ppo_rlhf.datasets.run_catalog import StageOutputs
 
         functions = {name for name in self.changes if name.startswith(DATA) or name in JUDGED}
@@ -99,20 +105,20 @@ class Resumption:
         labeller = f"{DATA}{this.params.get(LABELLER, '').partition(':')[0]}.fingerprint"
         if labeller in functions and "data.raw_preferences.path" not in this.tags:
             stages += [node for node in pipeline.nodes if LABELLED in node.outputs]
-        anew = pipeline.from_nodes(*(node.name for node in stages)).all_outputs() if stages else set()
-        if anew:
-            logger.info("What depends on the changed functions is made anew.")
-            StageOutputs(Path(self.lock.name).parent, frozenset()).forget(anew)
-        return tuple(f"{name.removesuffix('_metrics')}/" for name in anew if name.endswith("_metrics"))
+        outdated = pipeline.from_nodes(*(node.name for node in stages)).all_outputs() if stages else set()
+        if outdated:
+            logger.info("The stages that depend on the changed functions run again.")
+            StageOutputs(Path(self.lock.name).parent, frozenset()).forget(outdated)
+        return tuple(f"{name.removesuffix('_metrics')}/" for name in outdated if name.endswith("_metrics"))
 
 
 def can_resume(pipeline: Pipeline) -> bool:
-    """Return whether a run of this pipeline can be resumed: it holds the closed loop, or is a sweep."""
+    """Return whether a run of this pipeline can be resumed: the pipeline holds the closed loop or a sweep."""
     return plan_loop(pipeline) is not None or TRAININGS in pipeline.all_outputs()
 
 
 def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
-    """Return the catalog's entry for `resume` if this run can be resumed, else None."""
+    """Return the catalog's entry of the resume checkpoint if this run can be resumed, else None."""
     if not can_resume(pipeline):
         return None
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -122,9 +128,10 @@ def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpoi
 
 
 def find_named(requested: str | None, root: Path, project_path: Path) -> Named | None:
-    """Return the run, and the checkpoint if one is named, for a run id or a directory; None for none or `latest`.
+    """Return the run, and the checkpoint if any, that `requested` names; None if `requested` is None or `latest`.
 
-    A path is taken from the project, or else from the working directory. `root` holds the checkpoints of all runs.
+    `requested` is a run id, or the directory of a run or of a checkpoint. A relative path is looked up below `root`,
+    then below the project, then below the working directory. `root` holds the checkpoints of all runs.
 
     Raises:
         ConfigError: There is no such run or checkpoint.
@@ -153,13 +160,14 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
 def find_resumption(
     requested: str, named: Named | None, this: RunDescription, root: Path, experiment_id: str
 ) -> Resumption | None:
-    """Return the run to resume, locked; None (which is logged) for a new run. Nothing is written.
+    """Return the run to resume, with its directory locked; None for a new run, which is logged. Nothing is written.
 
-    `latest`, for which `named` is None, is the newest unfinished run of the experiment with this pipeline, environment
-    and machine, with the same settings and data, that is not trained now. Those with others are named and left.
+    `named` is None for `resume=latest`. Then the run to resume is the newest unfinished run of the experiment that has
+    the pipeline, environment and machine of this run, and the same settings and data, and that no process trains now.
+    A run with different settings or data is skipped, and a log line names the run.
 
     Raises:
-        ConfigError: The run is not there, is being trained, or has other settings or data.
+        ConfigError: The run does not exist, is being trained, or has different settings or data.
     """
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, newest_whole_checkpoint
 
@@ -167,33 +175,33 @@ def find_resumption(
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
-            continue  # of another machine
+            continue  # the run was started on another machine
         lock = lock_run(directory)
         if lock is None:
             if named is not None:
                 raise ConfigError(f"resume={requested}: MLflow run {run_id} still runs; stop it first, or wait for it.")
-            logger.info("MLflow run %s still runs; it is left out.", run_id)
+            logger.info("MLflow run %s still runs; it is skipped.", run_id)
             continue
         with ExitStack() as refusal:
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
-                continue  # another process has resumed it meanwhile
+                continue  # another process has resumed and finished this run since the search
             refused, changes = differences(this, run)
             if refused and named is None:
-                line = f"resume={requested}: MLflow run {run_id} has other settings and is left: {'; '.join(refused)}."
-                again = f" With its own settings resume={run_id} continues it."
+                line = f"resume={requested}: MLflow run {run_id} is skipped, as settings differ: {'; '.join(refused)}."
+                again = f" With the old settings resume={run_id} continues that run."
                 logger.info("%s", line + (again if checkpoint_iterations(directory) else ""))
                 continue
             if refused:
                 raise ConfigError(
                     f"resume={requested}: MLflow run {run_id} resumes only with its original settings. Changed since: "
-                    f"{'; '.join(refused)}. Restore them, or leave out resume to start a new run."
+                    f"{'; '.join(refused)}. Restore the settings, or leave out resume to start a new run."
                 )
             newest = newest_whole_checkpoint(directory)
             checkpoint = (named[1] if named else None) or newest
             if "total_episodes" in changes and checkpoint != newest:
                 raise ConfigError(
-                    f"resume={requested}: with another ppo.total_episodes a run resumes only from its newest "
+                    f"resume={requested}: a run whose ppo.total_episodes was changed resumes only from its newest "
                     f"checkpoint, {newest}."
                 )
             refusal.pop_all()
@@ -208,44 +216,47 @@ def find_resumption(
 
 
 def _named_run(requested: str | None, run_id: str) -> Run:
-    """Return the run that is named; MLflow would open a deleted one only after it was said to be resumed.
+    """Return the MLflow run with this id.
 
     Raises:
-        ConfigError: The run was deleted.
+        ConfigError: The tracking store does not know the run, or the run was deleted.
     """
     try:
         run = mlflow.get_run(run_id)
     except MlflowException as error:
         if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             raise
-        line = "the tracking store does not know this MLflow run; `mlflow gc` deletes runs for good. Start a new run."
+        line = "the tracking store does not know this MLflow run (`mlflow gc` deletes runs for good). Start a new run."
         raise ConfigError(f"resume={requested}: {line}") from error
     if run.info.lifecycle_stage == LifecycleStage.DELETED:
-        line = "it was deleted in MLflow; restore it there, which `mlflow gc` makes impossible."
+        line = "this run was deleted in MLflow; restore it there, which is possible until `mlflow gc` runs."
         raise ConfigError(f"resume={requested}: {line}")
     return run
 
 
 def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Run]:
-    """Return the runs, the one that was written last first: a clock may have been set back."""
+    """Return the unfinished runs with this pipeline and environment, sorted by when their folder was last written.
+
+    The newest comes first. Start times would not do, because a clock may have been set back.
+    """
     same = "".join(f"tags.{name} = '{this.tags[name]}' and " for name in ("pipeline", "environment"))
     query = f"{same}status != 'FINISHED'"
-    found: list[Run] = mlflow.search_runs([experiment_id], filter_string=query, output_format="list")
+    runs: list[Run] = mlflow.search_runs([experiment_id], filter_string=query, output_format="list")
 
     def written_at(run: Run) -> float:
         folder = root / run.info.run_id
         return folder.stat().st_mtime if folder.is_dir() else run.info.start_time / 1000
 
-    return sorted(found, key=written_at, reverse=True)
+    return sorted(runs, key=written_at, reverse=True)
 
 
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
-    """Compare this run with the MLflow run that it is to resume.
+    """Compare this run with the MLflow run that it would resume.
 
-    Params that the earlier run did not have are new, and compared with nothing; what this machine chose is kept as it
-    was. Files with functions may change: one that failed can be fixed. Paths in a project that was moved are the same.
-
-    Returned are the differences that are refused, in words, and the changes that may be, by their name in a tag.
+    Return the refused differences in words, and the allowed changes keyed by their name in a tag. These are no
+    differences: params that the earlier run did not have, `auto` settings that this machine chose, and paths that
+    changed only because the project was moved. Files with a user's functions may change, so that a function that
+    failed can be fixed.
     """
     from ppo_rlhf.checkpoints.restore import MAY_CHANGE
 
@@ -257,7 +268,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before, now = (
         {with_new_names(name): with_new_names(value) for name, value in settings.items()} for settings in (before, now)
     )
-    texts = (*before.values(), *this.params.values())  # a callback may have been left out since
+    texts = (*before.values(), *this.params.values())  # a callback may have been removed since
     functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
     here = this.tags.get(PROJECT_PATH, "")
     former = run.data.tags.get(PROJECT_PATH, here)
@@ -267,16 +278,16 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         group, _, setting = name.partition(".")
         if was == is_now or (was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now):
             continue
-        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):  # MLflow cuts longer ones
+        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):  # MLflow truncates longer values
             continue
-        if name in JUDGED and _plain(was) == _plain(is_now):  # an earlier version had fewer settings
+        if name in JUDGED and _plain(was) == _plain(is_now):  # a setting that an earlier version lacked is null
             continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         may_change |= name in JUDGED and _plain(was, judge="any") == _plain(is_now, judge="any")
         if may_change or name.startswith(_OF_THE_MACHINE):
             changes[setting if group == "ppo" else name] = (was, is_now)
         elif group == "data":
-            path = this.tags.get(name.replace(".fingerprint", ".path"), "not read now")
+            path = this.tags.get(name.replace(".fingerprint", ".path"), "not read by this run")
             refused.append(f"the data {setting.removesuffix('.fingerprint')} ({path})")
         else:
             refused.append(f"{name} ({was} before, {is_now} now)")
@@ -284,7 +295,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
 
 
 def _plain(text: str, judge: str | None = None) -> Any:
-    """Return a param's JSON without nulls, with `judge` in place of each language model if it is given."""
+    """Return a param's JSON without nulls. If `judge` is given, it replaces each language model in the JSON."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
@@ -297,12 +308,12 @@ def _plain(text: str, judge: str | None = None) -> Any:
 
     try:
         return plain(json.loads(text))
-    except ValueError:  # no JSON, or cut by MLflow
+    except ValueError:  # the text is not JSON, or MLflow truncated the JSON
         return text
 
 
 def as_last_resumed(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that earlier resumes changed, keyed by the name of the param or tag."""
+    """Return the settings that earlier resumes changed, keyed by their name as a param or a tag."""
     changed = {name.removeprefix(TAG): value for name, value in tags.items() if name.startswith(TAG)}
     changed.pop(CHECKPOINT, None)
     return {(name if "." in name else f"ppo.{name}"): value for name, value in changed.items()}

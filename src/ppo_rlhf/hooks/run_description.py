@@ -1,4 +1,4 @@
-"""A run as MLflow records it: each hyperparameter as a param, its origin (code, data, versions) as tags."""
+"""Describes a run for MLflow: each hyperparameter as a param, and code, data and versions as tags."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ PREFIX = "params:"
 DTYPE = "ppo.dtype"
 HOST, PROJECT_PATH = "host", "project_path"
 CHECKPOINTS, NONE = "checkpoints", "none"
-"""Tag with the folder that holds the checkpoints of all runs, and its value for a run that makes none."""
+"""The tag with the folder of all runs' checkpoints, and the tag's value for a run without checkpoints."""
 PROCESSES = "launch.processes"
 """The tag with the number of processes."""
-DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
+DIGITS = 8  # of a fingerprint: MLflow allows 36, but its pages show all of them
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
-"""A text `module:name`, by which parameters name functions."""
+"""A text `module:name`, as parameters name a Python function."""
 _DATA = re.compile(r"data\.(raw_\w+)\.fingerprint")
 MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
-"""Fields of PPOConfig that the pipeline leaves to the catalog, and its entries."""
+"""Fields of PPOConfig that the pipeline leaves null, and the catalog entries that it reads instead."""
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Name, params (`group.key`) and tags of a run, as text; and the params whose value this machine chose."""
+    """The name, the params and the tags of a run, all as text."""
 
-    params: dict[str, str]
+    params: dict[str, str]  # keyed by `group.key`
     tags: dict[str, str]
     name: str = ""
-    chosen_here: frozenset[str] = frozenset()
+    chosen_here: frozenset[str] = frozenset()  # params set to auto, whose value depends on this machine
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
-    """Return what is known of a run before its first node; reads its inputs for their fingerprints."""
+    """Return what is known of a run before its first node runs. The run's inputs are read for their fingerprints."""
     project_path = Path(run_params["project_path"])
     names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
     groups = {name: parameter(catalog, name) for name in sorted(names)}
     ppo: Any = groups.get("ppo")
     chosen_here = frozenset({DTYPE} if getattr(ppo, "dtype", None) == "auto" else ())
     if chosen_here:
-        from ppo_rlhf.ppo.precision import with_dtype  # heavy: only a run pays for it
+        from ppo_rlhf.ppo.precision import with_dtype  # imported here because it is slow
 
         groups["ppo"] = with_dtype(ppo)
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
@@ -83,7 +83,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
     given = _given(run_params)
-    tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value}  # kedro-mlflow's
+    # kedro-mlflow logs these tags, too.
+    tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value}
     if given:
         tags[SET] = given
     if command is not None:
@@ -107,10 +108,11 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 
 
 def _name(run_params: Mapping[str, Any], inputs: Set[str], catalog: CatalogProtocol) -> str:
-    """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
+    """Return the name of a run, such as `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
-    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` are named only if
-    nothing else was set.
+    The parts are the settings of the command line, the pipelines, the model and the time. The model is the one that
+    the run starts from, or the policy that the run evaluates. The pipelines `all` and `align` are named only if no
+    setting was given on the command line.
     """
     changed = _given(run_params)
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
@@ -122,50 +124,50 @@ def _name(run_params: Mapping[str, Any], inputs: Set[str], catalog: CatalogProto
 
 
 def place_of(tags: Mapping[str, str]) -> str | None:
-    """Return `host:project` of the run that has these tags; None if they do not say."""
+    """Return `host:project_path` from the tags of a run; None if a tag is missing."""
     return f"{tags[HOST]}:{tags[PROJECT_PATH]}" if {HOST, PROJECT_PATH} <= tags.keys() else None
 
 
 def _given(run_params: Mapping[str, Any]) -> str:
-    """Return what was set on the command line, but for paths: `kl_coef=0.1 seed=2`."""
+    """Return the settings of the command line except paths, such as `kl_coef=0.1 seed=2`."""
     given = (run_params.get("runtime_params") or {}).items()
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
     return " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
 
 
 def _tag(value: Any) -> str:
-    """Return a value as text that is no Python: JSON, and the class of the runner, which Kedro gives as its `repr`."""
+    """Return a value as JSON, and a text as it is; a runner's `repr` is shortened to the name of the class."""
     return re.sub(r"^<([\w.]+)\W.*>$", r"\1", value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
-    """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
-    from ppo_rlhf.reporting.wording import say_verdict  # heavy: only runs that evaluate pay for it
+    """Return the verdict and the win rate of `compare_policies` as a sentence that describes a run or model version."""
+    from ppo_rlhf.reporting.wording import say_verdict  # imported here because it is slow
 
     return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
 
 def log_inputs(this: RunDescription) -> None:
     """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
-    from mlflow.data.meta_dataset import MetaDataset  # heavy: only a run pays for them
-    from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # made when imported
+    from mlflow.data.meta_dataset import MetaDataset  # imported here because these modules are slow
+    from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # created at import
 
     for tag, digest in this.tags.items():
         data = _DATA.fullmatch(tag)
         if data is not None:
             source = LocalArtifactDatasetSource(this.tags[f"data.{data[1]}.path"])
             context = "evaluation" if "evaluation" in data[1] else "training"
-            dataset = MetaDataset(source, name=data[1], digest=digest[:DIGITS])  # type: ignore[abstract]  # MLflow's own
+            dataset = MetaDataset(source, name=data[1], digest=digest[:DIGITS])  # type: ignore[abstract]
             mlflow.log_input(dataset, context)
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
-    """Return the names of the pipelines that run, sorted: Kedro's command line gives them in any order."""
+    """Return the names of the pipelines that run, sorted because Kedro's command line gives them in random order."""
     return sorted(set(run_params["pipeline_names"] or ["__default__"]))
 
 
 def parameter(catalog: CatalogProtocol, name: str) -> Any:
-    """Return a parameter or group by name, None if there is none; unlike `catalog.load`, it logs nothing."""
+    """Return a parameter or parameter group, None if there is none. Unlike `catalog.load`, this logs nothing."""
     try:
         dataset = catalog.get(f"{PREFIX}{name}")
         return None if dataset is None else dataset.load()
@@ -174,22 +176,25 @@ def parameter(catalog: CatalogProtocol, name: str) -> Any:
 
 
 def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> None:
-    """Put the precision that `ppo.dtype=auto` stands for into a run's parameters.
+    """Replace `ppo.dtype=auto` in a run's parameters by a precision.
 
-    It is the one that a resumed run began with; else this machine's.
+    A resumed run keeps the precision that it began with (`began_with`); a new run gets this machine's.
     """
     ppo = parameter(catalog, "ppo")
     if getattr(ppo, "dtype", None) != "auto":
         return
-    from ppo_rlhf.ppo.precision import with_dtype  # heavy: only a run pays for it
+    from ppo_rlhf.ppo.precision import with_dtype  # imported here because it is slow
 
     settled = dataclasses.replace(ppo, dtype=began_with) if began_with else with_dtype(ppo)
     entry: Any = catalog.get(f"{PREFIX}ppo")
-    entry.save(settled)  # unlike `catalog.save`, it logs nothing
+    entry.save(settled)  # unlike `catalog.save`, the entry's own `save` logs nothing
 
 
 def flattened(group: str, values: Any) -> dict[str, str]:
-    """Return `group.key: value` for each entry of a group, defaults included; lists and mappings become JSON."""
+    """Return the entries of a group, defaults included, as texts keyed by `group.key`. Lists and mappings become JSON.
+
+    A value that is no group is returned under the bare name `group`.
+    """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     if not isinstance(values, Mapping):
@@ -201,9 +206,9 @@ def flattened(group: str, values: Any) -> dict[str, str]:
 
 
 def _git_tags(project_path: Path) -> dict[str, str]:
-    """Return the project's commit and whether files differ from it; nothing outside a repository.
+    """Return the project's commit and whether files differ from the commit; no tags outside a git repository.
 
-    MLflow's own tag for the commit means the folder of the command that was typed.
+    MLflow's own tag of the commit is not enough: MLflow takes the commit from the folder of the program.
     """
     command = ["git", "-C", str(project_path), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
@@ -216,9 +221,10 @@ def _git_tags(project_path: Path) -> dict[str, str]:
 
 
 def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
-    """Return path (or hub id) and fingerprint of everything that a run reads and does not make itself.
+    """Return the path (or hub id) and the fingerprint of each input that the run reads and does not make itself.
 
-    The fingerprint of a file is its SHA-256; of a model, that of its handle (configuration and weights in part).
+    The fingerprint of a file is its SHA-256. The fingerprint of a model comes from its handle, which hashes the
+    configuration and parts of the weights.
     """
     tags: dict[str, str] = {}
     for name in names:
@@ -227,24 +233,25 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if hasattr(dataset, "fingerprint"):  # a user's table
+        if hasattr(dataset, "fingerprint"):  # the dataset is a user's table
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
-            dataset.pinned = Path(handle.source)  # another run may write a newer version before this one reads it
+            # Pin the version, because another run may write a newer one before this run reads the model.
+            dataset.pinned = Path(handle.source)
     return tags
 
 
 def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, str]:
-    """Return path and fingerprint of each file of the project that holds a function which the settings name."""
+    """Return the path and the fingerprint of each Python file of the project whose functions the settings name."""
     tags: dict[str, str] = {}
     for module in sorted({module for text in params.values() for module in FUNCTION.findall(text)}):
         inner = Path(*module.split("."))
-        places = (root / inner for root in (project_path, project_path / "src"))
-        files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+        modules = (root / inner for root in (project_path, project_path / "src"))
+        files = (file for path in modules for file in (path.with_suffix(".py"), path / "__init__.py"))
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
             tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": _sha256(file)}
@@ -252,5 +259,5 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:  # which may not fit in the memory
+    with path.open("rb") as file:  # hash the file piecewise: it may be larger than the memory
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""The end of a run that failed or was stopped: the reason, its last checkpoint, and the command that resumes it."""
+"""Describes the end of a run that failed or was stopped: the reason, the last checkpoint and the command to resume."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from ppo_rlhf.runtime.processes import process_count
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
 END_TAGS = frozenset({ERROR, LAST_CHECKPOINT})
-"""Tags of a run that was interrupted; a resumed run loses them."""
+"""Tags of an interrupted run, which are deleted when the run is resumed."""
 MOST_TEXT = 500
 
 
 def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
-    """Return the tags with the reason of the end and the last (good) checkpoint, relative to the project."""
+    """Return the tags with the error and with the last (good) checkpoint, whose path is relative to the project."""
     last = None if checkpoints is None else last_checkpoint(error, checkpoints)
     why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
 
 
 def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, is_sweep: bool = False) -> str:
-    """Return the line that names the last checkpoint and the command that resumes from it, if one can.
+    """Return the log message that names the last checkpoint and, if resuming makes sense, the command to resume.
 
-    A sweep has no checkpoints: what is kept is the trainings that ended.
+    A sweep has no checkpoints; of a sweep the finished trainings are kept.
     """
     last, own = last_checkpoint(error, checkpoints), project_error(error)
     if not isinstance(own, DivergenceError):
-        where = "There is no checkpoint yet, and the stage that was cut off begins again"
-        where = "Trainings that ended are kept" if is_sweep else where
+        where = "There is no checkpoint yet, so the interrupted stage begins again"
+        where = "Finished trainings are kept" if is_sweep else where
         where = where if last is None else f"Last checkpoint: {shown(last, project_path)}"
-        is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
+        is_training = isinstance(own, TrainingError) and own.__cause__ is None  # a cause means an error from outside
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
-        return f"{where}.\nTo resume: {resume_command(sys.argv)}"  # on a line of its own, which is copied whole
+        return f"{where}.\nTo resume: {resume_command(sys.argv)}"  # on a line of its own, to be copied
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the typed `kedro run` or `ppo_rlhf run`, those of torchrun or accelerate first.
+    """Return the words of the typed `kedro run` or `ppo_rlhf run`, preceded by the words of torchrun or accelerate.
 
-    `typed` is `sys.argv` as Kedro leaves it. None in a notebook or another program.
+    `typed` is `sys.argv` as Kedro leaves it. Return None in a notebook or another program.
     """
-    places = Path(typed[0].removeprefix("python -m ")).parts[-2:]
-    program = next((name for name in ("kedro", "ppo_rlhf") if name in places), None)
+    parts = Path(typed[0].removeprefix("python -m ")).parts[-2:]
+    program = next((name for name in ("kedro", "ppo_rlhf") if name in parts), None)
     if typed[1:2] != ["run"] or program is None:
         return None
     python, *launcher = psutil.Process(os.getppid()).cmdline() if process_count() > 1 else [""]
@@ -63,20 +63,20 @@ def typed_command(typed: list[str]) -> list[str] | None:
 
 
 def resume_command(typed: list[str]) -> str:
-    """Return the command that was typed (`sys.argv`), with `resume=latest`; in a notebook, only the parameter."""
+    """Return the typed command (`typed` is `sys.argv`) with `resume=latest`; in a notebook only the parameter."""
     if (command := typed_command(typed)) is None:
         return "resume=latest among the parameters"
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
-        at = len(words) - words[::-1].index("--params")  # of several, Kedro takes the last
+        at = len(words) - words[::-1].index("--params")  # Kedro uses the last --params
         words[at] = f"{re.sub(r'(^|,) *resume=[^,]*', '', words[at])},resume=latest".lstrip(", ")
         return shlex.join(words)
     return shlex.join([*words, "--params", "resume=latest"])
 
 
 def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint; after training diverged, the newest whose state is known to be good."""
-    from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # only a run pays for it
+    """Return the newest checkpoint. If training diverged, return the newest checkpoint that is known to be good."""
+    from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # imported here because it is slow
 
     iterations = checkpoint_iterations(checkpoints)
     divergence = project_error(error)  # Kedro wraps the errors of datasets

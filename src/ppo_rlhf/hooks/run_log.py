@@ -1,4 +1,4 @@
-"""The metrics, samples and models that a run's nodes give MLflow."""
+"""Logs the metrics, samples and models that a run's nodes produce to MLflow."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ppo_rlhf.runtime.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
-SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
+SINCE_BEST = "eval/since_best_"  # metrics of evaluations during training only, not of the final evaluation
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
 SAMPLES = 20
-"""Completions of an iteration in the table of samples."""
+"""The number of completions of an iteration in the table of samples."""
 SAMPLED = {"prompt": "prompt", "response": "completion", "score": "score", "kl": "kl", "stopped": "stopped"}
-"""The table's columns, and what each has of a completion."""
+"""The columns of the table of samples, and the field of a completion in each column."""
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
     "objective/scores": "at_a_glance/reward",
@@ -49,16 +49,16 @@ AT_A_GLANCE = {
 }
 """Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 WRITTEN = "written."
-"""So begin the tags with the path of each model that the run wrote."""
+"""The prefix of the tags that hold the path of each model that the run wrote."""
 BEST = "best_checkpoint"
-ERROR, OF_SFT = "_se", "_sft"  # ends of metrics' keys
+ERROR, OF_SFT = "_se", "_sft"  # suffixes of the keys of standard errors and of the SFT policy's metrics
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
-"""Seconds to wait for a tracking server that may not answer. A stopped run waits less: its metrics are in the last
-checkpoint, too, and the resumed run sends them."""
+"""Seconds to wait for a tracking server that may not answer, for a stopped and for a finished run. A stopped run waits
+less, because the last checkpoint holds its metrics, too, and the resumed run sends the metrics."""
 
 
 class RunLog:
-    """Gives MLflow what one run measures and makes; a resumed run only sends what MLflow lacks."""
+    """Logs the metrics, samples and models of one run; a resumed run sends only metrics that MLflow does not have."""
 
     def __init__(
         self,
@@ -77,10 +77,11 @@ class RunLog:
         progress.listeners[:] = [self._log.log]
 
     def repeat(self, beginnings: tuple[str, ...]) -> None:
-        """Log metrics that begin so even if MLflow has them: they are measured anew."""
+        """Log metrics with these prefixes even for steps that MLflow has: a resumed run measures them again."""
         self._log.repeated = beginnings
 
     def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Log the metrics and samples among the outputs of a node that has run."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
             self._iteration = self._iteration if state is None else state.iteration
         if self._is_resumed and STATE in outputs:
@@ -103,23 +104,24 @@ class RunLog:
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
-            from ppo_rlhf.reporting.token_view import render_page  # heavy: only runs that train pay for it
+            from ppo_rlhf.reporting.token_view import render_page  # imported here because it is slow
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
     def saved(self, name: str) -> None:
-        """Log a written model's path; the exported policy and critic as models, and the best checkpoint's policy.
+        """Log the path of a written model. Log the exported policy and critic as MLflow models as well.
 
-        A signal may cut the wait for the metrics before it, but not the logging.
+        The policy of the best checkpoint is logged, too, if it is not the exported one. A signal may interrupt the wait
+        for the metrics, but not the logging of a model.
         """
         if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
             with log_store_errors(f"the path of {name}"):
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY and not (name == CRITIC and version is not None):
             return
-        from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy  # heavy: only exports pay for it
+        from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy  # imported here because it is slow
 
-        # a model is linked with the metrics that the run has of its iteration
+        # MLflow links a model with metrics that the run already has, so send the metrics of its iteration first.
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             if name == CRITIC and version is not None:
@@ -145,7 +147,10 @@ class RunLog:
                 log(best[0], BEST, best[1])
 
     def close(self, *, is_finished: bool) -> bool:
-        """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
+        """Flush; for a finished run that was resumed, also log the curves of stages that were skipped as done before.
+
+        Return whether MLflow has everything.
+        """
         progress.listeners.clear()
         self._log.log(judge_counts(), self._iteration)
         for line in judges_in_words():
@@ -156,10 +161,10 @@ class RunLog:
         return self._log.close(PATIENCE_AT_THE_END if is_finished else PATIENCE)
 
     def log_advice(self, environment: str | None = None) -> None:
-        """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
+        """Log which settings to change first, by the rules of docs/tuning.md; log nothing without metrics."""
         if not self._curves:
             return
-        from ppo_rlhf.advice import in_words  # heavy: only runs that train pay for it
+        from ppo_rlhf.advice import in_words  # imported here because it is slow
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
@@ -168,7 +173,7 @@ class RunLog:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:
-        """Log the metrics up to a checkpoint: MLflow may have refused them when the run was interrupted."""
+        """Log the metrics up to the checkpoint's iteration: MLflow may have refused some before the interruption."""
         for row in getattr(state, "history", ()):
             self._curves[int(row["iteration"])] = {}
             self._measured(row, int(row["iteration"]))
@@ -183,16 +188,19 @@ class RunLog:
     def _measured(
         self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None, is_last: bool = False
     ) -> None:
-        """Log metrics: standard errors never, and those of SFT, which are constant, once, at the last iteration."""
+        """Log metrics, but no standard errors of evaluations.
+
+        The SFT policy's evaluation metrics are constant, so they are logged only once, at the last iteration.
+        """
         metrics = {**metrics, **{AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}}
-        left_out = (ERROR,) if is_last else (ERROR, OF_SFT)
-        charts = {key: x for key, x in metrics.items() if not (key.startswith("eval/") and key.endswith(left_out))}
+        omitted = (ERROR,) if is_last else (ERROR, OF_SFT)
+        charts = {key: x for key, x in metrics.items() if not (key.startswith("eval/") and key.endswith(omitted))}
         self._log.log(charts, iteration, model_id=model_id)
         if iteration in self._curves:
             self._curves[iteration].update(metrics)
 
     def _conclude(self, summary: Mapping[str, Any]) -> None:
-        """Log the final evaluation, standard errors as tags; describe the run by its verdict; register the model."""
+        """Log the final evaluation (standard errors as tags), describe the run by the verdict, register the model."""
         self._measured(_evaluations(summary), self._iteration, model_id=self._model_id, is_last=True)
         note, errors = verdict_of(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
         if POLICY not in self._outputs:
@@ -208,14 +216,17 @@ class RunLog:
                 register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
     def _is_superseded(self, state: Any) -> bool:
-        """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""
+        """Return whether the evaluation pipeline will evaluate this state again, on all prompts.
+
+        Then only the later evaluation is logged for this iteration, so that the curve does not get two points there.
+        """
         return bool(FINAL_METRICS in self._outputs and state.finished)
 
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:
-            self._log.log(row, int(row["step"]))  # which sends none twice that the stage has told before
+            self._log.log(row, int(row["step"]))  # MlflowLog drops rows that the stage has logged before
 
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:
-    """Return the metrics of an evaluation, which also names its iteration, its prompts and its judge."""
+    """Return the metrics of an evaluation, without the iteration, the prompts and the judge that it also names."""
     return {key: value for key, value in measured.items() if key.startswith(beginning)}

@@ -1,4 +1,4 @@
-"""The run in MLflow: kedro-mlflow owns its life, this hook decides what is recorded of it."""
+"""Tracks a run in MLflow. kedro-mlflow opens and ends the MLflow run; this hook decides what is recorded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from ppo_rlhf.runtime.names import SET, TRAININGS
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.runtime.whole_files import process_name
 
-if TYPE_CHECKING:  # heavy: only a run pays for them
+if TYPE_CHECKING:  # at run time these are imported where they are used, because they are slow
     from ppo_rlhf.datasets import ResumeCheckpointDataset
     from ppo_rlhf.hooks.resume import Named, Resumption
     from ppo_rlhf.hooks.run_log import RunLog
@@ -65,16 +65,20 @@ logger = logging.getLogger(__name__)
 VIEW = "ppo_rlhf"
 _AT_A_GLANCE = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
 COLUMNS = json.dumps({"selectedColumns": [*_AT_A_GLANCE, f"tags.`{SET}`", "tags.`ppo.not_default`"]})
-GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the user: MLflow sets the variable itself once a store is open
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # read now, because MLflow sets the variable when it opens a store
 
 
 class TrackingHook(MlflowHook):
-    """kedro-mlflow's hook with four differences, for which kedro-mlflow 2.0 has no setting.
+    """kedro-mlflow's hook with four changes, for which kedro-mlflow 2.0 has no setting.
 
-    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database.
-    Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string), and not at every node.
-    `resume` continues a run, which has its tags from the moment it is there. A run that a signal stopped ends KILLED.
-    With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
+    1. The tracking store is opened when a run starts, not when a context is created, so that a refused run leaves no
+       database.
+    2. Each hyperparameter is logged as one param, once per run. kedro-mlflow logs a validated group as one string, at
+       every node.
+    3. `resume` continues an MLflow run. A new run gets its tags at its creation.
+    4. A run that a signal stopped ends with the status KILLED.
+
+    If tracking is disabled for the pipelines (`disable_tracking` in mlflow.yml), nothing is recorded.
     """
 
     _context: KedroContext
@@ -91,7 +95,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Read mlflow.yml and leave it in the context, as `kedro mlflow ui` expects."""
+        """Read mlflow.yml and store it as `context.mlflow`, where `kedro mlflow ui` looks for it."""
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
         given = {**context.config_loader["mlflow"]}
@@ -111,7 +115,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Start the run, or resume the one that `resume` names, and log what is known of it."""
+        """Start an MLflow run, or resume the run that `resume` names, and log its params, tags and inputs."""
         from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
@@ -127,9 +131,10 @@ class TrackingHook(MlflowHook):
         else:
             self._open_store()
             try:
-                with one_at_a_time(project_path), deferring_signals():  # a signal may cut the wait for the lock
+                # Signals are deferred inside the lock, so that a signal can interrupt only the wait for the lock.
+                with one_at_a_time(project_path), deferring_signals():
                     self._start(run_params, pipeline, catalog, entry, named)
-            except BaseException as stop:  # of which Kedro's own session tells no hook
+            except BaseException as stop:  # Kedro's session calls no hook for an error in a hook
                 self.on_pipeline_error(as_error(stop))
                 raise
         run = str(self.run_id or f"untracked-{process_name()}")
@@ -137,9 +142,9 @@ class TrackingHook(MlflowHook):
         agree_on_run(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
 
     def _open_store(self) -> None:
-        """Open the store; a signal may cut the wait for it."""
+        """Open the tracking store; a signal may interrupt the wait for the store."""
         if (active := mlflow.active_run()) is not None:
-            raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
+            raise ConfigError(f"MLflow run {active.info.run_id} is open already; call mlflow.end_run() first.")
         with store_errors_as_config_errors(self._complaint("cannot be used")):
             if self._uri().startswith(SQLITE):
                 make_database(Path(self._uri().removeprefix(SQLITE)))
@@ -147,7 +152,7 @@ class TrackingHook(MlflowHook):
             super().after_context_created(self._context)
         check_artifacts(self.mlflow_config.tracking.experiment)
         if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
-            logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
+            logger.warning("MLFLOW_TRACKING_URI is not used, because mlflow.yml sets server.mlflow_tracking_uri.")
 
     def _start(
         self,
@@ -169,7 +174,7 @@ class TrackingHook(MlflowHook):
                 resumption.say(project_path, this, is_sweep=self._is_sweep)
                 tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
             resumed = None if resumption is None else resumption.run.info.run_id
-            with log_store_errors("which runs have ended without a word"):
+            with log_store_errors("which runs died silently"):
                 end_abandoned(this, tracking.experiment._experiment.experiment_id, resumed)
             settle_dtype(catalog, None if resumption is None else resumption.run.data.params.get(DTYPE))
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
@@ -194,7 +199,7 @@ class TrackingHook(MlflowHook):
                 self._log.repeat(resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
-                kept = run.data.tags.keys() - {CHECKPOINTS}  # which may have been moved
+                kept = run.data.tags.keys() - {CHECKPOINTS}  # the folder of checkpoints may have been moved
                 tags = {name: value for name, value in this.tags.items() if name not in kept}
                 mlflow.set_tags({**tags, **resumption.tags(project_path)})
             mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
@@ -203,33 +208,37 @@ class TrackingHook(MlflowHook):
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
     ) -> Resumption | None:
-        """Return the resumed run, locked; None for a new run."""
+        """Return the run to resume, with its directory locked; None for a new run."""
         from ppo_rlhf.hooks.resume import find_resumption
 
         tracking = self.mlflow_config.tracking
         if entry.requested is not None:
             experiment = mlflow.get_experiment_by_name(tracking.experiment.name)
-            assert experiment is not None  # kedro-mlflow has made it
-            found = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
-            entry.resolve(None if found is None else found.checkpoint)
-            if found is not None:
-                self._lock = found.lock
-                return found
+            assert experiment is not None  # kedro-mlflow has created the experiment
+            resumption = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
+            entry.resolve(None if resumption is None else resumption.checkpoint)
+            if resumption is not None:
+                self._lock = resumption.lock
+                return resumption
         given = tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
         if given and (entry.root / given).is_dir():
             raise ConfigError(
-                f"MLflow run {given} has trained before. Resume it by resume={given}, or start a new run: leave "
-                "out tracking.run.id in mlflow.yml, or MLFLOW_RUN_ID."
+                f"MLflow run {given} has trained before. To continue that run, set resume={given}. To start a new run, "
+                "remove tracking.run.id from mlflow.yml, or unset MLFLOW_RUN_ID."
             )
         return None
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
-        """Reopen the run where it is not the active one, as in another thread; kedro-mlflow does so at each node."""
+        """Make this run MLflow's active run again where it is not, for example in another thread.
+
+        kedro-mlflow does the same before each node.
+        """
         self._take_mlflow_back()
 
     @hook_impl
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        """Log the metrics and samples of a node."""
         self._take_mlflow_back()
         if self._log is not None:
             with name_slow_store(self._uri()):
@@ -237,14 +246,14 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_dataset_saved(self, dataset_name: str) -> None:
-        """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
+        """Before kedro-mlflow logs a dataset, defer signals and start the timer that names a slow store."""
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
             self._saving.enter_context(name_slow_store(self._uri()))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
-        """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
+        """Log the exported policy as a model. A signal may interrupt the wait for the metrics, but not the logging."""
         self._saving.close()
         if self._log is not None:
             with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("did not take the model")):
@@ -253,7 +262,7 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def after_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """End the run as FINISHED."""
-        complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
+        complaint = f"The run is done and saved, but {self._complaint('could not record the end of the run')}"
         with deferring_signals():
             try:
                 with name_slow_store(self._uri()), store_errors_as_config_errors(complaint):
@@ -268,13 +277,13 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
-        """End the run if it is open: KILLED if a signal stopped it, else FAILED. Log how it can be resumed."""
-        with deferring_signals(), suppress(SystemExit):  # rich's, the first time that nobody reads what it prints
+        """End an open run, as KILLED if a signal stopped the run, else as FAILED. Log how the run can be resumed."""
+        with deferring_signals(), suppress(SystemExit):  # rich raises SystemExit at its first write to a closed pipe
             if self.run_id is not None:
                 self._end(error)
             self._let_go()
 
-    on_session_error = on_pipeline_error  # LoopSession calls it again, and for errors outside of the nodes
+    on_session_error = on_pipeline_error  # LoopSession calls this for every error, also outside the nodes
 
     def _end(self, error: Exception) -> None:
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
@@ -293,7 +302,7 @@ class TrackingHook(MlflowHook):
             logger.info("%s", resume_hint(error, self._checkpoints, project_path, is_sweep=self._is_sweep))
 
     def _take_mlflow_back(self) -> None:
-        """Make this run the active one of its store again: a reward function may have changed either."""
+        """Make this run and its tracking URI MLflow's active ones again: a reward function may have changed either."""
         if self._log is None:
             return
         while (active := mlflow.active_run()) is not None and active.info.run_id != self.run_id:
@@ -305,7 +314,7 @@ class TrackingHook(MlflowHook):
             mlflow.start_run(run_id=self.run_id)
 
     def _let_go(self) -> None:
-        """Forget the run, and let other processes have it."""
+        """Forget the run, and release its lock so that other processes can resume the run."""
         self._saving.close()
         self.run_id = self._log = self._catalog = self._checkpoints = None
         if self._lock is not None:
@@ -313,7 +322,10 @@ class TrackingHook(MlflowHook):
             self._lock = None
 
     def _say_where(self, experiment: str) -> None:
-        """Log where the run and the table of all runs are shown; the table has columns of ours, as a shared view."""
+        """Log the addresses of the run's page and of the table of all runs.
+
+        The columns of the table are set as a shared view of the experiment.
+        """
         with log_store_errors("the columns of its table of runs"):
             mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
         is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui

@@ -1,4 +1,4 @@
-"""MLflow's store: where mlflow.yml puts it, and its failures and its silence in one line."""
+"""MLflow's tracking store: its place, and one-line messages when the store fails or does not answer."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises, too
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # hide tracebacks of errors that it also raises
 
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
 SLOW_S = 5.0
-"""A call that takes longer says which store it waits for: MLflow itself says nothing for minutes."""
+"""After this many seconds a log line names the store that a call waits for; MLflow itself is silent for minutes."""
 
 
 def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
     """Place a relative sqlite file of mlflow.yml in the project's root, and the artifacts beside the file.
 
-    MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
+    MLflow looks for both in the working directory, so a run started in a subfolder or a notebook would get a second
+    store.
 
     Raises:
-        ConfigError: The file's path has a `?` or the like of `%20`. SQLAlchemy would make a file elsewhere.
+        ConfigError: The file's path has a `?` or an escape such as `%20`. SQLAlchemy would create another file.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
         database = project_path / Path(uri.removeprefix(SQLITE)).expanduser()
-        if found := re.search(r"\?|%[0-9A-Fa-f]{2}", str(database)):
+        if reserved := re.search(r"\?|%[0-9A-Fa-f]{2}", str(database)):
             raise ConfigError(
-                f"{database}: the path of MLflow's database cannot have {found[0]}, which means something else in a "
-                "database's address. Rename the folder, or set another server.mlflow_tracking_uri in "
-                "conf/local/mlflow.yml."
+                f"{database}: the path of MLflow's database cannot have {reserved[0]}, which has another meaning in a "
+                "database URI. Rename the folder, or set another server.mlflow_tracking_uri in conf/local/mlflow.yml."
             )
         settings.server.mlflow_tracking_uri = f"{SQLITE}{database}"
         created = settings.tracking.experiment.create_experiment_kwargs
@@ -57,18 +57,18 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
 
 
 def check_artifacts(experiment: ExperimentOptions) -> None:
-    """Refuse artifacts of an opened experiment that cannot be written; warn if they go elsewhere than settings say.
+    """Refuse an experiment whose artifact folder cannot be written; warn if mlflow.yml names another folder.
 
-    MLflow fixes the folder, by an absolute path, when it makes an experiment, and has no way to change it.
+    MLflow stores the folder as an absolute path when it creates an experiment, and cannot change the folder later.
 
     Raises:
-        ConfigError: The folder cannot be written. MLflow would find out at the end.
+        ConfigError: The folder cannot be written. MLflow would notice only at the end of the run.
     """
-    places = experiment._experiment.artifact_location, experiment.create_experiment_kwargs.artifact_location
-    fixed, wanted = (local_file_uri_to_path(uri or "") for uri in places)
-    remedy = "To have them elsewhere, give a new tracking.experiment.name in conf/local/mlflow.yml."
+    uris = experiment._experiment.artifact_location, experiment.create_experiment_kwargs.artifact_location
+    fixed, wanted = (local_file_uri_to_path(uri or "") for uri in uris)
+    remedy = "To use another folder, give a new tracking.experiment.name in conf/local/mlflow.yml."
     if wanted not in ("", fixed):
-        line = "Artifacts of the MLflow experiment %s go to %s, fixed when it was made, and not to %s. %s"
+        line = "Artifacts of the MLflow experiment %s go to %s, as set when the experiment was created, not to %s. %s"
         logger.warning(line, experiment.name, without_password(fixed), without_password(wanted), remedy)
     if is_local_uri(fixed):
         try:
@@ -79,19 +79,19 @@ def check_artifacts(experiment: ExperimentOptions) -> None:
 
 
 def check_writable(database: Path) -> None:
-    """Raise ConfigError if MLflow's sqlite file cannot be written. MLflow would try for a minute."""
+    """Raise ConfigError if MLflow's sqlite file cannot be written. MLflow would retry for a minute."""
     for path in (database.parent, database):
         if path.exists() and not os.access(path, os.W_OK):
             raise ConfigError(
-                f"{path}: no write permission, but the tracking database is written here. Fix it, or set another "
-                "server.mlflow_tracking_uri in conf/local/mlflow.yml."
+                f"{path}: no write permission, but the tracking database is written here. Give the permission, or set "
+                "another server.mlflow_tracking_uri in conf/local/mlflow.yml."
             )
 
 
 def check_answers(uri: str) -> None:
     """Raise one of STORE_ERRORS or ConfigError if a server or a database does not answer. Nothing is written.
 
-    A sqlite file that does not exist is in order if it can be made. Other kinds of stores are not looked at.
+    A missing sqlite file passes if it can be created. Kinds of stores other than servers and databases always pass.
     """
     kind = uri.partition(":")[0].partition("+")[0]
     if uri.startswith(SQLITE):
@@ -100,7 +100,7 @@ def check_answers(uri: str) -> None:
         if not database.exists():
             return
         uri = f"{SQLITE}file:{database}?mode=ro&uri=true"
-    if kind in DATABASE_ENGINES:  # not through MLflow, which makes the tables that are missing
+    if kind in DATABASE_ENGINES:  # connect without MLflow, because MLflow creates missing tables
         patience = {} if kind == "sqlite" else {"connect_timeout": round(SLOW_S)}
         try:
             engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
@@ -113,9 +113,10 @@ def check_answers(uri: str) -> None:
 
 
 def make_database(database: Path) -> None:
-    """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
+    """Create MLflow's sqlite file if it is missing: written under another name, then renamed, by one process at a time.
 
-    MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
+    MLflow itself creates the tables one by one in the final file. If a kill interrupts that, MLflow refuses the file
+    for ever.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -123,31 +124,31 @@ def make_database(database: Path) -> None:
     check_writable(database)
     if database.exists():
         return
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # heavy: only a first run pays for it
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # imported here because it is slow
 
     database.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(database.parent):
         if not database.exists():
-            logger.info("Making the tracking database %s.", database)
+            logger.info("Creating the tracking database %s.", database)
             with written_whole(database) as draft:
                 SqlAlchemyStore(f"{SQLITE}{draft}", str(database.parent / ARTIFACTS)).engine.dispose()
 
 
 def name_slow_store(uri: str) -> AbstractContextManager[None]:
-    """Log which store is waited for if the block takes long."""
-    advice = "MLflow keeps asking; Ctrl-C twice stops at once."
+    """Log the name of the store if the block takes more than `SLOW_S` seconds."""
+    advice = "MLflow keeps retrying; press Ctrl-C twice to stop at once."
     return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
-    """End the active MLflow run, if there is one, with a status of MLflow's RunStatus; warn if the store refuses."""
+    """End the active MLflow run, if any, with a status of MLflow's RunStatus; warn if the store fails."""
     with log_store_errors("how the run ended"):
         mlflow.end_run(RunStatus.to_string(status))
 
 
 @contextmanager
 def log_store_errors(what: str) -> Iterator[None]:
-    """Turn a failure of the store into a warning that `what` is not recorded: a run is worth more than its record."""
+    """Turn a failure of the store into a warning that `what` is not recorded, so that the run goes on."""
     try:
         yield
     except STORE_ERRORS as error:
@@ -156,7 +157,7 @@ def log_store_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def store_errors_as_config_errors(complaint: str) -> Iterator[None]:
-    """Raise a failure of the store as a ConfigError that begins with `complaint`."""
+    """Turn a failure of the store into a ConfigError that begins with `complaint`."""
     try:
         yield
     except STORE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Several processes in one run: the main one tells the others which run it is; they track, print and check nothing."""
+"""The hook of every process but the main one, which alone checks, logs and tracks a run of several processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from ppo_rlhf.runtime.names import POLICY, RESUME_CHECKPOINT, RUN_ID
 def agree_on_run(
     run_id: str = "", checkpoint: Path | None = None, folder: Path | None = None, dtype: str | None = None
 ) -> tuple[Path | None, str | None]:
-    """Take the main process's run: its id, the checkpoint that it resumes from, its folder, and its precision.
+    """Share the main process's run with all processes; return its checkpoint and its precision.
 
-    Every process calls it, and gets the checkpoint and the precision.
+    Every process calls this function, a collective; only the main process's arguments count: the run's id, the
+    checkpoint to resume from, the run's folder of checkpoints, and the precision. The id goes into the environment.
 
     Raises:
         LaunchError: A process does not see the folder.
@@ -36,31 +37,31 @@ def agree_on_run(
         sees = processes.from_all(folder is None or folder.is_dir())
         if not all(sees):
             missing = f"process {sees.index(False)} does not see {folder}"
-            raise LaunchError(f"{missing}: all nodes need the project in one folder that they share.")
+            raise LaunchError(f"{missing}: all machines must see the project in the same shared folder.")
     return checkpoint, dtype
 
 
 class WorkerHook:
-    """The only hook of a process that is not the main one."""
+    """The only hook of a process other than the main process."""
 
     _loader: OmegaConfigLoader
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Keep quiet: the main process says everything once."""
-        self._loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
+        """Log only errors, because the main process logs everything once."""
+        self._loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's default loader
         for name in ("kedro", "ppo_rlhf"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(processes.__name__).setLevel(logging.WARNING)  # which names the main process, too
+        logging.getLogger(processes.__name__).setLevel(logging.WARNING)  # this module warns of a silent main process
 
     @hook_impl
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Wait for the main process to have checked the run and opened it in MLflow."""
-        from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: only a run pays for it
+        """Wait until the main process has checked the run and opened the MLflow run."""
+        from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported here because it is slow
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
-            with processes.alone():  # the main one has done so before, and may have refused
+            with processes.alone():  # no collectives here: the main process has done this before
                 use_policy_settings(pipeline, catalog, OwnSettings(self._loader), lambda _: True)
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)
