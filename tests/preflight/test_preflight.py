@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,7 +257,7 @@ def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: U
     chain.paths[table] = str(chain.folder / "table.jsonl")
     (problem,) = chain.problems()
     assert "row 2" in problem
-    assert "message 0 has the role `developer`, and the chat template leaves it out" in problem
+    assert "message 0 has the role `developer`" in problem
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: 
     assert problem.startswith("critic_path is not set")
     user.paths["pretrained_critic"] = str(models / "policy")
     (problem,) = user.problems()
-    assert "a critic is a token or sequence classifier with num_labels=1" in problem
+    assert re.search("critic.* num_labels=1", problem)
     user.paths["pretrained_critic"] = str(models / "other_words")
     (problem,) = user.problems()
     assert problem.startswith("ppo.value_model=pretrained")
@@ -365,7 +366,7 @@ def test_callbacks_and_reports_that_cannot_be_made_are_problems(user: User):
     assert "my_callbacks" in problem
     user.set_ppo(report_to="tensorbord")
     (problem,) = user.problems()
-    assert problem.startswith("ppo.report_to=tensorbord: tensorbord is not supported")
+    assert problem.startswith("ppo.report_to=tensorbord: ")
     user.set_ppo(report_to="mlflow")
     assert (
         "ppo.report_to: the pipeline tracks its runs in MLflow itself (mlflow.yml); leave mlflow out" in user.problems()
@@ -384,7 +385,7 @@ def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
     user.paths["raw_evaluation_prompts"] = str(user.folder / "evaluation.jsonl")
     (problem,) = user.problems()
     assert problem.startswith("environment my_environment:reply on ")
-    assert "evaluation.jsonl cannot be called by the names of its arguments" in problem
+    assert "evaluation.jsonl" in problem
 
 
 def test_a_missing_argument_is_named_with_the_names_of_ours_apart_from_the_tables_columns(user: User):
@@ -463,21 +464,19 @@ def test_a_link_out_of_the_projects_models_is_outside(user: User):
     user.made = ["sft_policy"]
     (problem,) = user.problems()
     assert problem.startswith("sft_model_path=data/06_models/sft_policy is outside data/06_models")
-    assert problem.endswith("To train one, leave sft_model_path null, and set base_model_path to start from yours.")
+    assert re.search(r"`--pipelines align`\. .*sft_model_path null.* base_model_path ", problem)
 
 
 def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline_that_does(user: User):
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "sft_policy")
     (problem,) = user.problems()
-    assert problem == (
-        "data/06_models/sft_policy: nothing is there yet. Run `kedro run --pipelines "
-        "data_preparation,supervised_finetuning` first, or set sft_model_path."
-    )
+    command = "`kedro run --pipelines data_preparation,supervised_finetuning`"
+    assert re.match(f"data/06_models/sft_policy: .*{command}.* sft_model_path", problem)
     (problem,) = find_problems(replace(user.request(), env="demo"))
     assert "`kedro run --env demo --pipelines data_preparation,supervised_finetuning`" in problem
     user.paths["sft_policy"] = str(user.folder / "data" / "06_models" / "typed")
     (problem,) = user.problems()
-    assert problem.startswith("data/06_models/typed: nothing is there. Correct sft_model_path, or run ")
+    assert re.match("data/06_models/typed: .*sft_model_path.*`kedro run ", problem)
 
 
 # --- the whole chain -------------------------------------------------------------------------------------------------
@@ -529,14 +528,17 @@ def test_what_a_chain_lacks_is_one_line_with_the_ways_that_lack_nothing(chain: U
     chain.paths |= dict.fromkeys(("raw_preferences", "raw_demonstrations", "raw_prompts"))
     chain.made.append("ppo_policy")
     names = "demonstrations_path, prompts_path and preferences_path (or reward_modelling.labeller)"
-    line = f"{names} are not set. Set them in conf/local/globals.yml or with --params."
-    line += " To align an SFT model by a reward that is there, use `--pipelines align`."
-    assert chain.problems() == [line]
+    (line,) = chain.problems()
+    assert line.startswith(f"{names} are not set. ")
+    assert re.search(r"conf/local/globals\.yml .*--params.*`--pipelines align`", line)
+    (in_environment,) = find_problems(replace(chain.request(), env="mine"))
+    assert in_environment == line.replace("conf/local/", "conf/mine/")  # which replaces conf/local
     (chain.folder / "conf/demo").mkdir(parents=True)
-    assert chain.problems() == [f"{line} To try the whole chain first, use `--env demo`."]
+    (with_demo,) = chain.problems()
+    assert re.fullmatch(r" .*`--env demo`\.", with_demo.removeprefix(line))
     chain.groups["reward_modelling"] = RewardModellingConfig(labeller=chain.groups["reward"].components[0].function)
     (problem,) = chain.problems()
-    assert problem.startswith("demonstrations_path and prompts_path are not set.")
+    assert problem.startswith("demonstrations_path and prompts_path are not set")
 
 
 @pytest.mark.parametrize(
@@ -594,7 +596,7 @@ def test_a_policy_that_reads_later_tokens_is_found_before_the_run(user: User, ki
     user.paths["sft_policy"] = save(user.folder / "encoder", not_causal_models()[kind])
     (problem,) = user.problems()
     assert problem.startswith(f"{user.folder}/encoder: ")
-    assert problem.endswith("yet to write; give a language model that reads from left to right")
+    assert "give a language model" in problem
 
 
 def test_a_policy_to_evaluate_with_another_vocabulary_is_found_before_the_run(evaluating: User):
@@ -604,7 +606,7 @@ def test_a_policy_to_evaluate_with_another_vocabulary_is_found_before_the_run(ev
     more_words.add_tokens(["more"])
     evaluating.paths["ppo_policy"] = save(evaluating.folder / "other", tiny_model(vocab_size=26), more_words)
     (problem,) = evaluation_problems(evaluating)
-    assert "have different vocabularies, so they cannot answer the same prompts" in problem
+    assert "have different vocabularies" in problem
 
 
 def test_a_stop_token_that_the_tokenizer_does_not_have_is_found_before_the_run(user: User):
@@ -615,7 +617,7 @@ def test_a_stop_token_that_the_tokenizer_does_not_have_is_found_before_the_run(u
     user.set_ppo()
     (user.folder / "policy" / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     (problem,) = user.problems()
-    assert "eos_token_id='</s>' is neither a token id nor ids" in problem
+    assert "eos_token_id='</s>'" in problem
 
 
 def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(user: User):
@@ -630,7 +632,7 @@ def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(
     assert user.problems() == []
     user.set_ppo(use_peft=True, export="adapter")
     (problem,) = user.problems()
-    assert problem.startswith(f"ppo.export=adapter: {user.folder}/adapter is an adapter itself")
+    assert problem.startswith(f"ppo.export=adapter: {user.folder}/adapter ")
     user.set_ppo(use_peft=True, load_in_4bit=True)
     assert f"{user.folder}/adapter: an adapter is merged into whole weights. Set ppo.load_in_4bit=false." in (
         user.problems()
@@ -670,7 +672,8 @@ def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(us
     bert = BertForSequenceClassification(BertConfig(vocab_size=25, num_labels=1, max_position_embeddings=32, **shape))
     user.paths["reward_model"] = save(user.folder / "bert", bert)
     (problem,) = user.problems()
-    assert "BertForSequenceClassification has no linear `score` head with one output" in problem
+    assert "BertForSequenceClassification" in problem
+    assert "`score`" in problem
 
 
 def test_a_reward_model_that_leaves_a_response_no_room_is_found_before_the_run(user: User):
@@ -682,4 +685,4 @@ def test_a_reward_model_that_leaves_a_response_no_room_is_found_before_the_run(u
         user.paths["reward_model"] = save(user.folder / f"short_{context}", short)
         problems = user.problems()
         assert (problems == []) is has_room, problems
-    assert problems[0].startswith("the longest prompt has 3 tokens: with a response of 4 it would have 7")
+    assert re.search(r" 3 tokens.* 4 .* 7", problems[0])

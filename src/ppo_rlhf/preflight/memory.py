@@ -1,9 +1,10 @@
-"""How much memory one process of a run needs, by formula, before any weight is read (docs/memory.md).
+"""Computes how much memory one process of a run needs, before any weight is read (docs/memory.md).
 
-Models are made on the device `meta`, where parameters have shapes and no data, so weights, gradients and moments are
-counted exactly. Activations are estimated: each linear layer keeps its input and output for the backward pass. For a
-block of GPT that makes 16 h numbers a token, the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without
-dropout and without the attention matrix, which SDPA does not keep; `KEPT` adds what other layers keep.
+Models are created on the device `meta`, where parameters have shapes but no data. So the bytes of weights, gradients
+and moments are exact. Activations are estimated: each linear layer keeps its input and its output for the backward
+pass. For a GPT block of width h these are 16 h numbers per token. That equals the 32 s b h bytes of Korthikanti et al.
+2022 (arXiv:2205.05198) without dropout and without the attention matrix, which SDPA does not keep. `KEPT` of
+`ppo_rlhf.models.free_memory` adds the activations that other layers keep.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20
-"""Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
+"""Resident memory of `kedro run` after its libraries are imported and have computed something (measured on Linux)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 COPIES = "policy: linear weights in 16 bits"
 DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gradients, and what passes make"
@@ -43,68 +44,65 @@ DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gr
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a plan is made for, beside the settings of PPO.
+    """The models, the sizes and the machine that a memory plan is made for, in addition to the settings of PPO."""
 
-    The rollouts of a run without `local_rollout_forward_batch_size` fit into what is free.
-    """
-
-    policy: PretrainedConfig  # of the SFT model
-    prompt_length: int  # tokens of the longest one
-    reward_model: PretrainedConfig | None = None  # None: no component of the reward is one
-    on_cpu: bool = True  # the run computes there, in the host's memory
-    evaluation_rows: int = 0  # responses at a time in the evaluations during training; 0 without any
-    processes: int = 1  # of the run; all numbers are those of one process
-    trust_remote_code: bool = False  # Python code in the models' directories may run
-    free: int | None = None  # bytes that a process has; None: what follows the free memory is as large as it can be
-    card: int = UNKNOWN_CARD  # bytes of a GPU's memory, free or not
+    policy: PretrainedConfig  # the configuration of the SFT model
+    prompt_length: int  # tokens of the longest prompt
+    reward_model: PretrainedConfig | None = None  # None: the reward has no reward model
+    on_cpu: bool = True  # the run computes on the CPU, in the host's memory
+    evaluation_rows: int = 0  # batch size of the evaluations during training; 0: there are none
+    processes: int = 1  # the world size; the plan counts the bytes of one process
+    trust_remote_code: bool = False  # whether Python code in the models' directories may run
+    free: int | None = None  # free bytes for one process; None: batches are not cut to fit into the free memory
+    card: int = UNKNOWN_CARD  # total bytes of the GPU's memory
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one process needs."""
+    """Bytes that one process needs, and the batch sizes that the run will use."""
 
-    held: dict[str, int]  # all the time, by name: weights and copies, moments, the average, what CUDA graphs keep
-    phases: dict[str, int]  # at the peak of each, `held` included, in the order of an iteration
-    on_host: int  # of offloaded models, in the host's memory
-    trained: int  # of the weights that train
-    exported: int  # of the policy as it is exported, and the critic
-    rollout_rows: int  # a number of responses: those that are decoded at a time
-    update_rows: int  # likewise, of a forward and backward pass
-    update_tokens: int | None  # a number of tokens: most of a forward and backward pass, if something limits them
+    held: dict[str, int]  # bytes held all the time, by name: weights, copies, moments, moving average, CUDA graphs
+    phases: dict[str, int]  # peak bytes of each phase, `held` included, in the order of an iteration
+    on_host: int  # bytes of offloaded models in the host's memory
+    trained: int  # bytes of the trained weights
+    exported: int  # bytes of the exported policy, and of the exported critic
+    rollout_rows: int  # responses decoded at a time
+    update_rows: int  # responses in one micro-batch of the update
+    update_tokens: int | None  # the most tokens in one micro-batch; None: there is no limit
 
     @property
     def peak(self) -> str:
-        """The phase that needs the most."""
+        """The name of the phase that needs the most bytes."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak."""
+        """Bytes at the peak of that phase."""
         return self.phases[self.peak]
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint on the disk: trained weights, their moments, and the moving average."""
+        """Bytes of one checkpoint on disk: trained weights, their moments and the moving average."""
         return self.trained + self.held[MOMENTS] + self.held.get(AVERAGE, 0)
 
 
 class _Sizes(NamedTuple):
-    """Bytes of what a run holds."""
+    """Bytes of the models of a run and of their optimisers."""
 
-    weights: dict[str, int]  # by model
-    trained: tuple[int, int]  # of the policy, of the critic
-    moments: int
-    copied: int  # in the type of the computation: autocast's copies, or one layer of 4-bit weights
-    kept: int  # of the policy's linear weights in 16 bits
-    exported: int
-    activations: int  # of one token
+    weights: dict[str, int]  # of each model, by name
+    trained: tuple[int, int]  # of the trained weights of the policy and of the critic
+    moments: int  # of the optimisers
+    copied: int  # of copies in the computation's dtype: autocast's copies, or one dequantised layer of 4-bit weights
+    kept: int  # of the static engine's 16-bit copies of the policy's linear weights
+    exported: int  # of the exported policy
+    activations: int  # of one token, in all layers
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
-    """Return what a run needs in each phase, with prompts of the longest length and responses of full length.
+    """Return the memory that a run needs in each phase if every prompt and every response has its greatest length.
 
     Raises:
-        ConfigError: The critic is to start as a reward model, and there is none.
+        ConfigError: `ppo.value_model` starts the critic from the reward model, and there is none.
         ModelError: An option does not fit the architecture.
     """
     config = with_planned_dtype(config, shape.on_cpu)
@@ -124,7 +122,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     one_layer = kept // layers
     decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
-    models_scored = 2 if config.kl_estimator == "full" else 1  # then the reference policy's logits are there, too
+    models_scored = 2 if config.kl_estimator == "full" else 1  # "full" also holds the reference policy's logits
     held_logits = most_logits(None if shape.on_cpu else shape.card)
 
     def logits(rows: int) -> int:
@@ -133,11 +131,11 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     def rollout(rows: int) -> int:
         return rows * decoding + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
 
-    def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
+    def scoring(rows: int) -> int:  # without gradients only one layer or one chunk of logits is alive at a time
         return max(rows * tokens * one_layer, models_scored * logits(rows)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> UpdateBytes:
-        accumulates = config.local_mini_batch_size > rows  # beside DDP's buckets, which then are apart
+        accumulates = config.local_mini_batch_size > rows  # then gradients and DDP's buckets are separate tensors
         gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
@@ -153,30 +151,30 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, most_rows)
     rows = min(rows, most_rows)
     cache = cache_bytes(text, -(-rows // FEWEST_ROWS) * FEWEST_ROWS * columns, number)
-    by_graphs = {DECODING: cache} if config.rollout_engine == "static" and cache <= most_kept else {}
+    graph_bytes = {DECODING: cache} if config.rollout_engine == "static" and cache <= most_kept else {}
     most_tokens = config.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
-        most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(by_graphs.values()))
+        most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(graph_bytes.values()))
     micro = micro_batch_rows(config, tokens, most_tokens)
     passing = micro * tokens, micro * config.response_length * text.vocab_size
-    by_passes = update(micro).gradients + update(micro).passing(*passing)
-    has_room = sum(by_graphs.values()) + by_passes <= most_kept  # else they are given up
+    pass_bytes = update(micro).gradients + update(micro).passing(*passing)
+    has_room = sum(graph_bytes.values()) + pass_bytes <= most_kept  # otherwise the run drops the passes' CUDA graphs
     if has_room and shape.processes == 1 and config.rollout_engine != "hf":
-        by_graphs[PASSES] = by_passes
-    held |= by_graphs
+        graph_bytes[PASSES] = pass_bytes
+    held |= graph_bytes
     if config.local_rollout_forward_batch_size is None and shape.on_cpu:
         scored = min(rows, MOST_ON_CPU)
     elif config.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
         scored = in_equal_parts(scored, tokens * one_layer, left, scored)
-    passes = {
+    beyond_held = {
         "rollout": rollout(rows) - (rows * cache_bytes(text, tokens, number) if DECODING in held else 0),
         "scoring": scoring(max(scored, micro)),
         "update": update(micro).needed(*passing) - held.get(PASSES, 0),
     }
     if shape.evaluation_rows:
-        passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
-    phases = {name: sum(held.values()) + size for name, size in passes.items()}
+        beyond_held["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
+    phases = {name: sum(held.values()) + size for name, size in beyond_held.items()}
     return MemoryPlan(
         held=held,
         phases=phases,
@@ -190,7 +188,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
 
 
 def with_planned_dtype(config: PPOConfig, on_cpu: bool) -> PPOConfig:
-    """Return the settings with the precision that `ppo.dtype=auto` means on a CPU, or on today's GPUs."""
+    """Return the settings with `ppo.dtype=auto` replaced: float32 on a CPU, bfloat16 on a GPU."""
     return replace(config, dtype="float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config
 
 
@@ -199,13 +197,17 @@ def _most_rollout_rows(config: PPOConfig) -> int:
 
 
 def micro_batch_rows(config: PPOConfig, tokens: int, most_tokens: int | None) -> int:
-    """Return the responses of one forward and backward pass if each has so many tokens with its prompt."""
+    """Return the number of responses in one micro-batch.
+
+    `tokens` is the length of a prompt with its response; `most_tokens` is the most tokens in a micro-batch, None if
+    unlimited.
+    """
     rows = config.local_micro_batch_size
     return rows if most_tokens is None else max(1, min(rows, most_tokens // tokens))
 
 
 def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
-    """Make the models with the functions of a run, on the device `meta`, and count."""
+    """Build the models on the device `meta`, with the functions that a run uses, and count their bytes."""
     trusted = {"trust_remote_code": shape.trust_remote_code}
     frozen = frozen_dtype(config)
     with torch.device("meta"), quiet_transformers():
@@ -220,7 +222,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         if shape.reward_model is not None:
             reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
         stored = None
-        if config.value_model == "pretrained":  # taken to be as large as the policy
+        if config.value_model == "pretrained":  # assume that the pretrained critic is as large as the policy
             stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
             nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
@@ -236,11 +238,11 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
                 for t in (*model.parameters(), *model.buffers())
                 if id(t) not in known
             }
-            known.update(new)  # models that share weights count them once
+            known.update(new)  # count weights that several models share once
             weights[name] = sum(new.values())
-    to_train = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
-    trained = [sum(p.nbytes for p in parameters) for parameters in to_train]
-    moments = sum(moment_bytes(p, config) for parameters in to_train for p in parameters)
+    trainable = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
+    trained = [sum(p.nbytes for p in parameters) for parameters in trainable]
+    moments = sum(moment_bytes(p, config) for parameters in trainable for p in parameters)
     copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     stored_models = [reference] + ([critic.backbone] if config.export_critic else [])
@@ -260,7 +262,7 @@ Changes = dict[str, Any]
 
 
 class Suggestion(NamedTuple):
-    """Settings of PPOConfig to change, what that costs, and the bytes that one process then needs."""
+    """Settings of PPOConfig to change, the price of the change in words, and the bytes that one process then needs."""
 
     changes: Changes
     price: str
@@ -268,7 +270,7 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
-    """Yield each change that lowers the peak, by itself, by at least 2 %, the cheapest first."""
+    """Yield each change that alone lowers the peak by at least 2 %, the cheapest first."""
     needed = plan_memory(config, shape).needed
     for price, changes_of in _STEPS:
         changes = changes_of(config)
@@ -276,14 +278,14 @@ def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
             continue
         try:
             lower = plan_memory(replace(config, **changes), shape).needed
-        except ConfigError:  # another setting excludes it
+        except ConfigError:  # another setting excludes this change
             continue
         if lower <= 0.98 * needed:
             yield Suggestion(changes, price, lower)
 
 
 def _smaller_micro_batches(c: PPOConfig) -> Changes:
-    """Cut the same batch into pieces of half the size; a piece is never larger than a minibatch."""
+    """Split the same batch into micro-batches of at most half the size. No micro-batch is larger than a minibatch."""
     rows = c.per_device_train_batch_size
     while rows % 2 == 0 and rows >= c.local_micro_batch_size:
         rows //= 2
@@ -296,7 +298,7 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
         "the same numbers except for rounding, slower rollouts",
         lambda c: {"local_rollout_forward_batch_size": max(1, _most_rollout_rows(c) // 2)},
     ),
-    ("the same batch in smaller pieces: the same numbers except for rounding", _smaller_micro_batches),
+    ("the same batch in smaller micro-batches: the same numbers except for rounding", _smaller_micro_batches),
     ("the same numbers, an update takes about a third longer", lambda c: {"gradient_checkpointing": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),
@@ -308,8 +310,8 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     ),
     ("AdamW's moments in 8 bits, by bitsandbytes: other numbers", lambda c: {"optim": "adamw_8bit"}),
     (
-        "adapters on weights in 4 bits, by bitsandbytes: a policy that is up to their rounding the one given",
+        "adapters on weights in 4 bits, by bitsandbytes: the policy is the given one up to the rounding to 4 bits",
         lambda c: {"use_peft": True, "load_in_4bit": True, "offload_reference_policy": False},
     ),
 )
-"""Price and change, the cheapest first."""
+"""The price and the function that returns the changed settings, the cheapest first."""

@@ -1,4 +1,4 @@
-"""The memory plan of `kedro doctor`. It imports torch; the command imports it where it is used."""
+"""The memory plan of `kedro doctor`. This module imports torch, so the command imports it only where it is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ppo_rlhf.runtime.processes import process_count, shards_models
 
 @dataclass(frozen=True)
 class Planned:
-    """The memory of a run of PPO; `free` and `on_host` are bytes free on its device and on the host."""
+    """The memory plan of a PPO run. `free` and `on_host` are the free bytes of the run's device and of the host."""
 
     model: str
     config: PPOConfig
@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def process(self) -> int:
-        """Bytes of the process itself, where it is in the same memory as the models."""
+        """Bytes of the Python process, if the process and the models share the host's memory; else 0."""
         return memory.PROCESS_BYTES if self.shape.on_cpu else 0
 
     @property
@@ -51,23 +51,28 @@ class Planned:
 
     @property
     def share(self) -> int:
-        """Free bytes of one process: processes share the host's memory, and each GPU has one process."""
+        """Free bytes for one process. All processes share the host's memory; each GPU belongs to one process."""
         return self.free // self.shape.processes if self.shape.on_cpu else self.free
 
     @property
     def waiting(self) -> int:
-        """Bytes that the processes and the offloaded models need in the host's memory, beside a GPU."""
+        """Bytes that the processes and the offloaded models of a GPU run need in the host's memory; 0 on a CPU."""
         return 0 if self.shape.on_cpu else self.shape.processes * (self.plan.on_host + memory.PROCESS_BYTES)
 
 
 def plan(
     run: RunRequest, model: str | None, prompt_length: int | None, processes: int | None, memory_gib: float | None
 ) -> Planned | None:
-    """Plan the memory of a run that trains by PPO; None if there is no model yet to plan for.
+    """Plan the memory of a run that trains by PPO. Return None if there is no model yet to plan for.
 
-    `model` is the directory, hub id or config.json of another model than the run's, and `memory_gib` the memory of a
-    device that need not be here. None of each is the run's own: the tokens of its longest prompt, the launcher's number
-    of processes or 1, what is free here.
+    Each argument that is None comes from the run or from this machine.
+
+    Args:
+        run: The run.
+        model: The directory, hub id or config.json of a policy to plan for instead of the run's own.
+        prompt_length: Tokens of the longest prompt.
+        processes: The world size. None: the launcher's, or 1.
+        memory_gib: GiB of a device that may be elsewhere. None: the free memory here.
 
     Raises:
         ConfigError: A setting does not fit the device.
@@ -108,22 +113,22 @@ def plan(
 
 
 def graphs_line(config: PPOConfig) -> str:
-    """Return whether a run on CUDA captures its decoding steps as CUDA graphs."""
+    """Return in words whether a run on CUDA captures its decoding steps as CUDA graphs."""
     if config.cuda_graphs is False:
         return "none (ppo.cuda_graphs=false)"
     if config.rollout_engine == "hf":
-        return "none but those of generate (ppo.rollout_engine=hf)"
+        return "none except those that transformers' generate makes (ppo.rollout_engine=hf)"
     if config.rollout_engine != "static":
         return f"no decoding step is captured (ppo.rollout_engine={config.rollout_engine})"
     if shards_models():
-        return "none: with FSDP2 weights move"
+        return "none, because FSDP2 moves the weights in memory"
     if config.cuda_graphs:
-        return "decoding steps are captured, or the run is refused when a probe of the policy fails at its start"
+        return "decoding steps are captured; the run is refused if a probe of the policy fails at the run's start"
     return "decoding steps are captured if a probe of the policy passes at the run's start"
 
 
 def table(planned: Planned) -> Iterator[str]:
-    """Yield the lines of a plan: what is held all the time, and the peak of each phase."""
+    """Yield the lines of a plan: the bytes held all the time, and the peak of each phase."""
     plan, config, shape = planned.plan, planned.config, planned.shape
     yield ""
     yield f"{planned.model}: {type(shape.policy).__name__}, {config.dtype}, on {planned.device}"
@@ -132,16 +137,16 @@ def table(planned: Planned) -> Iterator[str]:
         f"time in the rollout, {plan.update_rows} in the update"
     )
     if plan.update_tokens is not None:
-        why = "as set" if config.max_tokens_per_micro_batch else "settled by the free memory when training starts"
+        why = "as set" if config.max_tokens_per_micro_batch else "chosen from the free memory when training starts"
         yield f"At most {plan.update_tokens} tokens in a micro-batch (ppo.max_tokens_per_micro_batch: {why})"
     if shape.processes > 1:
-        yield f"Of {shape.processes} processes each needs:"
+        yield f"Each of the {shape.processes} processes needs:"
     yield ""
     held = {**plan.held, **({"the process: Python and its libraries": planned.process} if planned.process else {})}
     yield _row("Held all the time", sum(held.values()))
     yield from (_row(f"  {name}", size) for name, size in held.items())
     yield ""
-    yield "At the peak of each phase, with what is held"
+    yield "At the peak of each phase, including what is held all the time"
     for name, size in plan.phases.items():
         yield _row(f"  {name}", size + planned.process) + ("  <- the most" if name == plan.peak else "")
     if plan.on_host:
@@ -150,15 +155,15 @@ def table(planned: Planned) -> Iterator[str]:
 
 
 def changes(planned: Planned) -> Iterator[str]:
-    """Yield what lowers the peak of a run that does not fit, the cheapest first."""
-    helpful = list(memory.suggestions(planned.config, planned.shape))
-    if not helpful:
-        yield "No setting changes that: take a smaller model, shorter texts or more memory."
+    """Yield the changes of settings that lower the peak of a run that does not fit, the cheapest first."""
+    suggestions = list(memory.suggestions(planned.config, planned.shape))
+    if not suggestions:
+        yield "No setting lowers the peak: use a smaller model, shorter texts or more memory."
         return
-    yield "Each of these lowers the peak, the cheapest first; together they lower it further:"
-    for place, each in enumerate(helpful, start=1):
+    yield "Each of these changes lowers the peak, the cheapest first; several together lower the peak further:"
+    for number, each in enumerate(suggestions, start=1):
         settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
-        yield f"{place}. {settings} ({each.price}): {gib(each.needed + planned.process)}"
+        yield f"{number}. {settings} ({each.price}): {gib(each.needed + planned.process)}"
 
 
 def gib(size: int) -> str:
@@ -181,10 +186,13 @@ def policy_config(run: RunRequest, model: str | None) -> PretrainedConfig | None
 
 
 def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
-    """Return the model given, the one that the policy starts from, or the SFT policy of an earlier run."""
+    """Return the given model, else the model that the policy starts from, else the SFT policy of an earlier run.
+
+    Return None if there is no such model.
+    """
     if given:
-        place = Path(given).expanduser()
-        source = str(place.parent) if place.name == "config.json" else given
+        path = Path(given).expanduser()
+        source = str(path.parent) if path.name == "config.json" else given
         return PretrainedHandle(source, run.catalog["sft_policy"]._describe()["trust_remote_code"])
     for entry in (run.start, "sft_policy"):
         if run.source(entry) is not None and run.catalog[entry].exists():
@@ -194,28 +202,28 @@ def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
 
 
 def _model_config(model: PretrainedHandle) -> PretrainedConfig:
-    """Return a model's configuration, also from a directory without weights."""
+    """Return a model's configuration. A directory may lack weights."""
     folder = Path(model.source)
     if not folder.is_dir() or is_adapter(folder):
         return model.config()
     trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model.source, **trusted)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # the last: packages that its own code needs
+    except (OSError, ValueError, KeyError, ImportError) as error:  # ImportError: a package of the model's own code
         raise ModelError(f"{model.source}: its configuration cannot be loaded: {why_unreadable(error)}") from None
     return config
 
 
 def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the reward model's configuration, None if the reward has none.
+    """Return the configuration of the run's reward model; None if the reward has no reward model.
 
-    Before it is trained it is one on the policy's backbone, as reward_modelling makes it; also if the one that is there
-    was trained for the project's own policy, and this is another.
+    If the reward model is not trained yet, assume one on the policy's backbone, as the stage reward_modelling makes.
+    Assume the same if the stored reward model was trained for the project's own policy and `model` is another policy.
     """
     if not run.needs("reward_model"):
         return None
-    is_of_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
-    if run.source("reward_model") is not None and run.catalog["reward_model"].exists() and not is_of_another:
+    is_for_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
+    if run.source("reward_model") is not None and run.catalog["reward_model"].exists() and not is_for_another:
         return _model_config(run.catalog["reward_model"].load())
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
@@ -225,6 +233,6 @@ def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig)
     try:
         reader = PromptReader.of(model, config)
     except ModelError as error:
-        raise ModelError(f"{error} Or give --prompt-length, so that no tokenizer is needed.") from error
+        raise ModelError(f"{error} Or give --prompt-length; then no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
     return max(reader.read(table, prompts.column, "prompts").lengths)

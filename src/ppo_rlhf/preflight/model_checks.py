@@ -1,6 +1,7 @@
-"""What nodes refuse a model for, as far as its configuration and its tokenizer tell: no weights are read.
+"""Checks of models by their configuration and their tokenizer, before any weight is read.
 
-What only weights tell is refused by the node that reads them (docs/tuning.md says which is which).
+Nodes make the same checks. Problems that only weights show are found by the node that reads the weights;
+docs/tuning.md lists both kinds.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
-"""Parameters of a model that is made to try an architecture, at most."""
+"""The most parameters of a model that is built to try an architecture."""
 
 
 def check_direction(run: RunRequest) -> None:
-    """Find a policy that reads tokens that come later: an encoder, or attention in both directions."""
+    """Refuse a policy that reads later tokens: an encoder, or a model with attention in both directions."""
     for name in ("base_model", "sft_policy", "ppo_policy"):
         if name in run.models and (small := _small(run.models[name])) is not None:
             check_causal(small, run.models[name].source)
 
 
 def check_policy(run: RunRequest) -> None:
-    """Find a policy to evaluate that has another vocabulary than the SFT policy."""
+    """Refuse a policy to evaluate whose vocabulary differs from the SFT policy's."""
     if "ppo_policy" in run.models and "sft_policy" in run.models:
         check_vocabularies(run.models["ppo_policy"], run.models["sft_policy"])
 
 
 def check_stops(run: RunRequest) -> None:
-    """Find a stop token that the tokenizer does not have."""
+    """Refuse a stop token that the tokenizer does not have."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None and run.start in run.models:
         _stops(run, ppo)
 
 
 def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None:
-    """Find a reward model that could not read a response to one of the prompts that are trained on."""
+    """Refuse a reward model whose context is too short for the longest training prompt with a full response."""
     ppo, names = run.group("ppo", PPOConfig), {"reward_model", run.start}
     if ppo is None or not names <= run.models.keys() or not (run.writes(STATE) or run.writes("pretrained_critic")):
         return
@@ -69,7 +70,7 @@ def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None
 
 
 def check_adapter(run: RunRequest) -> None:
-    """Find an adapter as SFT policy where PPO needs a whole model."""
+    """Refuse an SFT policy that is an adapter where PPO needs a whole model, or weights that cannot be quantised."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is None or "sft_policy" not in run.models or not run.writes(STATE):
         return
@@ -79,7 +80,7 @@ def check_adapter(run: RunRequest) -> None:
 
 
 def check_reward(run: RunRequest) -> None:
-    """Find a reward model that is to be offloaded where there is none, or components that nothing normalises."""
+    """Refuse `ppo.offload_reward_model` without a reward model, and components that nothing would normalise."""
     ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
     if ppo is None or reward is None:
         return
@@ -90,18 +91,18 @@ def check_reward(run: RunRequest) -> None:
 
 
 def check_critic_start(run: RunRequest) -> None:
-    """Find a model that a critic cannot start from: of another size of vocabulary, or without a linear score head."""
+    """Refuse a start model for the critic that has another vocabulary size or no linear score head."""
     ppo = run.group("ppo", PPOConfig)
     name = CRITIC_STARTS.get(getattr(ppo, "value_model", ""), "")
     if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
-        return  # `check_critic` says so
+        return  # `check_critic` reports different vocabularies
     check_start(run.models[name].empty_critic(), run.models[run.start].config(), ppo.value_model)
 
 
 def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
-    """Return the ids that end a response of the policy that the run starts from."""
+    """Return the token ids that end a response of the policy."""
     handle = run.models[run.start]
     return stop_token_ids(
         run.tokenizers[run.start],
@@ -113,9 +114,12 @@ def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
 
 
 def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
-    """Return a small random model of a policy's architecture; None if none can be made that tells its direction."""
+    """Return a small random model of a policy's architecture.
+
+    Return None if the architecture cannot be built so small, or if its gradients are not finite.
+    """
     config = handle.config().get_text_config()
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # code of its own
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the architecture comes with the model's own code
         return None
     try:
         config = shrunk(config)
@@ -126,7 +130,7 @@ def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model.eval() if gradient_of_later_tokens(model).isfinite().all() else None
-    except Exception:  # architectures refuse sizes in many ways; then the weights tell
+    except Exception:  # architectures refuse sizes in many ways; then the node checks the real model
         return None
 
 

@@ -1,7 +1,7 @@
-"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds (docs/memory.md).
+"""`kedro doctor --probe`: tries a run's settings on tiny problems whose answer is known, in seconds (docs/memory.md).
 
-Each probe trains a tiny model of the run's architecture by the loop of the run (`ppo.loop`), for a score of 0 or 1. It
-fails where code is broken, or where the settings do not let a reward be learnt.
+Each probe trains a tiny model of the run's architecture with the run's training loop (`ppo.loop`). A response scores 0
+or 1. A probe fails if code is broken, or if the settings do not let the policy learn a reward.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TAKEN = (
     "adam_epsilon",
     "weight_decay",
 )
-"""Settings of PPOConfig that the probes train with, except for what `probe_config` replaces."""
+"""Settings of PPOConfig that the probes take from the run, unless `probe_config` replaces their values."""
 NOT_PROBED = (
     "critic_warmup_iterations",
     "warmup_ratio",
@@ -97,7 +97,7 @@ NOT_PROBED = (
     "gradient_checkpointing",
     "compile",
 )
-"""Settings that change what is learnt or how, and that no probe exercises."""
+"""Settings that change training and that no probe exercises."""
 SIZES: dict[str, Any] = {
     "per_device_train_batch_size": 256,
     "gradient_accumulation_steps": 1,
@@ -115,18 +115,25 @@ CONSTANT_SETTINGS: dict[str, Any] = {
     "positive_coef": 0.0,
     "positive_threshold": None,
 }
-"""For a score that is always 1: equal advantages are whitened to 0, and only a KL penalty may move the policy."""
+"""Settings of the probes whose score is always 1. Whitening turns equal advantages into 0, so only a KL penalty may
+move the policy."""
 MOST_OF_A_UNIT = 0.05
-"""kl_coef and entropy_coef are lowered to this share of what the score pays: the best policy's odds of the paid token
-are then at least the reference's times exp(20); with k3 in the loss it has it in 95 of 100 responses."""
+"""kl_coef and entropy_coef are capped at this share of the reward for a score of 1, so that the optimal policy still
+picks the rewarded token. Its odds of that token are then at least exp(20) times the reference's; with the k3 estimator
+in the loss, 95 of 100 of its responses have the token."""
 PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
 ITERATIONS, CONSTANT_ITERATIONS = 50, 30
 SHARE, ENTROPY, CONTRAST, DRIFT, NEAR = 0.9, 0.7, 0.5, 0.3, 0.1
-"""The least share of responses that are paid; nats of entropy at most; the share of what is paid that values must show;
-nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/memory.md); nats of KL
-at most once a penalty has brought the policy back (from 0.4 to 4)."""
+"""Thresholds of the probes, in this order:
+
+- the least share of rewarded responses,
+- the greatest entropy in nats,
+- the share of the reward that the critic's values must show,
+- the greatest KL in nats under a constant reward (with a shared trunk of policy and critic 0.11, see docs/memory.md),
+- the greatest KL in nats after a penalty has brought the policy back (from between 0.4 and 4).
+"""
 SPREAD, AWAY = 0.08, 0.24
-"""Standard deviation of a model's random weights, and of a reference's that the policy starts away from."""
+"""Standard deviations of the random weights: of a tiny model, and of a reference that differs from the policy."""
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -160,34 +167,34 @@ OTHER_SHAPES = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-"""Sizes that only some architectures have."""
+"""Sizes of a tiny model that only some architectures have."""
 
 Judgement = tuple[str, dict[str, bool]]
-"""What was measured, and whether that is enough, by what is broken if it is not."""
+"""The measurements in words, and for each complaint whether the measurement is good enough (True: no complaint)."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A problem: prompts of one token each, tokens of a response, which (first) tokens are paid, and what solves it."""
+    """A tiny problem with a known solution."""
 
     name: str
-    prompts: range
-    length: int
-    pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
+    prompts: range  # token ids; each prompt is one token
+    length: int  # tokens of a response
+    pays: Callable[[Tensor, Tensor], Tensor]  # first tokens of prompts and responses [B] -> score is 1, bool [B]
     judge: Callable[[Experience, PPOConfig], Judgement]
-    settings: dict[str, Any] = field(default_factory=dict)
-    to_the_end: bool = False  # trains for CONSTANT_ITERATIONS, also if nothing is broken before
-    starts_away: bool = False  # the policy starts away from the reference
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that this probe replaces
+    to_the_end: bool = False  # train for CONSTANT_ITERATIONS, even if no complaint is left before
+    starts_away: bool = False  # the reference differs from the policy at the start
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a probe after so many iterations: what was measured, and what is broken (empty: it passed)."""
+    """The result of a probe."""
 
     name: str
     iterations: int
-    measured: str
-    broken: str
+    measured: str  # the measurements in words
+    broken: str  # the complaints; empty if the probe passed
 
     @property
     def line(self) -> str:
@@ -196,16 +203,17 @@ class Outcome:
 
 
 def unit(config: PPOConfig) -> float:
-    """Return what a score of 1 in place of 0 adds to the reward, at least.
+    """Return the least reward difference between a score of 1 and a score of 0.
 
-    Normalised scores of 0 and 1 differ by 1 / sqrt(p (1 - p)), p their mean: 2 or more. A clip to [-c, c] leaves c.
+    Normalised scores of 0 and 1 differ by 1 / sqrt(p (1 - p)) >= 2, where p is their mean. `reward_clip` to [-c, c]
+    leaves a difference of at least c.
     """
     difference = config.reward_scale * (1.0 if config.reward_normalisation == "none" else 2.0)
     return difference if config.reward_clip is None else min(difference, config.reward_clip)
 
 
 def probe_config(config: PPOConfig) -> PPOConfig:
-    """Return the settings that the probes train with: those in `TAKEN`, and sizes and rates of the probes' own."""
+    """Return the settings that the probes train with: the run's for the names in `TAKEN`, the probes' own otherwise."""
     taken = {name: getattr(config, name) for name in TAKEN}
     most = MOST_OF_A_UNIT * unit(config)
     taken |= {name: min(taken[name], most) for name in ("kl_coef", "entropy_coef")}
@@ -215,12 +223,12 @@ def probe_config(config: PPOConfig) -> PPOConfig:
         taken["positive_threshold"] = 1.0
     rows = SIZES["per_device_train_batch_size"] // config.responses_per_prompt * config.responses_per_prompt
     sizes = SIZES | {"per_device_train_batch_size": rows, "total_episodes": ITERATIONS * rows}
-    alike: dict[str, Any] = {"lr_scheduler_type": "constant", "stop_token": "none", "dtype": "float32", "device": "cpu"}
-    return PPOConfig(**taken, **sizes, **alike, kl_warning=1e6, kl_alarm=1e6)
+    fixed: dict[str, Any] = {"lr_scheduler_type": "constant", "stop_token": "none", "dtype": "float32", "device": "cpu"}
+    return PPOConfig(**taken, **sizes, **fixed, kl_warning=1e6, kl_alarm=1e6)
 
 
 def describe(config: PPOConfig) -> Iterator[str]:
-    """Yield in words what the probes replace of a run's settings, and which of those that it sets they leave out."""
+    """Yield lines that name the run's settings that the probes replace, and those that no probe exercises."""
     used = probe_config(config)
     yield (
         f"this run's losses, advantages and shaping; sizes of the probes: batch {used.batch_size}, "
@@ -240,15 +248,18 @@ def describe(config: PPOConfig) -> Iterator[str]:
 
 
 def brings_back(config: PPOConfig) -> bool:
-    """Return whether the penalty leads to the reference: k2, k3 and full in the reward need not (docs/algorithm.md)."""
+    """Return whether the KL penalty must pull the policy to the reference.
+
+    The estimators k2, k3 and full in the reward need not do so (docs/algorithm.md).
+    """
     return config.kl_coef > 0 and (config.kl_in == "loss" or config.kl_estimator == "k1")
 
 
 def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
-    """Return a random model of an architecture, two layers and 32 wide, and the architecture's name.
+    """Return a random model of an architecture (two layers of width 32), and the architecture's name.
 
-    One that cannot be built so small, or whose states read later tokens, is replaced by a Llama, as None is; the name
-    then says why.
+    A Llama replaces an architecture that is None, cannot be built so small, or reads later tokens. The returned name
+    then gives the reason.
     """
     reason = "there is no model yet"
     if architecture is not None:
@@ -256,7 +267,7 @@ def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[Pr
         try:
             return _drawn(shrunk(text), seed), type(text).__name__
         except Exception as error:  # architectures refuse sizes in many ways
-            reason = f"{type(text).__name__} cannot be made so small ({in_one_line(error)})"
+            reason = f"{type(text).__name__} cannot be built so small ({in_one_line(error)})"
     return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
 
 
@@ -266,7 +277,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     layers = {"layer_types": small.layer_types[:2]} if getattr(small, "layer_types", None) else {}
     for name, value in (SHAPE | OTHER_SHAPES | layers).items():
         if hasattr(small, name):
-            with contextlib.suppress(AttributeError):  # computed from other sizes, so it has no setter
+            with contextlib.suppress(AttributeError):  # a size that is computed from others has no setter
                 setattr(small, name, value)
     return small
 
@@ -282,7 +293,7 @@ def _drawn(config: PretrainedConfig, seed: int, spread: float = SPREAD) -> PreTr
 
 
 def run_probes(config: PPOConfig, model: PreTrainedModel) -> Iterator[Outcome]:
-    """Yield the outcome of each probe, trained with a run's settings from a `tiny_model`, which stays as it is."""
+    """Yield the outcome of each probe with a run's settings. Training starts from copies of `model`, a `tiny_model`."""
     used = probe_config(config)
     for probe in PROBES if brings_back(used) else PROBES[:-1]:
         try:
@@ -292,7 +303,7 @@ def run_probes(config: PPOConfig, model: PreTrainedModel) -> Iterator[Outcome]:
 
 
 def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outcome:
-    """Train with a `probe_config` until the problem is solved, or to the end.
+    """Train until the probe has no complaint, or to the last iteration. `config` is the result of `probe_config`.
 
     Raises:
         PPORLHFError: Training stopped, for example because gradients are not finite.
@@ -354,7 +365,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
 
 def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
     kl, value = float(experience.rollouts.kl.sum(-1).mean()), float(experience.rollouts.values[:, 0].mean())
-    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
+    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # normalised equal scores are 0
     return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
         "the critic does not learn what is paid": abs(value - expected) <= (1 - CONTRAST / 2) * unit(config),
@@ -367,7 +378,7 @@ def _judge_penalty(experience: Experience, config: PPOConfig) -> Judgement:
     return f"KL {kl:z.3f} nats", {complaint: kl <= NEAR}
 
 
-# What pays, by the first tokens of prompts and of responses [B].
+# The rewarded responses, given the first tokens of prompts and of responses [B].
 
 
 def _pays_one_token(prompts: Tensor, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The run that a user asks for, as the checks before it see it."""
+"""The run that a user asks for, and the questions that the checks ask about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppo_rlhf.supervised.comparisons import FeedbackConfig
 T = TypeVar("T")
 
 MODELS_LAYER = "06_models"
-MADE_BY = {  # model: what makes it, the setting that names another one, a command that only reads it
+MADE_BY = {  # model: (stage that makes it, setting that names another model, options of a run that only reads it)
     "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
     "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
     "pretrained_critic": ("critic_pretraining", "critic_path", "--pipelines align"),
@@ -37,7 +37,7 @@ TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 
 @dataclass
 class RunRequest:
-    """The run that a user asks for, and the inputs of theirs that could be read."""
+    """The run that a user asks for, and those of its inputs that the checks have read so far."""
 
     pipeline: Pipeline
     catalog: CatalogProtocol
@@ -45,14 +45,14 @@ class RunRequest:
     data_root: str = "data"
     env: str | None = None
     tables: dict[str, Dataset] = field(default_factory=dict)
-    prompts: dict[str, Dataset] = field(default_factory=dict)  # of tables, as `PromptReader.tokenise` gives them
-    demonstrations: pd.DataFrame | None = None  # checked, to train on
+    prompts: dict[str, Dataset] = field(default_factory=dict)  # tokenised by `PromptReader.tokenise`, by table
+    demonstrations: pd.DataFrame | None = None  # the checked demonstrations for training
     swept: list[RewardConfig] = field(default_factory=list)  # the rewards of a sweep's trainings
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
     def reads(self, name: str) -> bool:
-        """Return whether the run takes this dataset from the catalog: no node of it makes it."""
+        """Return whether the run reads this dataset from the catalog, and none of its nodes makes the dataset."""
         return name in self.pipeline.inputs() and name in self.catalog
 
     def writes(self, name: str) -> bool:
@@ -60,25 +60,25 @@ class RunRequest:
         return name in self.pipeline.all_outputs()
 
     def lacks(self, name: str) -> bool:
-        """Return whether a node of the run reads or makes this dataset, and the catalog has no entry for it."""
+        """Return whether a node of the run reads or makes this dataset although the catalog has no entry for it."""
         return name in self.pipeline.datasets() and name not in self.catalog
 
     def group(self, name: str, kind: type[T]) -> T | None:
-        """Return a group of parameters, which Kedro has validated; None if no node of the run reads it."""
+        """Return a validated group of parameters; None if no node of the run reads the group."""
         value = self.catalog[f"params:{name}"].load() if self.reads(f"params:{name}") else None
         return value if isinstance(value, kind) else None
 
     def source(self, name: str) -> str | None:
-        """Return the path or hub id of a dataset, None if it has none."""
+        """Return the path or hub id of a dataset; None if the dataset has none."""
         return path_of(self.catalog[name]) if name in self.catalog else None
 
     def shown(self, name: str) -> str:
-        """Return the source of a dataset as a user reads it: below the project relative to it."""
+        """Return the source of a dataset for messages: a path below the project is relative to the project."""
         return shown(str(self.source(name)), self.project_path)
 
     @property
     def rewards(self) -> list[RewardConfig]:
-        """The reward, and the rewards of a sweep."""
+        """The reward of the run and the rewards of a sweep's trainings."""
         reward = self.group("reward", RewardConfig)
         return [*([] if reward is None else [reward]), *self.swept]
 
@@ -89,16 +89,16 @@ class RunRequest:
 
     @property
     def start(self) -> str:
-        """The model that the policy starts from: the base model if the run trains the SFT policy, else that policy."""
+        """The entry that the policy starts from: `base_model` if the run trains the SFT policy, else `sft_policy`."""
         return "base_model" if self.writes("sft_policy") else "sft_policy"
 
     @property
     def samples_pairs(self) -> bool:
-        """Whether the run makes the pairs of a reward model itself, for lack of a user's preferences."""
+        """Whether the run samples the preference pairs itself, because the user gave no preferences."""
         return self.writes("preferences") and self.source("raw_preferences") is None
 
     def needs(self, name: str) -> bool:
-        """Return whether the settings use an input: a reward may need no model, and a user may give the prompts."""
+        """Return whether the run's settings use an input. For example, a reward of functions needs no reward model."""
         ppo, reward = self.group("ppo", PPOConfig), self.group("reward", RewardConfig)
         feedback = self.group("feedback", FeedbackConfig)
         if feedback is not None and name in ("sft_policy", "ppo_policy"):
@@ -113,51 +113,58 @@ class RunRequest:
 
     @property
     def unused(self) -> set[str]:
-        """The inputs that no node of the run makes and that the settings do not use."""
+        """The inputs of the run that its settings do not use."""
         return {name for name in self.pipeline.inputs() if not self.needs(name)}
 
     @property
     def chain_hint(self) -> str:
-        """A sentence on the environment that needs nothing of a user's; empty in a project without it."""
+        """A sentence that suggests `--env demo`; empty if the run is not the whole chain or the project has no demo."""
         is_whole_chain = self.writes("sft_policy") and self.writes("ppo_policy")
         is_there = (self.project_path / "conf" / "demo").is_dir()
         return " To try the whole chain first, use `--env demo`." if is_whole_chain and is_there else ""
 
     def is_ours(self, source: str | None) -> bool:
-        """Return whether a model is below the project's own models, links followed."""
+        """Return whether a model is below the project's folder of models, after links are followed."""
         models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
         return models in (self.project_path / str(source)).resolve().parents
 
     def why_missing(self, name: str) -> str:
-        """Return why a model of `MADE_BY` is not there, and what to do; empty if it is, or is not the project's."""
+        """Return why a model of `MADE_BY` is missing and how to mend that.
+
+        The text is empty if the model exists, or if its path is outside the project's folder of models.
+        """
         (stage, setting, _), source = MADE_BY[name], self.source(name)
         if source is None:
-            return not_set(setting)
+            return self.not_set(setting)
         if not self.is_ours(source) or self.catalog[name].exists():
             return ""
         stages = f"data_preparation,{stage}" if name == "sft_policy" else stage  # SFT reads what data_preparation makes
-        place, made = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
+        path, command = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
         if not self.is_made_here(name):
-            return f"{place}: nothing is there. Correct {setting}, or run {made}, which would write it there."
-        return f"{place}: nothing is there yet. Run {made} first, or set {setting}."
+            return f"{path}: nothing is there. Correct {setting}, or run {command}, which would write the model there."
+        return f"{path}: nothing is there yet. Run {command} first, or set {setting}."
 
     def is_made_here(self, name: str) -> bool:
-        """Return whether an entry is the folder in which the project keeps what it makes, and not a version there."""
+        """Return whether an entry's path is the project's folder of all versions of this model, not one version."""
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
+    @property
+    def globals_file(self) -> str:
+        """The file in which a user sets paths for this run: an environment replaces conf/local."""
+        return f"conf/{self.env or 'local'}/globals.yml"
 
-def not_set(*settings: str) -> str:
-    """Return what to do about paths that are null."""
-    *others, last = settings
-    if others:
-        return f"{', '.join(others)} and {last} are not set. Set them in conf/local/globals.yml or with --params."
-    return f"{last} is not set. Set it in conf/local/globals.yml or with --params {last.split()[0]}=…"
+    def not_set(self, *settings: str) -> str:
+        """Return a message about paths that are null."""
+        *others, last = settings
+        if others:
+            return f"{', '.join(others)} and {last} are not set. Set them in {self.globals_file} or with --params."
+        return f"{last} is not set. Set it in {self.globals_file} or with --params {last.split()[0]}=…"
 
 
 def describe_parts(run: RunRequest) -> str:
-    """Return in one line where the policy, the reward, the prompts and the judge of a run come from.
+    """Return one line that names the policy, the reward, the prompts and the judge of a run.
 
-    It is empty if the run neither trains by PPO nor evaluates.
+    The line is empty if the run neither trains by PPO nor evaluates.
     """
     reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
     read = next((name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name)), None)

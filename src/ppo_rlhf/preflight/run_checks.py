@@ -1,7 +1,7 @@
-"""Checks of a user's input before a run writes anything: all problems at once, one line each.
+"""Checks a user's input before a run writes anything, and reports all problems at once, one line each.
 
-The checks call the functions that the nodes call, on the same inputs, so both have the same rules. A check yields
-problems, or raises one as an error of ours, which ends only this check. Inputs that the run makes itself are not
+The checks call the functions that the nodes call, on the same inputs, so checks and nodes apply the same rules. A check
+yields its problems, or raises a PPORLHFError, which ends only this check. Inputs that the run makes itself are not
 checked: a run of the whole chain needs no SFT policy on disk.
 """
 
@@ -43,7 +43,6 @@ from ppo_rlhf.preflight.request import (
     PROMPTS,
     TABLES,
     RunRequest,
-    not_set,
 )
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
@@ -58,23 +57,24 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
-SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}  # the others of these train nothing
-OWN_CODE = "transformers_modules."  # where transformers imports Python code that comes with a model
+SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}  # stages that run under FSDP; only ppo trains
+OWN_CODE = "transformers_modules."  # the package into which transformers imports Python code of a model's directory
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
 }
-# those of tables and models are checked apart; the log is empty before the first evaluation
+# Entries that `check_start` need not find on disk: tables and models have checks of their own, and the log of
+# evaluations is empty before the first evaluation.
 READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
 def find_problems(run: RunRequest) -> list[str]:
-    """Return the reasons why this run must not start, one line each; none if all is well. Writes only a cache."""
+    """Return the reasons why this run must not start, one line each. Only the cache of tables is written."""
     problems: list[str] = []
 
-    def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
+    def ask(check: Callable[..., Iterable[str] | None], *args: Any) -> None:
         try:
-            problems.extend(check(run, *of) or ())
+            problems.extend(check(run, *args) or ())
         except (PPORLHFError, DatasetError) as error:
             ours = project_error(error)
             if ours is None:
@@ -113,39 +113,42 @@ def find_problems(run: RunRequest) -> list[str]:
 
 
 def check_sharding(run: RunRequest) -> None:
-    """Find stages that would train whole models though the launch asks for sharded ones."""
+    """Refuse stages that cannot train sharded models if the launch asks for FSDP."""
     stages = {(node.namespace or "").split(".")[0] for node in run.pipeline.nodes}
     for stage in sorted(stages - SHARDED):
         refuse_sharding(stage)
 
 
 def check_feedback(run: RunRequest) -> Iterator[str]:
-    """Find entries without which people's answers, or whose each response is, would be lost at the run's end."""
+    """Find missing catalog entries of people's answers, which would be lost at the run's end."""
     keeps = ["params:feedback", "feedback_pairs", *([HUMAN_EVALUATION] if run.writes(HUMAN_EVALUATION) else [])]
     if (run.source("raw_preferences") or "").startswith(SCHEME):
         keeps.append("answered_preferences")
     if lacking := [name for name in keeps if run.lacks(name)]:
         yield (
-            f"conf/base has no {', '.join(lacking)}, as the project was made by an earlier version. Copy "
-            "conf/base/catalog_feedback.yml and conf/base/parameters_feedback.yml from a new one (`ppo_rlhf init`)."
+            f"conf/base has no {', '.join(lacking)}, because the project was made by an earlier version. Copy "
+            "conf/base/catalog_feedback.yml and conf/base/parameters_feedback.yml from a new project (`ppo_rlhf init`)."
         )
 
 
 def check_start(run: RunRequest) -> Iterator[str]:
-    """Find inputs that are nowhere, or not yet: the run starts after the nodes that make them."""
+    """Find inputs without a file: the run starts after the nodes that make them, and no earlier run saved them."""
     entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - {"params:feedback"})}
-    nowhere = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
-    if nowhere:
-        yield f"No file holds {', '.join(nowhere)}, so the run cannot start there: use --from-nodes with earlier nodes."
+    unsaved = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
+    if unsaved:
+        yield f"No file holds {', '.join(unsaved)}, so the run cannot start there: use --from-nodes with earlier nodes."
     for name, entry in entries.items():
         if entry is not None and run.needs(name) and not isinstance(entry, READY) and not entry.exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 
 def check_settings(run: RunRequest) -> Iterator[str]:
-    """Find paths that are null, wrong or in a group that does not read them; a device or a package that is absent."""
+    """Find paths that are null, wrong or set in a group that does not read them, and a missing device or package."""
     if str(run.data_root).startswith("~"):
-        yield f"data_root={run.data_root}: ~ is not expanded here, so all would be written to a folder ~. Write it out."
+        yield (
+            f"data_root={run.data_root}: ~ is not expanded here, so a folder named ~ would be written. Give the "
+            "absolute path."
+        )
     is_missing = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": (run.writes("prompt_dataset") or run.writes("feedback_pairs"))
@@ -157,19 +160,19 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     )
     if missing := [name for name, is_so in is_missing.items() if is_so]:
         trains = run.writes("sft_policy") or run.writes("reward_model")
-        align = " To align an SFT model by a reward that is there, use `--pipelines align`." if trains else ""
-        yield f"{not_set(*missing)}{align}{run.chain_hint}"
+        align = " To align an SFT model by a reward that you have, use `--pipelines align`." if trains else ""
+        yield f"{run.not_set(*missing)}{align}{run.chain_hint}"
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
-            yield f"ppo.{name} is not a parameter of this group. Set {name} in conf/local/globals.yml or with --params."
+            yield f"ppo.{name} is not a parameter of this group. Set {name} in {run.globals_file} or with --params."
         check_device(ppo, resolve_device(ppo.device))
-        if run.writes("prompt_dataset"):  # it trains by PPO
+        if run.writes("prompt_dataset"):  # the run trains by PPO
             check_libraries(ppo)
 
 
 def check_sweep(run: RunRequest) -> None:
-    """Find a grid that is no grid of trainings; note their rewards, whose functions are checked as the run's own."""
+    """Refuse a sweep whose grid is invalid. The trainings' rewards are stored in `run.swept`, to be checked later."""
     sweep, ppo = run.group("sweep", SweepConfig), run.group("ppo", PPOConfig)
     reward = run.group("reward", RewardConfig)
     if sweep is not None and ppo is not None and reward is not None:
@@ -177,45 +180,46 @@ def check_sweep(run: RunRequest) -> None:
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
-    """Find a model that the run would write outside the project's own models: it may be a user's."""
+    """Find a model that the run would write outside the project's folder of models: it may be a user's own model."""
     layer = f"{run.data_root}/{MODELS_LAYER}"
     for name, (stage, setting, reading) in MADE_BY.items():
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (
-                f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
-                f"never written. To use it as it is, run `{reading}`. To train one, leave {setting} null"
-                f"{', and set base_model_path to start from yours' if name == 'sft_policy' else ''}."
+                f"{setting}={run.source(name)} is outside {layer}, and {stage} would write to it; models of your own "
+                f"are never written. To use that model as it is, run `{reading}`. To train a new model, leave "
+                f"{setting} null"
+                f"{', and set base_model_path to start from your model' if name == 'sft_policy' else ''}."
             )
 
 
 def check_scorer(run: RunRequest) -> Iterator[str]:
-    """Find a user's own policy that would be scored by the reward model of the project's own SFT policy."""
+    """Find a user's own policy that would be scored by the reward model that belongs to the project's SFT policy."""
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
     if run.reads("reward_model") and run.needs("reward_model") and run.is_made_here("reward_model"):
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
-            f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
-            "functions as reward."
+            f"of {policy}. Set reward_model_path to your own reward model (or to a version in that folder, if you mean "
+            "it), or give functions as reward."
         )
 
 
 def check_table(run: RunRequest, name: str) -> None:
-    """Find a table that is missing, empty or damaged."""
+    """Load a table of the user; loading raises if the table is missing, empty or damaged."""
     table = run.catalog[name].load()
     if table is not None:
         run.tables[name] = table
 
 
 def check_model(run: RunRequest, name: str) -> Iterator[str]:
-    """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
+    """Find a model that is missing, incomplete or of the wrong kind, or whose tokenizer belongs to another model."""
     if not run.needs(name) or not isinstance(run.catalog.get(name), PretrainedModelDataset):
         return
     if name in MADE_BY and (why := run.why_missing(name)):
         yield why
         return
-    if run.source(name) is None:  # no base model: the policy starts from random weights
+    if run.source(name) is None:  # base_model_path is null: the policy starts from random weights
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
@@ -226,17 +230,17 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     else:
         handle.check_causal_lm()
     has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
-    for made, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
-        if run.writes(made):
-            yield f"{handle.source} has Python code of its own, which is not saved with a {made} trained on it. {fix}"
+    for output, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
+        if run.writes(output):
+            yield f"{handle.source} has Python code of its own, which is not saved with a {output} trained on it. {fix}"
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
 
 def check_model_options(run: RunRequest) -> None:
-    """Find settings of PPO that the models cannot serve. No weights are read."""
+    """Refuse settings of PPO that the architecture does not support. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
-    asks = ppo is not None and (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile)
-    if ppo is None or not asks or run.start not in run.models or run.reads("ppo_policy"):  # an evaluation trains none
+    is_set = ppo is not None and (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile)
+    if ppo is None or not is_set or run.start not in run.models or run.reads("ppo_policy"):  # evaluations do not train
         return
     empty = run.models[run.start].empty_causal_lm()
     if ppo.gradient_checkpointing:
@@ -250,7 +254,7 @@ def check_model_options(run: RunRequest) -> None:
 
 
 def check_critic(run: RunRequest) -> Iterator[str]:
-    """Find a critic that cannot start as the settings say."""
+    """Find a `value_model` from which the critic cannot start."""
     ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
     reward = run.group("reward", RewardConfig)
     for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
@@ -268,17 +272,17 @@ def check_critic(run: RunRequest) -> Iterator[str]:
 
 
 def check_sft_data(run: RunRequest) -> None:
-    """Find demonstrations without the columns that are read, too few, or that the template does not take or show."""
+    """Refuse demonstrations that lack a column, are too few, or that the chat template refuses or leaves out."""
     settings = run.group("data_preparation", DataPreparationConfig)
     if settings is not None and "raw_demonstrations" in run.tables:
         table = frame_of(run.tables["raw_demonstrations"])
         run.demonstrations, _ = split_demonstrations(table, settings, run.tokenizers.get(run.start))
         if run.writes("sft_policy") and run.source("base_model") is None:
-            next(corpus_texts(run.demonstrations))  # a tokenizer is trained on them
+            next(corpus_texts(run.demonstrations))  # this run trains a tokenizer on these texts
 
 
 def check_preferences(run: RunRequest) -> None:
-    """Find preferences that cannot be read or shown."""
+    """Refuse preferences that cannot be read, or that the chat template leaves out."""
     settings = run.group("reward_modelling", RewardModellingConfig)
     if settings is None or not run.reads("raw_preferences"):
         return
@@ -288,9 +292,9 @@ def check_preferences(run: RunRequest) -> None:
 
 
 def check_prompts(run: RunRequest) -> None:
-    """Find prompts that are neither text nor chat, do not fit, cannot be split, or that the reward model refuses.
+    """Refuse prompts that are neither text nor chat, are too long, cannot be split, or that the reward model refuses.
 
-    With a reward model they must also leave it room for a response.
+    If there is a reward model, a prompt and a full response must also fit into its context.
     """
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
@@ -298,7 +302,7 @@ def check_prompts(run: RunRequest) -> None:
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     reader, tokenised = None if ppo is None else _policy_reader(run, ppo), run.prompts
     if reader is not None:
-        for name, table in tables.items():  # whole files: a row's number is the user's
+        for name, table in tables.items():  # read whole files, so that row numbers in messages are those of the file
             source = str(run.source(name))
             tokenised[name] = reader.tokenise(table, settings.column, source)
             reader.fit(tokenised[name], source)
@@ -319,35 +323,35 @@ def _column(table: Dataset, name: str) -> Iterator[Any]:
 
 
 def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
-    """Return what reads the SFT policy's prompts; None if the policy is not known."""
+    """Return the reader of prompts for the SFT policy; None if the policy's tokenizer is not known yet."""
     if run.start in run.models:
         return PromptReader.of(run.models[run.start], ppo)
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
     if settings is None or run.source("base_model") is not None or run.demonstrations is None:
         return None
-    context = settings.max_position_embeddings  # the policy is trained from scratch
+    context = settings.max_position_embeddings  # from here on, the policy is one that the run trains from scratch
     tokenizer = train_word_tokenizer(corpus_texts(run.demonstrations), context)
     return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 
 
 def functions_of(run: RunRequest) -> dict[str, list[str]]:
-    """Return the user's functions as `module:name`, each with the tables whose prompts it is called with."""
+    """Return the user's functions as `module:name`, each with the names of the tables whose prompts it gets."""
     evaluation = run.group("evaluation", EvaluationConfig)
     rewards = run.group("reward_modelling", RewardModellingConfig)
     tables = [name for name in PROMPTS if name in run.tables]
-    found: dict[str, list[str]] = {}
+    tables_of: dict[str, list[str]] = {}
     if evaluation is not None:
         judging = (evaluation.judge, *evaluation.judges.values(), *evaluation.rates.values())
-        found |= {name: tables[-1:] for name in judging if isinstance(name, str)}
+        tables_of |= {name: tables[-1:] for name in judging if isinstance(name, str)}
     if rewards is not None and rewards.labeller is not None and run.samples_pairs:
-        found[rewards.labeller] = tables[:1]
-    return found | dict.fromkeys(run.reward_functions, tables)
+        tables_of[rewards.labeller] = tables[:1]
+    return tables_of | dict.fromkeys(run.reward_functions, tables)
 
 
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
-    """Find a function that cannot be imported, raises, or does not return finite numbers as it should.
+    """Refuse a function that cannot be imported, raises, or does not return the finite numbers that it should.
 
-    It is called with two prompts of each table, whose texts stand for responses, too.
+    The function is called with two prompts of each table. The texts of the prompts also serve as responses.
     """
     function = load_function(reference, run.project_path)
     ppo = run.group("ppo", PPOConfig)
@@ -358,7 +362,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         whole = [None if chat is None else answered(chat, text) for chat, text in zip(chats, texts, strict=True)]
         columns = {**few.columns, TURNS: [[text] for text in texts], MESSAGES: whole}
         ids = None
-        if reference in run.reward_functions:  # the bytes stand for tokens if this run makes the tokenizer
+        if reference in run.reward_functions:  # if the tokenizer is not trained yet, bytes serve as token ids
             ids = [[*text.encode()] for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
         scores = call_reward_function(function, f"{reference} on {source}", few.texts, texts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):
@@ -366,9 +370,9 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
 
 
 def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[PromptDataset, str]]:
-    """Yield some prompts of each table as the run gives them to functions, and where they come from.
+    """Yield the first prompts of each table, in the form that functions get, with the source of the table.
 
-    A table that `check_prompts` could not read has none: it has named the reason.
+    A table that `check_prompts` could not read is skipped, because that check has reported the reason.
     """
     settings = run.group("prompts", PromptsConfig)
     if settings is None:
@@ -382,18 +386,18 @@ def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[PromptDataset, 
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:
-    """Find an environment that cannot be imported, raises, or does not answer two prompts whose first turn is empty."""
+    """Find an environment that cannot be imported, raises, or does not answer an empty first turn to two prompts."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is None or ppo.environment is None:
         return
     if run.writes("reward_audit"):
         yield (
-            f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
-            "with changed texts; leave the audit out"
+            f"ppo.environment={ppo.environment}: audit_reward does not support rewards of episodes, because the audit "
+            "scores changed texts; leave audit_reward out"
         )
     if run.samples_pairs:
         yield (
-            f"ppo.environment={ppo.environment}: no pairs of episodes can be sampled for a reward model; set "
+            f"ppo.environment={ppo.environment}: pairs of episodes cannot be sampled for a reward model; set "
             "preferences_path, or run `--pipelines align` with a reward of your own"
         )
     function = load_function(ppo.environment, run.project_path)
@@ -404,7 +408,7 @@ def check_environment(run: RunRequest) -> Iterator[str]:
 
 
 def check_callbacks(run: RunRequest) -> Iterator[str]:
-    """Find callbacks and reports that cannot be made."""
+    """Find callbacks and reporters (`ppo.report_to`) that cannot be created."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is None:
         return
