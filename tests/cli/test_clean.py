@@ -123,7 +123,7 @@ def test_without_yes_everything_is_listed_with_its_size_and_nothing_is_deleted(k
     assert f"       1.0 MB  data/06_models/sft_policy/{VERSIONS[0]}" in lines
     assert f"       0.0 MB  data/06_models/ppo_checkpoints/{old}" in lines
     assert f"       0.0 MB  mlartifacts/{old}" in lines
-    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: kedro clean --yes deletes them.", "Left: 1 newest."]
+    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: kedro clean --yes deletes them.", "Kept: 1 newest."]
     assert "kedro clean --env demo --yes deletes them." in cleaned(kedro, recorded.folder, "--env", "demo")[-2]
 
 
@@ -138,7 +138,7 @@ def test_the_newest_finished_runs_stay_and_of_older_ones_all_goes(kedro: Kedro, 
     assert len(list((recorded.folder / "mlartifacts" / "models").iterdir())) == 1
     [version] = recorded.client.search_model_versions("name = 'aligned'")
     assert version.run_id == newer
-    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: deleted.", "Left: 2 newest."]
+    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: deleted.", "Kept: 2 newest."]
     assert cleaned(kedro, recorded.folder, "--keep", "2")[0].startswith("0 runs, 0 cached tables, 0.0 MB")
 
 
@@ -151,7 +151,7 @@ def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: 
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {best, champion, failed, running, killed}
     assert not (recorded.folder / "data/08_reporting/runs" / early).exists()
-    assert lines[-1] == "Left: 2 to be resumed, 1 running, 2 champion or best."
+    assert lines[-1] == "Kept: 2 to be resumed, 1 running, 2 champion or best."
 
 
 def test_runs_that_collected_pairs_for_people_stay_with_what_they_read(kedro: Kedro, recorded: Recorded):
@@ -184,7 +184,7 @@ def test_what_a_command_reads_next_and_runs_of_other_environments_stay_with_what
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {wrote_first, wrote_newest, elsewhere}
     assert old not in recorded.left()
-    assert lines[-1] == "Left: 1 of other environments, 2 read by another."
+    assert lines[-1] == "Kept: 1 of other environments, 2 read by another run."
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, re
         lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
         process.communicate()
     assert recorded.left() == {alive}
-    assert lines[-1] == "Left: 1 running."
+    assert lines[-1] == "Kept: 1 running."
 
 
 @pytest.mark.parametrize("parent", ["finished", "gone"])
@@ -231,7 +231,7 @@ def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, 
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {killed, without}
     assert finished not in recorded.left()
-    assert lines[-1] == "Left: 1 to be resumed, 1 read by another."
+    assert lines[-1] == "Kept: 1 to be resumed, 1 read by another run."
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
@@ -251,7 +251,7 @@ def test_an_unfinished_run_with_checkpoints_outside_of_the_project_stays(
         lock.write_text("")
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {failed}
-    assert lines[-1] == "Left: 1 to be resumed, 1 folders outside the project."
+    assert lines[-1] == "Kept: 1 to be resumed, 1 folders outside the project."
 
 
 def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away(kedro: Kedro, recorded: Recorded):
@@ -262,7 +262,7 @@ def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {away, of_an_earlier_version, other}
     assert given_up not in recorded.left()
-    assert lines[-1] == "Left: 1 to be resumed, 2 unfinished, whose checkpoints may be elsewhere."
+    assert lines[-1] == "Kept: 1 to be resumed, 2 unfinished, whose checkpoints may be elsewhere."
 
 
 @pytest.mark.parametrize("mount_point", ["data/06_models", "data/06_models/ppo_checkpoints"])
@@ -275,11 +275,11 @@ def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_a
     mounted.rename(away)
     mounted.mkdir()
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert lines[-1] == "Left: 1 unfinished, whose checkpoints may be elsewhere."
+    assert lines[-1] == "Kept: 1 unfinished, whose checkpoints may be elsewhere."
     mounted.rmdir()
     away.rename(mounted)
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert lines[-1] == "Left: 1 to be resumed."
+    assert lines[-1] == "Kept: 1 to be resumed."
     assert recorded.left() == {killed}
     assert (recorded.models / "ppo_checkpoints" / killed / "iteration_000001" / "state.json").is_file()
 
@@ -293,14 +293,11 @@ def test_runs_of_another_project_or_host_are_neither_touched_nor_counted(kedro: 
     assert recorded.left() == {own, *others, child, unknown}
     assert old not in recorded.left()
     here, place = platform.node(), recorded.folder
-    assert lines[-5:] == [
-        "Left: 1 without the tags host and project_path, 4 of other projects or hosts, 1 newest.",
-        f"     2 runs of {here}:/srv/other",
-        f"     2 runs of vm-7:{place}",
-        "If this project was there before it was moved, or before its host had another name, its runs are taken in by "
-        "--moved-from HOST:PATH, where * is any host.",
-        f"To take in a run without these tags, set them in MLflow: host={here}, project_path={place}.",
-    ]
+    kept, *counted, moved, tags = lines[-5:]
+    assert kept == "Kept: 1 without the tags host and project_path, 4 of other projects or hosts, 1 newest."
+    assert counted == [f"     2 runs of {here}:/srv/other", f"     2 runs of vm-7:{place}"]
+    assert "--moved-from HOST:PATH" in moved
+    assert tags.endswith(f": host={here}, project_path={place}.")
 
 
 def test_runs_of_another_container_with_this_host_name_and_path_do_not_count_for_keep(kedro: Kedro, recorded: Recorded):
@@ -311,7 +308,7 @@ def test_runs_of_another_container_with_this_host_name_and_path_do_not_count_for
     lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
     assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {own, *others}
     assert {path.name for path in recorded.folder.rglob("*") if path.name in (old, own)} == {own}
-    assert lines[-1] == "Left: 1 newest."
+    assert lines[-1] == "Kept: 1 newest."
 
 
 def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, recorded: Recorded):
@@ -325,7 +322,7 @@ def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, re
     lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
     assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {new}
     assert not (recorded.folder / "mlartifacts" / old).exists()
-    assert lines[-1] == "Left: 1 newest, 2 folders outside the project."
+    assert lines[-1] == "Kept: 1 newest, 2 folders outside the project."
 
 
 def test_the_lines_are_printed_when_the_project_is_free_again(kedro: Kedro, recorded: Recorded, monkeypatch):
@@ -372,7 +369,7 @@ def test_runs_of_where_the_project_was_before_are_taken_in_with_what_they_wrote(
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes", "--moved-from", f"{host}:/srv/before")
     assert recorded.left() == {failed, wrote_newest}
     assert [Path(version).exists() for version in versions] == [False, True, True]
-    assert lines[-1] == "Left: 1 to be resumed, 1 read by another."
+    assert lines[-1] == "Kept: 1 to be resumed, 1 read by another run."
 
 
 def test_a_former_place_that_no_run_is_of_or_that_is_still_a_project_is_refused(kedro: Kedro, recorded: Recorded):
@@ -381,10 +378,10 @@ def test_a_former_place_that_no_run_is_of_or_that_is_still_a_project_is_refused(
     (other / "pyproject.toml").write_text("")
     recorded.run(project_path=str(other))
     place = f"{platform.node()}:{other}"
-    for given, why in (("vm-7:/nowhere", "no run is of this place"), (place, "a project is still there")):
+    for given, why in (("vm-7:/nowhere", "no run"), (place, "a project")):
         result = kedro(recorded.folder, "clean", "--yes", "--moved-from", given)
         assert result.exit_code == 1
-        assert f"Error: --moved-from {given}: {why}" in result.stderr
+        assert f"Error: --moved-from {given}: {why} " in result.stderr
     assert len(recorded.left()) == 1
 
 
@@ -403,7 +400,7 @@ def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(ke
     assert recorded.client.get_run(old).info.lifecycle_stage == "deleted"
     assert unknown.is_dir()
     assert (outside / VERSIONS[0] / "config.json").is_file()
-    assert lines[-1] == "Left: 1 of other environments, 1 folders of untracked-vm-1, 1 folders outside the project."
+    assert lines[-1] == "Kept: 1 of other environments, 1 folders of untracked-vm-1, 1 folders outside the project."
 
 
 @pytest.mark.slow
@@ -427,5 +424,5 @@ def test_without_a_tracking_database_there_is_nothing_to_clean(kedro: Kedro, pro
     result = kedro(project, "clean", "--yes")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("Error: There is no run yet: ")
-    assert "`kedro run --env demo` makes it." in kedro(project, "clean", "--env", "demo").stderr
+    assert "`kedro run --env demo`" in kedro(project, "clean", "--env", "demo").stderr
     assert not (project / "mlflow.db").exists()

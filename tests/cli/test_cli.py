@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,8 +143,7 @@ def test_letters_that_the_locale_does_not_have_are_refused_in_one_line(kedro: Ke
     typed = "prompts_path=gr\udcc3\udcb6\udcc3\udc9fe.jsonl"  # as Python takes UTF-8 where the locale is ASCII
     result = kedro(toy_project, "run", "--params", typed)
     assert result.exit_code == 1
-    assert "Error: prompts_path=größe.jsonl: the locale's encoding, utf-8, does not have these letters" in result.stderr
-    assert "Set PYTHONUTF8=1." in result.stderr
+    assert re.search(r"Error: prompts_path=größe\.jsonl: .* utf-8, .*PYTHONUTF8=1\.", result.stderr)
 
 
 def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
@@ -269,4 +269,4 @@ def test_another_environment_says_which_personal_settings_it_leaves_unused(
 ):
     (toy_project / "conf" / "local" / "parameters.yml").write_text("ppo: {kl_coef: 0.3}\n")
     kedro(toy_project, "run", "--env", "other", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
-    assert any("other is used instead of conf/local: parameters.yml" in message for message in caplog.messages)
+    assert any(re.search(r"other .* conf/local.* parameters\.yml", message) for message in caplog.messages)

@@ -77,7 +77,7 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
     found = examined(kedro, own, *ALIGN, exit_code=1)
-    assert found["problem", "Memory"][0].endswith("it does not fit.")
+    assert found["problem", "Memory"][0].endswith(" does not fit.")
     assert "ppo.save_total_limit" in found["problem", "Disk"][0]
 
 

@@ -111,7 +111,7 @@ def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[st
     result = init(tmp_path / "later", *options)
     assert result.exit_code == 0, result.output
     for setting in ("sft_model_path", "prompts_path"):
-        assert f"{setting}: not yet named; set it in {tmp_path}/later/conf/base/globals.yml" in result.output
+        assert re.search(rf"{setting}: .* {tmp_path}/later/conf/base/globals\.yml", result.output)
     components = settings(tmp_path / "later")["parameters"]["reward"]["components"]
     assert components == [{"type": "function", "function": "later.rewards:score"}]
 
@@ -119,16 +119,16 @@ def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[st
 @pytest.mark.parametrize(
     ("folder", "options", "reason"),
     [
-        ("full", [], "full is not empty, and nothing is overwritten: name a new folder or an empty one."),
-        ("full/file", [], "full/file cannot be written: File exists."),
-        ("3rd", [], "'3rd' cannot be the name of a Python package; name the folder otherwise."),
-        ("größe", [], "'größe' cannot be the name of a Python package; name the folder otherwise."),
-        ("_mine", [], "'_mine' cannot be the name of a Python package; name the folder otherwise."),
-        ("Torch", [], "there is a Python package torch already; name the folder otherwise."),
-        ("new", ["--reward", "my-rewards:score"], "--reward my-rewards:score: a function is named module:name"),
-        ("new", ["--reward", "rewards.py"], "--reward rewards.py: a function is named module:name"),
-        ("new", ["--model", "./nowhere"], "--model ./nowhere: nothing is there. Correct it, or leave --model out"),
-        ("new", ["--modle", "a"], "No such option '--modle'."),
+        ("full", [], "full is not empty"),
+        ("full/file", [], "full/file .*File exists"),
+        ("3rd", [], "'3rd' cannot"),
+        ("größe", [], "'größe' cannot"),
+        ("_mine", [], "'_mine' cannot"),
+        ("Torch", [], "torch exists"),
+        ("new", ["--reward", "my-rewards:score"], "--reward my-rewards:score: .*module:name"),
+        ("new", ["--reward", "rewards.py"], r"--reward rewards\.py: .*module:name"),
+        ("new", ["--model", "./nowhere"], r"--model \./nowhere: .*leave --model out"),
+        ("new", ["--modle", "a"], "'--modle'"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_one_line(
@@ -140,7 +140,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(
     result = init(folder, *options)
     assert result.exit_code != 0
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("Error:"))
-    assert reason in line
+    assert re.search(reason, line)
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "file"]
     assert (tmp_path / "full/file").read_text() == "mine"
 
@@ -216,7 +216,7 @@ def test_a_project_of_a_version_without_feedback_runs_and_is_told_what_feedback_
     result = kedro(project, "run", "--params", SMALL)
     assert result.exit_code == 0, result.output
     assert (project / "data/08_reporting/report.html").is_file()
-    told = "as the project was made by an earlier version. Copy conf/base/catalog_feedback.yml and "
+
     for arguments, lacking in (
         (["collect_feedback"], "params:feedback, feedback_pairs"),
         (["human_evaluation"], "params:feedback, human_evaluation"),
@@ -224,12 +224,12 @@ def test_a_project_of_a_version_without_feedback_runs_and_is_told_what_feedback_
     ):
         result = kedro(project, "run", "--pipelines", *arguments)
         assert result.exit_code == 1
-        assert f"Error: conf/base has no {lacking}, {told}" in result.stderr
+        assert re.search(rf"Error: conf/base .*{lacking}.* conf/base/catalog_feedback\.yml ", result.stderr)
         assert "No file holds" not in result.stderr
     entries.rename(project / "conf/base/catalog_feedback.yml")
-    assert (
-        "Error: conf/base has no params:feedback, as" in kedro(project, "run", "--pipelines", "collect_feedback").stderr
-    )
+    result = kedro(project, "run", "--pipelines", "collect_feedback")
+    assert "Error: conf/base has no params:feedback," in result.stderr
+    assert "feedback_pairs" not in result.stderr
 
 
 @pytest.mark.parametrize(

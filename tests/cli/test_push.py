@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,16 +60,16 @@ def test_what_cannot_be_pushed_is_said_in_one_line(kedro: Kedro, toy_project: Pa
     run = recorded(toy_project, "reward_model", "v1")
     with running_hub(monkeypatch, token=None):
         for arguments, line in {
-            ("me/policy",): "push: there is no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN.",
+            ("me/policy",): "push: .*`hf auth login`.* HF_TOKEN",
             (
                 "me/policy",
                 "--dry-run",
-            ): "ppo_policy: there is none of any finished run of the MLflow experiment ppo_rlhf;",
-            ("my policy", "--dry-run", "--run", run): "push: my policy is no repository of the hub;",
-            ("me/policy", "--dry-run", "--run", run): f"ppo_policy: there is none of MLflow run {run};",
+            ): "no finished run .* ppo_rlhf .*ppo_policy: `kedro run`",
+            ("my policy", "--dry-run", "--run", run): "push: my policy ",
+            ("me/policy", "--dry-run", "--run", run): f"MLflow run {run} .*ppo_policy: `kedro run`",
         }.items():
             result = kedro(toy_project, "push", *arguments)
             assert result.exit_code == 1, result.output
             assert "Traceback" not in result.output
             (shown,) = [each for each in result.stderr.splitlines() if each.startswith("Error:")]
-            assert shown.startswith(f"Error: {line}")
+            assert re.match(f"Error: {line}", shown)

@@ -1,4 +1,4 @@
-"""The project's commands, reachable as `kedro NAME` in the project and as `ppo_rlhf NAME`."""
+"""The project's commands: `kedro NAME` inside a project, or `ppo_rlhf NAME`."""
 
 from ppo_rlhf.cli.commands import cli, run
 

@@ -1,4 +1,4 @@
-"""`kedro advise`: what to change first, from the settings and curves of a run in MLflow."""
+"""`kedro advise`: says which settings to change first, from the settings and curves of a run in MLflow."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from ppo_rlhf.runtime.names import env_option
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
 TRAINED = "objective/kl"
-"""Every run that trained a policy has this metric."""
+"""A metric that every run has which trained a policy."""
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
 
 
 @click.command(cls=Command)
-@click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the project's newest that trained.")
-@click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
-@click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
+@click.option("--run", "run_id", metavar="ID", help="The MLflow run; by default the project's newest that trained.")
+@click.option("--all", "everything", is_flag=True, help="Show all advice, not only the most important.")
+@click.option("--env", "-e", help="The Kedro environment of the run.")
 def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[str]:
-    """Say what to change first after a run of PPO, in the order of tuning: KL, then learning rates and batch sizes,
-    then epochs and clipping. docs/tuning.md has every rule.
+    """Say which settings to change first after a PPO run.
+
+    The order is that of tuning: first KL, then learning rates and batch sizes, then epochs and clipping.
+    docs/tuning.md has every rule.
     """
-    from ppo_rlhf.advice import SHOWN, in_words  # heavy: other commands do not wait for it
+    from ppo_rlhf.advice import SHOWN, in_words  # imported here because it is slow
 
     with recorded_runs(env) as (client, experiment):
         run = recorded_run(client, run_id or newest_run(client, experiment, env))
@@ -47,47 +49,49 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[st
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Settings and curves of a run."""
+    """The settings and the curves of a run in MLflow."""
 
     config: PPOConfig
     history: list[dict[str, float]]
-    """One mapping an iteration, as `ppo_rlhf.advice.advise` takes it."""
+    """One mapping of metrics per iteration, as `ppo_rlhf.advice.advise` takes them."""
     heading: list[str]
-    """Which run it is, its last iteration, and its settings that this version does not know."""
+    """Lines with the run's name, its last iteration, and its settings that this version does not know."""
 
 
 def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:
-    """Return the id of the newest run of an experiment that trained; the trainings of a study can only be named.
+    """Return the id of the newest run of an experiment that trained a policy.
+
+    Child runs, such as the trainings of a sweep, do not count; --run can name them.
 
     Raises:
-        DataError: There is none.
+        DataError: No run of the experiment has trained.
     """
-    found = client.get_experiment_by_name(experiment)
-    runs = [] if found is None else client.search_runs([found.experiment_id])
+    entity = client.get_experiment_by_name(experiment)
+    runs = [] if entity is None else client.search_runs([entity.experiment_id])
     for run in runs:
         if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags:
             return str(run.info.run_id)
     raise DataError(
         f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run{env_option(env)}` does. "
-        "Name another experiment by its environment with --env, or a run with --run."
+        "Choose another experiment by its environment with --env, or name a run with --run."
     )
 
 
 def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
-    """Read a run.
+    """Read the settings and the curves of a run.
 
     Raises:
         MlflowException: There is no such run.
-        DataError: It did not train.
-        ConfigError: This version refuses its settings.
+        DataError: The run did not train a policy.
+        ConfigError: This version refuses the run's settings.
     """
     run = client.get_run(run_id)
     if TRAINED not in run.data.metrics:
         raise DataError(
             f"MLflow run {run_id} ({run.data.tags.get('pipeline', run.info.run_name)}) has no curves of PPO ({TRAINED} "
-            "is missing): name one that trained, or leave --run out to take the newest."
+            "is missing): name a run that trained, or leave --run out to take the newest run that did."
         )
-    params = {**run.data.params, **as_last_resumed(run.data.tags)}  # MLflow's params stay those of the first start
+    params = {**run.data.params, **as_last_resumed(run.data.tags)}  # a resume changes tags only, never params
     given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
     values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
     try:
@@ -108,9 +112,9 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
-    """Return the curves by iteration. If a resumed run repeated an iteration, its later values count.
+    """Return the metrics of each iteration. If a resumed run repeated an iteration, the later values count.
 
-    Step 0 is an evaluation without training.
+    Steps without training metrics are left out, such as step 0, an evaluation before training.
     """
     rows: dict[int, dict[str, float]] = {}
     for key in run.data.metrics:

@@ -1,4 +1,4 @@
-"""`kedro clean`: what old runs have left in the project, deleted run by run."""
+"""`kedro clean`: deletes what old runs left in the project, run by run."""
 
 from __future__ import annotations
 
@@ -31,32 +31,35 @@ ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and pr
 UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 COLLECTING = "collect_feedback"
-"""The pipeline whose runs hold whose each response is: without them people's answers would be worth nothing."""
-DAY = 86_400  # seconds; many disks note at most once a day that a file was read
+"""The pipeline whose runs record which policy wrote each response. Without that record people's answers are useless."""
+DAY = 86_400  # seconds; many file systems update the access time of a file at most once a day
 Folders = Mapping[str, list[Path]]
 
 
 @click.command(cls=Command)
-@click.option("--keep", metavar="N", type=click.IntRange(0), default=5, show_default=True, help="Newest finished runs.")
-@click.option("--yes", is_flag=True, help="Delete. Without it the command lists what it would delete.")
-@click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
+@click.option(
+    "--keep", metavar="N", type=click.IntRange(0), default=5, show_default=True, help="Newest finished runs to keep."
+)
+@click.option("--yes", is_flag=True, help="Delete. Without --yes the command lists what it would delete.")
+@click.option("--env", "-e", help="The Kedro environment of the runs.")
 @click.option(
     "--moved-from",
     metavar="HOST:PATH",
     multiple=True,
-    help="Where this project was before: its runs there count, too. *:PATH is that folder on any host.",
+    help="A former place of this project, whose runs count as its own. *:PATH is that folder on any host.",
 )
 def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) -> Iterator[str]:
     """Delete what old runs left in the project: folders, checkpoints, versions of models, and the runs in MLflow.
 
-    Only runs of this project on this host go. Of these the newest N finished ones stay, and so do champions, the best,
-    runs that can be resumed or are running, runs that collected pairs for people, and each run whose model or
-    checkpoint one of them reads. People's answers are in MLflow, and nothing is taken of them. Cached tables of
-    your files that were not read for a day go, too.
+    Only runs of this project on this host are deleted. Kept are the newest N finished runs, champions, the run with
+    the best win rate, runs that are running or can be resumed, runs that collected pairs for people, and each run whose
+    model or checkpoint a kept run reads. People's answers in MLflow are never deleted. Cached tables of your files that
+    were not read for a day are deleted, too.
     """
     context, lines = context_here(env), list[str]()
     try:
-        # no run starts meanwhile; and none waits for a pager that shows the lines, as they come afterwards
+        # Under the lock no run starts. The lines are printed after the lock is released, because a pager may hold up
+        # the printing.
         with one_at_a_time(context.project_path), store_errors_as_config_errors("kedro clean did not finish"):
             lines.extend(_clean(context, keep, yes, moved_from))
     finally:
@@ -64,53 +67,53 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
 
 
 def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Iterator[str]:
-    """Do what `clean` says, and yield the lines that tell of it."""
-    from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
+    """Do the work of `clean`, and yield the lines of its report."""
+    from ppo_rlhf.datasets.run_catalog import file_of, is_model  # imported here because it is slow
 
     project: Path = context.project_path
     mlflow.set_tracking_uri(existing_store(context.mlflow, context.env))
-    catalog = context.catalog  # which is made anew at each access
+    catalog = context.catalog  # bind it once, because the property builds a new catalog at each access
     entries = [catalog.get(name) for name in list(catalog)]
     files = [file_of(entry) for entry in entries]
     homes = {file.parent / "runs" for file in files if file}
     homes |= {entry.root for entry in entries if hasattr(entry, "root")}
     models = [entry.load() for entry in entries if is_model(entry)]
     read_next = {model.source for model in models if model}
-    found = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
-    runs = Runs({run.info.run_id: run for run in found}, project, moved_from)  # the newest first
+    all_runs = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
+    runs = Runs({run.info.run_id: run for run in all_runs}, project, moved_from)  # the newest first
     folders = _folders(runs, homes)
-    why = _needed(runs, folders, homes, environment=context.env or "local", keep=keep, read_next=read_next)
-    inside = {run_id: [*filter(runs.is_inside, places)] for run_id, places in folders.items()}
-    going, total = [run_id for run_id in runs.all if run_id not in why and inside[run_id]], 0
-    for run_id in going:
+    why_kept = _needed(runs, folders, homes, environment=context.env or "local", keep=keep, read_next=read_next)
+    inside = {run_id: [*filter(runs.is_inside, paths)] for run_id, paths in folders.items()}
+    deletable, total = [run_id for run_id in runs.all if run_id not in why_kept and inside[run_id]], 0
+    for run_id in deletable:
         yield f"MLflow run {run_id} ({runs.all[run_id].info.run_name}, {runs.all[run_id].info.status})"
         for folder in inside[run_id]:
             total += (size := _size(folder))
             yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
         if yes:
-            _delete(runs, run_id, inside[run_id], why)
+            _delete(runs, run_id, inside[run_id], why_kept)
     caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
     tables = sorted(filter(runs.is_inside, _old_tables(caches)))
     if tables:
-        yield "Cached tables that were not read for a day (a run that needs one makes it again)"
+        yield "Cached tables that were not read for a day (a run that needs a table caches it again)"
     for folder in tables:
         total += (size := _size(folder))
         yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
         if yes:
             shutil.rmtree(folder)
     done = "deleted" if yes else f"kedro clean{env_option(context.env)} --yes deletes them"
-    yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
-    yield from _what_is_left(runs, folders, why)
+    yield f"{len(deletable)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
+    yield from _what_is_kept(runs, folders, why_kept)
 
 
 class Runs:
-    """All runs of the store, of which those of this project and host are its own, with the runs below them."""
+    """All runs of the tracking store. The runs of this project on this host, with their child runs, are its own."""
 
     def __init__(self, runs: dict[str, Run], project: Path, moved_from: Sequence[str]) -> None:
-        """Find the place of each run.
+        """Find the place `host:path` of each run. `moved_from` are former places of this project.
 
         Raises:
-            ConfigError: No run is of a former place, or that is another project on this host.
+            ConfigError: No run comes from a former place, or a project still lies there.
         """
         self.all, self.project = runs, project
         self.places = {run_id: self._place(run) for run_id, run in runs.items()}
@@ -120,23 +123,23 @@ class Runs:
             host, _, folder = given.partition(":")
             there = Path(folder)
             if given not in known:
-                raise ConfigError(f"--moved-from {given}: no run is of this place. `kedro clean` lists those that are.")
+                raise ConfigError(f"--moved-from {given}: no run is of this place. `kedro clean` lists all places.")
             if host in ("*", platform.node()) and (there / "pyproject.toml").exists() and not there.samefile(project):
-                raise ConfigError(f"--moved-from {given}: a project is still there. Clean it there.")
+                raise ConfigError(f"--moved-from {given}: a project is still there. Run `kedro clean` there.")
         self._own_places = {f"{platform.node()}:{project.as_posix()}", *moved_from}
 
     def is_own(self, run_id: str) -> bool:
-        """Return whether a run is of this project; its own tags say so, or those of the run that it is below."""
+        """Return whether a run belongs to this project, by its own tags or by those of its parent run."""
         place = self.places[run_id]
         return place is not None and not self._own_places.isdisjoint({place, f"*:{place.partition(':')[2]}"})
 
     def here(self, run: Run, path: str) -> Path:
-        """Return a path that a run of this project noted, as it is since the project was moved."""
+        """Return a path from the tags of a run, changed to the project's present folder if the project was moved."""
         former, noted = run.data.tags.get(PROJECT_PATH, str(self.project)), Path(path)
         return self.project / noted.relative_to(former) if noted.is_relative_to(former) else noted
 
     def is_inside(self, folder: Path) -> bool:
-        """Return whether a folder is in the project, and not behind a link that leads out of it."""
+        """Return whether a folder is in the project and not behind a link that leads out of the project."""
         return folder.resolve().is_relative_to(self.project.resolve())
 
     def _place(self, run: Run) -> str | None:
@@ -145,28 +148,28 @@ class Runs:
         return place_of(run.data.tags)
 
 
-def _what_is_left(runs: Runs, folders: Folders, why: Mapping[str, str]) -> Iterator[str]:
-    """Yield what stays and why, and how runs that are not known as this project's are taken in."""
+def _what_is_kept(runs: Runs, folders: Folders, why_kept: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines that count what is kept by reason, and that say how runs of another place can be included."""
     outside = sum(not runs.is_inside(folder) for run_id in folders for folder in folders[run_id])
-    left = Counter(why.values()) + Counter(
+    kept = Counter(why_kept.values()) + Counter(
         {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.all.keys())}
     )
-    left += Counter({f"folders {OUTSIDE}": outside})
-    yield f"Left: {', '.join(f'{count} {what}' for what, count in left.items()) or 'nothing'}."
-    elsewhere = [runs.places[run_id] for run_id, reason in why.items() if reason == ELSEWHERE]
+    kept += Counter({f"folders {OUTSIDE}": outside})
+    yield f"Kept: {', '.join(f'{count} {what}' for what, count in kept.items()) or 'nothing'}."
+    elsewhere = [runs.places[run_id] for run_id, reason in why_kept.items() if reason == ELSEWHERE]
     places = Counter(place for place in elsewhere if place)
     for place, count in places.most_common(MOST_PLACES):
         yield f"{count:6} runs of {place}"
     if len(places) > MOST_PLACES:
-        yield f"       and those of {len(places) - MOST_PLACES} other places"
+        yield f"       and runs of {len(places) - MOST_PLACES} other places"
     if places:
         yield (
-            "If this project was there before it was moved, or before its host had another name, its runs are taken in "
-            "by --moved-from HOST:PATH, where * is any host."
+            "If one of these is a former place of this project (a former path or host name), --moved-from HOST:PATH "
+            "includes its runs; * as HOST means any host."
         )
-    if UNKNOWN in left:
+    if UNKNOWN in kept:
         own = f"{HOST}={platform.node()}, {PROJECT_PATH}={runs.project}"
-        yield f"To take in a run without these tags, set them in MLflow: {own}."
+        yield f"To include a run without these tags, set the tags in MLflow: {own}."
 
 
 def _size(folder: Path) -> int:
@@ -174,31 +177,34 @@ def _size(folder: Path) -> int:
 
 
 def _old_tables(caches: set[Path]) -> set[Path]:
-    """Return the folders of cached tables not read for a day; tables of the hub stay, which may be needed offline."""
-    found = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
+    """Return the folders of cached tables that were not read for a day.
+
+    Tables from the hub are not among them, because a run may need them offline.
+    """
+    tables = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
     begin = time.time() - DAY
     return {
         folder
-        for folder in found
+        for folder in tables
         if all(max(file.stat().st_atime, file.stat().st_mtime) < begin for file in folder.rglob("*") if file.is_file())
     }
 
 
 def _folders(runs: Runs, homes: set[Path]) -> Folders:
-    """Return the folders by run id, inside the project and outside, also of runs that MLflow does not know."""
+    """Return the folders of each run by run id. Folders may be outside the project, and MLflow may not know the run."""
     experiments = sorted({run.info.experiment_id for run in runs.all.values()}) or ["0"]
-    places = [(folder.name, folder) for home in sorted(homes) for folder in sorted(home.glob("[!.]*"))]
+    candidates = [(folder.name, folder) for home in sorted(homes) for folder in sorted(home.glob("[!.]*"))]
     for run_id, run in runs.all.items():
         noted = [*_tagged(run, WRITTEN), str(_artifacts(run.info.artifact_uri))]
         if (root := run.data.tags.get(CHECKPOINTS, NONE)) != NONE:
             noted.append(f"{root}/{run_id}")
-        places += [(run_id, runs.here(run, path)) for path in noted if runs.is_own(run_id)]
+        candidates += [(run_id, runs.here(run, path)) for path in noted if runs.is_own(run_id)]
     for model in mlflow.search_logged_models(experiments, output_format="list"):
         run_id = str(model.source_run_id)
         if run_id in runs.all and runs.is_own(run_id):
-            places.append((run_id, runs.here(runs.all[run_id], str(_artifacts(model.artifact_location)))))
+            candidates.append((run_id, runs.here(runs.all[run_id], str(_artifacts(model.artifact_location)))))
     folders = defaultdict[str, list[Path]](list)
-    for run_id, folder in places:
+    for run_id, folder in candidates:
         if folder.is_dir() and not any(folder.samefile(other) for other in folders[run_id]):
             folders[run_id].append(folder)
     return folders
@@ -207,9 +213,10 @@ def _folders(runs: Runs, homes: set[Path]) -> Folders:
 def _needed(
     runs: Runs, folders: Folders, homes: set[Path], *, environment: str, keep: int, read_next: set[str]
 ) -> dict[str, str]:
-    """Return the runs that stay, and why.
+    """Return the reason why a run is kept, by run id.
 
-    Of the newest only those count that have a folder here: another container may have this one's host name and path.
+    Among the newest runs only those with a folder here count, because another container may have the same host name and
+    path.
     """
     why: dict[str, str] = {}
     best = _best()
@@ -219,7 +226,7 @@ def _needed(
             continue
         own = next((folder for folder in folders[run_id] if (folder / LOCK_FILE).exists()), None)
         if own is None and run.data.tags.get(MLFLOW_PARENT_RUN_ID) in runs.all:
-            continue  # it stays or goes with its parent
+            continue  # a child run is kept or deleted with its parent
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
         lock = None if own is None else lock_run(own)
         is_here = any(runs.is_inside(folder) or folder.parent in homes for folder in folders[run_id])
@@ -244,7 +251,7 @@ def _needed(
         read = read_next.union(*(_tagged(runs.all[run_id], "data.") for run_id in why))
         read |= {part for path in read for part in Path(path).parts}
         more = {
-            run_id: "read by another"
+            run_id: "read by another run"
             for run_id, run in runs.all.items()
             if run_id not in why
             and (run.data.tags.get(MLFLOW_PARENT_RUN_ID) in why or read & {run_id, *_written(runs, run)})
@@ -254,10 +261,11 @@ def _needed(
 
 
 def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
-    """Return whether it is known that an unfinished run has none: it makes none, or its folder in the project is gone.
+    """Return whether an unfinished run certainly has no checkpoints.
 
-    Another disk may be away for a while, also one that is mounted inside the project: then the folder of all runs'
-    checkpoints is missing or empty. Runs of earlier versions did not note where theirs are.
+    Such a run makes no checkpoints, or its folder is gone while other runs' folders are there. If the folder of all
+    runs' checkpoints is missing or empty, the answer is False: a disk may be unmounted, also one inside the project.
+    The answer is False as well for runs of earlier versions, which did not record their folder.
     """
     noted = run.data.tags.get(CHECKPOINTS)
     if noted in (None, NONE):
@@ -267,13 +275,13 @@ def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
 
 
 def _written(runs: Runs, run: Run) -> set[str]:
-    """Return the paths of models that a run wrote, as it noted them, and as they are since the project was moved."""
+    """Return the paths of the models that a run wrote: the recorded ones, and those in the project's present folder."""
     noted = _tagged(run, WRITTEN)
     return {*noted, *(str(runs.here(run, path)) for path in noted)}
 
 
 def _best() -> set[str | None]:
-    """Return the runs of the registered policies that have an alias, as champions have, and of the highest win rate."""
+    """Return the ids of runs whose registered policy has an alias (such as champion) or the highest win rate."""
     versions = mlflow.search_model_versions()
     best = max(versions, key=lambda version: float(version.tags.get("win_rate", -1)), default=None)
     models = mlflow.search_registered_models()
@@ -281,13 +289,16 @@ def _best() -> set[str | None]:
     return {each.run_id for each in versions if each is best or (each.name, str(each.version)) in named}
 
 
-def _delete(runs: Runs, run_id: str, folders: list[Path], staying: Collection[str]) -> None:
-    """Delete a run's folders, and in MLflow it and all that is its own, if MLflow's artifacts are in the project."""
+def _delete(runs: Runs, run_id: str, folders: list[Path], kept: Collection[str]) -> None:
+    """Delete a run's folders. If the run's MLflow artifacts are in the project, delete it in MLflow as well.
+
+    That includes its child runs, unless they are in `kept`, its model versions and its logged models.
+    """
     client, run = mlflow.MlflowClient(), runs.all[run_id]
     family = [
         each
         for each in runs.all.values()
-        if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID)) and each.info.run_id not in staying
+        if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID)) and each.info.run_id not in kept
     ]
     is_local = runs.here(run, str(_artifacts(run.info.artifact_uri))).is_relative_to(runs.project)
     for each in family if is_local else ():

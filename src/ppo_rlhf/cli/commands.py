@@ -1,4 +1,4 @@
-"""`run`, as Kedro has it, with this project's runner and errors."""
+"""The group of commands, and `run`: Kedro's own command with this project's runner and one-line errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(**options: Any) -> Any:
     try:
         load_obj(options["runner"], "kedro.runner")
     except (ImportError, AttributeError) as error:
-        raise click.ClickException(f"--runner {options['runner']}: {error}. Without it {RUNNER} runs.") from None
+        raise click.ClickException(f"--runner {options['runner']}: {error}. The default is {RUNNER}.") from None
     if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
         rich.reconfigure(width=LOG_WIDTH)  # in a file or a pipe rich would wrap every log line at 80 columns
     assert kedro_run.callback is not None
@@ -63,17 +63,21 @@ def _run_options() -> list[click.Parameter]:
     for option in options:
         if option.name == "runner" and isinstance(option, click.Option):
             option.default = RUNNER
-            option.help = f"The runner, by default {RUNNER}. Another one cannot repeat PPO's iterations."
+            option.help = f"The runner, by default {RUNNER}. No other runner can repeat PPO's iterations."
         if option.name == "params":
             option.callback = split_params
     return options
 
 
 def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]:
-    """Return node names with their namespace. A name that no node has is left, and refused with the nearest one."""
+    """Return node names completed by their namespace.
+
+    Raises:
+        click.ClickException: No node has this name. The message suggests the nearest name.
+    """
     names = [name or "__default__" for name in pipeline_names]
     if any(name not in pipelines for name in names):
-        return given  # Kedro says so better
+        return given  # Kedro refuses an unknown pipeline with a better message
     nodes = {node.name.rpartition(".")[2]: node.name for name in names for node in pipelines[name].nodes}
     for name in given:
         if name not in {*nodes, *nodes.values()}:
@@ -85,5 +89,5 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
 run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default `__default__`.")
 for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
-for of_kedro in catalog.commands.values():  # which read the parameters, too
-    of_kedro.callback = partial(with_one_line_errors, of_kedro.callback)  # type: ignore[arg-type]
+for catalog_command in catalog.commands.values():  # Kedro's catalog commands read the parameters, too
+    catalog_command.callback = partial(with_one_line_errors, catalog_command.callback)  # type: ignore[arg-type]

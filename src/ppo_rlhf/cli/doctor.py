@@ -1,4 +1,4 @@
-"""`kedro doctor`: what would stop a run, found before it costs anything, by the checks of the run itself."""
+"""`kedro doctor`: finds what would stop a run before the run costs anything, with the checks that the run makes."""
 
 from __future__ import annotations
 
@@ -44,27 +44,28 @@ SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response
     "--model", metavar="PATH", help="Plan for this SFT model, not the project's: directory, hub id or config.json."
 )
 @click.option("--batch", type=click.IntRange(min=1), help="ppo.per_device_train_batch_size.")
-@click.option("--prompt-length", type=click.IntRange(min=1), help="Tokens of the longest prompt; else the project's.")
+@click.option("--prompt-length", type=click.IntRange(min=1), help="Tokens of the longest prompt; by default counted.")
 @click.option("--response-length", type=click.IntRange(min=1), help="ppo.response_length.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), help="ppo.dtype.")
-@click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
-@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
+@click.option("--processes", type=click.IntRange(min=1), help="World size; by default the launcher's, or 1.")
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of the device; by default what is free.")
 @click.option("--probe", is_flag=True, help="Train on problems with a known answer, with these settings.")
 @click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def doctor(**options: Any) -> None:
-    """Say what would stop or spoil a run with these options: versions, device, tracking store, settings, files, memory
-    and disk; and how much memory PPO needs, phase by phase. No weights are read and nothing is written. The exit code
-    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted, and what --probe
-    trains.
+    """Say what would stop or spoil a run with these options.
+
+    Versions, device, tracking store, settings, files, memory and disk are checked. A table shows how much memory PPO
+    needs in each phase. No weights are read and nothing is written. The exit code is 0 if the run would start and fit
+    into memory, else 1. docs/memory.md says what is counted, and what --probe trains.
     """
     problems = 0
-    for found in diagnose(project_here(), **options):
-        if isinstance(found, str):
-            click.echo(found)
+    for finding in diagnose(project_here(), **options):
+        if isinstance(finding, str):
+            click.echo(finding)
             continue
-        level, part, line = found
+        level, part, line = finding
         click.echo(f"{click.style(f'{level:<8}', fg=COLOURS[level])} {part:<9} {line}")
         problems += level == "problem"
     if problems:
@@ -75,25 +76,26 @@ def doctor(**options: Any) -> None:
 def diagnose(
     project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, probe: bool, **options: Any
 ) -> Iterator[Finding | str]:
-    """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
+    """Yield findings on each part of a run, and the lines of its memory plan. Nothing is run or written.
 
-    Without names of pipelines `__default__` is meant, or `align` where that would write a user's own SFT model.
+    If `pipelines` is empty, `__default__` is checked, or `align` if `__default__` would overwrite a user's own SFT
+    model.
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
+    from ppo_rlhf.models.quiet import errors_only  # imported here because it is slow
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     ppo = params.get("ppo", {})
-    if given and isinstance(ppo, dict):  # a word instead of a group is refused below
+    if given and isinstance(ppo, dict):  # the settings' check refuses a word in place of the group
         params = params | {"ppo": ppo | given}
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
-        assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
+        assert isinstance(session, LoopSession)  # Kedro's type annotation is an abstract session
         yield from _refusals_found("Settings", _run(session, project_path, pipelines, probe, options))
 
 
 def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Finding | str]:
-    """Yield the findings of a part; an error that a user can fix ends them as problems."""
+    """Yield the findings of a part. An error that a user can fix becomes a problem and ends the part."""
     try:
         yield from findings
     except Exception as error:
@@ -106,7 +108,7 @@ def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Fi
 def _run(
     session: LoopSession, project_path: Path, pipelines: list[str], probe: bool, options: dict[str, Any]
 ) -> Iterator[Finding | str]:
-    from ppo_rlhf.preflight import RunRequest  # heavy, too
+    from ppo_rlhf.preflight import RunRequest  # imported here because it is slow
 
     context: Any = session.load_context()
     data_root = context.config_loader["globals"].get("data_root", "data")
@@ -115,25 +117,28 @@ def _run(
     trains = "sft_policy" in registered["__default__"].all_outputs()
     if trains and not pipelines and source is not None and not request.is_ours(source):
         pipelines, start = ["align"], f"`kedro run{env_option(context.env)} --pipelines align`"
-        yield "advice", "Settings", f"sft_model_path is a model of your own: start with {start}, which is checked here"
+        yield "advice", "Settings", f"sft_model_path is a model of your own: run {start}; that command is checked here"
     yield from _refusals_found("MLflow", _store(context))
     run = session.prepare(pipeline_names=pipelines or None)
     request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
-    found: list[Finding] = []
-    if options["model"]:  # the other checks look at the project's own
+    findings: list[Finding] = []
+    if options["model"]:  # the other checks are about the project's own model
         refuse_unread(context.config_loader, run.pipeline.datasets())
     else:
-        found = list(_settings(context, run, request))
-    yield from found
+        findings = list(_settings(context, run, request))
+    yield from findings
     is_asked = any(value is not None for value in options.values())
-    if is_asked or all(level != "problem" for level, *_ in found):
+    if is_asked or all(level != "problem" for level, *_ in findings):
         yield from _refusals_found("Memory", _memory(request, options))
     if probe:
         yield from _refusals_found("Probe", _probes(request, options["model"]))
 
 
 def _versions(project_path: Path) -> Iterator[Finding]:
-    """Compare what is installed with what pyproject.toml asks for now: an installed package remembers an older one."""
+    """Compare the installed packages with the project's requirements.
+
+    In this repository pyproject.toml is read, because the metadata of an editable install may be older.
+    """
     project = tomllib.loads((project_path / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     is_ours = project.get("name") == PACKAGE
     fix = f"`pip install {'-e . -c constraints.txt' if is_ours else f'--upgrade {PACKAGE}'}` fixes it"
@@ -147,8 +152,8 @@ def _versions(project_path: Path) -> Iterator[Finding]:
             version = ""
         if not version or not needed.specifier.contains(version, prereleases=True):
             is_well = False
-            found = f"{needed.name} {version} is installed" if version else f"{needed.name} is not installed"
-            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {fix}."
+            installed = f"{needed.name} {version} is installed" if version else f"{needed.name} is not installed"
+            yield "problem", "Versions", f"{installed}, and {needed.specifier} is needed: {fix}."
         if needed.name in ("kedro", "mlflow", "torch", "transformers", "trl"):
             shown.append(f"{needed.name} {version}")
     if is_well:
@@ -194,11 +199,11 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
     from ppo_rlhf.preflight.memory_plan import changes, gib, graphs_line, plan, table
 
     if plan_loop(run.pipeline) is None:
-        yield "ok", "Memory", "not planned, nor the disk: these pipelines do not train by PPO"
+        yield "ok", "Memory", "memory and disk are not planned: these pipelines do not train by PPO"
         return
     planned = plan(run, options["model"], options["prompt_length"], options["processes"], options["memory"])
     if planned is None:
-        yield "ok", "Memory", "not planned, nor the disk: there is no model yet; --model names one to plan for"
+        yield "ok", "Memory", "memory and disk are not planned: there is no model yet; give --model to plan for one"
         return
     yield from table(planned)
     if not planned.shape.on_cpu:
@@ -207,11 +212,11 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
     if planned.needed <= planned.share:
         yield "ok", "Memory", line
     else:
-        yield "problem", "Memory", f"{line}: it does not fit."
+        yield "problem", "Memory", f"{line}: the run does not fit."
         yield from changes(planned)
     if planned.waiting > planned.on_host:
-        line = f"{gib(planned.waiting)} for processes and offloaded models, and {gib(planned.on_host)} is free"
-        yield "problem", "Memory", f"the host needs {line}."
+        line = f"processes and offloaded models need {gib(planned.waiting)}, and {gib(planned.on_host)} is free"
+        yield "problem", "Memory", f"in the host's memory {line}."
     root = run.project_path / run.data_root
     free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
     copies = most_checkpoints(planned.config, planned.config.num_total_batches)
@@ -230,7 +235,7 @@ def _probes(run: RunRequest, model: str | None) -> Iterator[Finding]:
 
     config = run.group("ppo", PPOConfig)
     if config is None:
-        yield "ok", "Probe", "none: these pipelines do not train by PPO"
+        yield "ok", "Probe", "no probe: these pipelines do not train by PPO"
         return
     tiny, architecture = tiny_model(policy_config(run, model))
     yield from (("ok", "Probe", line) for line in (f"a tiny random model: {architecture}", *describe(config)))

@@ -1,4 +1,4 @@
-"""Errors that a user can fix, as one line each without a traceback."""
+"""Shows errors that a user can fix as one line each, without a traceback."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MAIN_PROCESS_FAILS_WITHIN_S = 15.0
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
 KEDRO_END = ".\n"
-"""Stands between Kedro's own words and those of the error that a dataset raised."""
+"""The separator between Kedro's words and the words of the error that a dataset raised."""
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
 
 
 class Command(click.Command):
-    """A command that shows each mistake of a user as one line, and prints the lines that its function yields."""
+    """A command that shows errors as one line each, and prints the lines that its function yields."""
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **options: Any) -> click.Context:
         with_one_line_errors(check_letters, os.getcwd(), *args)
@@ -54,9 +54,9 @@ class Command(click.Command):
 
 
 def check_letters(*texts: str) -> None:
-    """Raise `ConfigError` if a typed text or a path has letters that are none in the encoding of the locale.
+    """Raise `ConfigError` if a typed text or a path has letters that the locale's encoding cannot decode.
 
-    Python lets each of their bytes stand as half of a surrogate pair, which no file and no database takes.
+    Python decodes each byte of such a letter as half of a surrogate pair, which no file and no database accepts.
     """
     for text in texts:
         if _HALF_OF_A_PAIR.search(text):
@@ -72,10 +72,11 @@ def check_letters(*texts: str) -> None:
 def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
     """Show errors that a user can fix as lines without a traceback, and turn signals into exit codes."""
     try:
-        # another process has nothing to clean up, and may wait for the main one where Python handles no signal
+        # Processes other than the main one have nothing to clean up, and may wait in a collective, where Python cannot
+        # handle signals.
         with raising_on_signals() if is_main_process() else nullcontext():
             return action(*args, **options)
-    except (RunInterruptedError, TerminationSignal) as stop:  # the second one outside the session
+    except (RunInterruptedError, TerminationSignal) as stop:  # TerminationSignal: raised outside the session
         stopped = stop if isinstance(stop, RunInterruptedError) else RunInterruptedError(stop.signum)
         if is_main_process():
             click.echo(str(stopped), err=True)
@@ -90,9 +91,10 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
 
 
 def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:
-    """Return the lines with the number of this process, after the main process had time to show the same error.
+    """Wait, then return the lines prefixed by this process's rank.
 
-    If the main process fails, too, the launcher ends this one while it waits, and the error is shown once.
+    If the main process fails with the same error, the launcher ends this process during the wait, so that the error is
+    shown once.
     """
     time.sleep(MAIN_PROCESS_FAILS_WITHIN_S)
     process = f"process {os.environ['RANK']}"
@@ -103,7 +105,7 @@ def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:
 
 
 def one_line_each(error: Exception) -> list[str] | None:
-    """Return the lines to show for an error, None if it is unexpected and its traceback is wanted."""
+    """Return the lines to show for an error; None if the error is unexpected, so that its traceback is shown."""
     if isinstance(error, ParameterValidationError):
         _, *lines = str(error).splitlines()
         return _once_for_all_groups([_KEDRO_PREFIX.sub("", line) for line in lines if line])
@@ -115,20 +117,21 @@ def one_line_each(error: Exception) -> list[str] | None:
         return [f"{file}: {in_one_line(error.__cause__)}"]
     if isinstance(error, DatasetError):
         system_error = next((c for c in causes(error) if isinstance(c, OSError | SafetensorError)), None)
-        if system_error is not None:  # a full disk, a folder without the right to write
+        if system_error is not None:  # for example a full disk, or a folder without write permission
             return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
         return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
     return [in_one_line(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
 
 
 def _once_for_all_groups(lines: list[str]) -> list[str]:
-    """Return lines `group.name=value: rule`, those that differ only in their group as one: `seed` is in each."""
+    """Merge lines `group.name=value: rule` that differ only in the group: a wrong `seed` is wrong in each group."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         group, dot, problem = line.partition(".") if re.match(r"\w+\.\w+=", line) else ("", "", line)
         groups.setdefault(f"{dot}{problem}", []).append(group)
     return [
-        f"{of[0]}{problem}" if len(of) == 1 else f"{problem[1:]} (of {', '.join(of)})" for problem, of in groups.items()
+        f"{names[0]}{problem}" if len(names) == 1 else f"{problem[1:]} (of {', '.join(names)})"
+        for problem, names in groups.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""`kedro generate`: answers of the SFT policy and of the PPO policy to the same prompts."""
+"""`kedro generate`: shows the answers of the SFT policy and of the PPO policy to the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.before_run import missing_paths, refuse_unread
 from ppo_rlhf.hooks.policy_settings import settings_to_answer
 
-if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
+if TYPE_CHECKING:  # at run time these are imported where they are used, because they import torch
     from datasets import Dataset
     from transformers import PreTrainedModel
 
@@ -31,20 +31,20 @@ READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, 
 
 @click.command(cls=Command)
 @click.argument("prompt", required=False)
-@click.option("--prompts", "file", metavar="FILE", help="A file of prompts, read as prompts_path is.")
-@click.option("--policy", metavar="PATH", help="Another policy than the project's newest; also a hub id.")
+@click.option("--prompts", "file", metavar="FILE", help="A file of prompts, in a format that prompts_path accepts.")
+@click.option("--policy", metavar="PATH", help="A policy's directory or hub id; by default the project's newest.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, help="Answers to each prompt.")
-@click.option("--temperature", type=click.FloatRange(min=0.0), help="0 is greedy; else as in training.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the noise, the same for both policies.")
+@click.option("--temperature", type=click.FloatRange(min=0.0), help="0 is greedy; by default as in training.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the sampling noise of both policies.")
 @click.option("--reward", "with_reward", is_flag=True, help="Score each answer by the project's reward.")
 @click.option("--plain", is_flag=True, help="Take a typed prompt as text even if the tokenizer has a chat template.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def generate(**options: Any) -> Iterator[str]:
-    """Let the SFT policy and the PPO policy answer PROMPT with the same noise, and show both answers.
+    """Let the SFT policy and the PPO policy answer PROMPT with the same sampling noise, and show both answers.
 
     Without PROMPT and --prompts, prompts are read line by line until an empty line or Ctrl-D. If the tokenizer has a
-    chat template, a typed prompt is a chat's first message.
+    chat template, a typed prompt becomes the first message of a chat.
     """
     from ppo_rlhf.data.prompts import PromptsConfig
     from ppo_rlhf.data.sources import load_table, table_of
@@ -61,7 +61,7 @@ def generate(**options: Any) -> Iterator[str]:
     table = load_table(options["file"], text_column=column) if options["file"] else None
     policies = _Policies(context, own, options)
     for said in policies.of_training:
-        click.echo(said, err=True)  # the answers may be piped
+        click.echo(said, err=True)  # to stderr, because the answers on stdout may be piped
     yield policies.heading
     if table is not None:
         yield from policies.lines(table, column, options["file"])
@@ -75,20 +75,20 @@ def generate(**options: Any) -> Iterator[str]:
         except DataError as error:
             if options["prompt"] is not None:
                 raise
-            yield visible(f"Error: {error}")  # one prompt too long must not end the conversation
+            yield visible(f"Error: {error}")  # a prompt that is too long must not end the conversation
     if turn < 0 and not sys.stdin.isatty():
-        raise DataError("No prompt was given: name PROMPT or --prompts FILE, or write prompts to the standard input.")
+        raise DataError("No prompt was given: give PROMPT or --prompts FILE, or write prompts to the standard input.")
 
 
 def _typed() -> Iterator[str]:
-    """Yield the lines of the standard input until an empty one, asking for them on a terminal."""
+    """Yield the lines of the standard input until an empty line. On a terminal a prompt sign asks for each line."""
     with suppress(EOFError):
         while (line := input("\n> " if sys.stdin.isatty() else "")).strip():
             yield line
 
 
 class _Policies:
-    """Both policies, and how their answers are drawn."""
+    """The SFT policy, the PPO policy, and the sampling settings that both answer with."""
 
     def __init__(self, context: Any, own: OwnSettings, options: dict[str, Any]) -> None:
         from ppo_rlhf.config import PPOConfig
@@ -129,17 +129,20 @@ class _Policies:
         self.heading = f"At most {self.sampling.response_length} tokens, {how}, seed {self.seed}"
 
     def lines(self, table: Dataset, column: str, name: str, turn: int = 0, typed: str | None = None) -> Iterator[str]:
-        """Yield each prompt of a table, as it was typed or as the policies read it, and the answers to it."""
+        """Yield each prompt of a table, as typed or as the policies read it, followed by the answers."""
         prompts = self.reader.read(table, column, name)
         repeated = prompts.select([row for row in range(len(prompts)) for _ in range(self.samples)])
         drawn = [self._answers(policy, model, repeated, turn) for policy, model in self.models.items()]
-        for place, answers in enumerate(zip(*drawn, strict=True)):
-            if place % self.samples == 0:
-                yield "\n" + click.style(visible(typed or prompts.texts[place // self.samples]), fg="cyan")
+        for row, answers in enumerate(zip(*drawn, strict=True)):
+            if row % self.samples == 0:
+                yield "\n" + click.style(visible(typed or prompts.texts[row // self.samples]), fg="cyan")
             yield from answers
 
     def _answers(self, policy: str, model: PreTrainedModel, prompts: PromptDataset, turn: int) -> list[str]:
-        """Return a policy's answer to each prompt as it is shown; seed and turn fix the noise, for both policies."""
+        """Return a policy's answer to each prompt as shown to the user.
+
+        The seed and `turn` determine the sampling noise, which is the same for both policies.
+        """
         from ppo_rlhf.core.randomness import episode_uniforms
         from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 
@@ -152,7 +155,7 @@ class _Policies:
 
 
 def _handle(context: Any, name: str) -> PretrainedHandle:
-    """Return a model of the project; raise ModelError if it has none yet."""
+    """Return the handle of a model of the project; raise ModelError if the model does not exist."""
     from kedro.pipeline import Pipeline
 
     from ppo_rlhf.preflight.request import RunRequest
@@ -166,7 +169,10 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
 
 
 def _written(policy: str, answer: str, tokens: int, has_ended: bool, reward: float | None) -> str:
-    """Return an answer with its tokens, stop tokens included, and its reward before any shaping or penalty."""
+    """Return an answer as lines to show: the text, the reward before shaping and penalties, and the number of tokens.
+
+    The number of tokens includes the stop token.
+    """
     facts = [f"{tokens} tokens"] + ([] if has_ended else ["cut off"])
     if reward is not None:
         facts.insert(0, f"reward {reward:z.2f}")

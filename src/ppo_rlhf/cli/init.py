@@ -1,4 +1,4 @@
-"""`init`: a Kedro project of one's own, with this package's pipelines, settings and commands."""
+"""`init`: writes a Kedro project for a user's own model, with this package's pipelines, settings and commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppo_rlhf.runtime.paths import DOCS, SHIPPED_CONF
 
 TEMPLATE = SHIPPED_CONF.parent
 HIDDEN = ("gitignore", "telemetry")
-"""Files of the template whose names begin with a dot in a project."""
+"""Files of the template whose names get a leading dot in a project."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 GLOBALS = "conf/base/globals.yml"
 
@@ -41,14 +41,14 @@ GLOBALS = "conf/base/globals.yml"
 def init(folder: Path, model: str | None, reward: str | None, prompts: str | None) -> None:
     """Write a Kedro project for your own model into FOLDER, which must be new or empty.
 
-    Its name is the folder's. What is left out can be set later, in conf/base of the project.
+    The project gets the folder's name. Options that you leave out can be set later, in conf/base of the project.
     """
     name = project_name(folder)
     is_function = FUNCTION.fullmatch(reward or "") is not None
     given = {"sft_model_path": ("--model", model), "prompts_path": ("--prompts", prompts)}
     if reward and not is_function:
         if reward.endswith(".py") or (":" in reward and not os.path.exists(reward)):
-            raise ConfigError(f"--reward {reward}: a function is named module:name, for example my_rewards:score.")
+            raise ConfigError(f"--reward {reward}: name a function as module:name, for example my_rewards:score.")
         given["reward_model_path"] = ("--reward", reward)
     named = {setting: named_here(option, value) for setting, (option, value) in given.items()}
     function = reward if is_function else f"{name}.rewards:score"
@@ -57,7 +57,7 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
     click.echo(f"Written: {folder}, a Kedro project. Its reward is {component}.")
     for setting, value in named.items():
         if value is None:
-            click.echo(f"{setting}: not yet named; set it in {folder}/{GLOBALS}")
+            click.echo(f"{setting}: not set yet; set it in {folder}/{GLOBALS}")
         else:
             where = "" if os.path.isabs(value) else f" (not here: a name on the hub, or a path in {folder})"
             click.echo(f"{setting}: {value}{where}")
@@ -70,31 +70,33 @@ def init(folder: Path, model: str | None, reward: str | None, prompts: str | Non
 
 
 def project_name(folder: Path) -> str:
-    """Return the name of the project and of its Python package, made from the folder's.
+    """Return the name of the project and of its Python package, derived from the folder's name.
 
     Raises:
-        ConfigError: It cannot be a package's name, or it is one that Python finds already.
+        ConfigError: The name is not valid for a package, or Python already finds a package of this name.
     """
     name = re.sub(r"\W", "_", folder.resolve().name.lower())
-    if not re.fullmatch(r"[a-z](\w*[a-z\d])?", name, re.ASCII) or keyword.iskeyword(name):  # as pyproject.toml takes it
-        raise ConfigError(f"{folder}: {name!r} cannot be the name of a Python package; name the folder otherwise.")
-    found = importlib.util.find_spec(name)
-    if found is not None and found.origin is not None:  # None: a folder without Python files, perhaps this one
-        raise ConfigError(f"{folder}: there is a Python package {name} already; name the folder otherwise.")
+    if not re.fullmatch(r"[a-z](\w*[a-z\d])?", name, re.ASCII) or keyword.iskeyword(name):  # pyproject.toml's rule
+        raise ConfigError(f"{folder}: {name!r} cannot be the name of a Python package; choose another folder name.")
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:  # no origin: a folder without Python files, perhaps this folder
+        raise ConfigError(f"{folder}: a Python package {name} exists already; choose another folder name.")
     return name
 
 
 def is_installed(module: str) -> bool:
-    """Return whether Python finds a module wherever it is started: not because it is in the working directory."""
-    places = [path for path in sys.path if path and Path(path).resolve() != Path.cwd()]
-    return importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places) is not None
+    """Return whether Python finds a module from every working directory, not only from the present one."""
+    paths = [path for path in sys.path if path and Path(path).resolve() != Path.cwd()]
+    return importlib.machinery.PathFinder.find_spec(module.partition(".")[0], paths) is not None
 
 
 def named_here(option: str, given: str | None) -> str | None:
-    """Return what the project's settings say for a path typed here: absolute if it is here, else as typed.
+    """Return the value of a setting for a typed path or hub name.
+
+    A path that exists here becomes absolute. Anything else stays as typed.
 
     Raises:
-        ConfigError: It can only be a path, and nothing is there.
+        ConfigError: The text can only be a path, and nothing is there.
     """
     path = os.path.expanduser(given or "")
     if given and (os.path.exists(path) or glob.glob(path)):
@@ -105,9 +107,10 @@ def named_here(option: str, given: str | None) -> str | None:
 
 
 def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:
-    """Return the project's files, texts by paths; `named` are settings of globals.yml, `reward` is YAML.
+    """Return the texts of the project's files by their paths.
 
-    Of conf only globals.yml is filled in: the other files there are those of the package.
+    `named` holds the settings of globals.yml, and `reward` is a reward component as YAML. In conf only globals.yml is
+    filled in; the other files of conf are the template's unchanged.
     """
     values = named | {"experiment": name}
     filled = {setting: json.dumps(value, ensure_ascii=False) for setting, value in values.items()}
@@ -122,32 +125,32 @@ def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[
         if path == GLOBALS:
             text = "".join(_filled_in(line, filled) for line in text.splitlines(keepends=True))
         elif not path.startswith("conf/"):
-            text = re.sub("|".join(tokens), lambda found: tokens[found[0]], text)
+            text = re.sub("|".join(tokens), lambda match: tokens[match[0]], text)
         texts[f".{path}" if path in HIDDEN else path.replace("src/", f"src/{name}/")] = text
     return texts | dict.fromkeys((f"src/{name}/__init__.py", "conf/local/.gitkeep", "data/01_raw/.gitkeep"), "")
 
 
 def _read(folder: Path) -> list[tuple[str, str]]:
-    files = (Path(at, file) for at, _, found in os.walk(folder) for file in found)
+    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return [(f.relative_to(folder).as_posix(), f.read_text(encoding="utf-8")) for f in files if f.suffix != ".pyc"]
 
 
 def _filled_in(line: str, values: dict[str, str]) -> str:
-    """Return a line of globals.yml, `setting: value # comment`, with the value that is given for its setting."""
+    """Return a line of globals.yml (`setting: value # comment`); `values` replaces the value if it has the setting."""
     setting, _, rest = line.partition(": ")
     return f"{setting}: {values[setting]} # {rest.partition(' # ')[2]}" if setting in values else line
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
-    """Write files into a folder, which is made if it is missing.
+    """Write files into a folder, which is created if it is missing.
 
     Raises:
-        ConfigError: The folder has anything in it, is a file, or cannot be written.
+        ConfigError: The folder is not empty, is a file, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty, and nothing is overwritten: name a new folder or an empty one.")
+            raise ConfigError(f"{folder} is not empty, and no file is overwritten: give a new or an empty folder.")
         for path, text in texts.items():
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The project that a command works on: its folder, settings and recorded runs; and the option `--params`."""
+"""The project that a command works on (folder, settings, recorded runs), and the parser of the option `--params`."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def project_here() -> Path:
     """Return the folder of the Kedro project that the working directory is in.
 
     Raises:
-        click.ClickException: It is in none.
+        click.ClickException: The working directory is not in a Kedro project.
     """
     project_path: Path | None = find_kedro_project(Path.cwd())
     if project_path is None:
@@ -41,17 +41,17 @@ def context_here(env: str | None, params: dict[str, Any] | None = None) -> Any:
 
 
 def existing_store(settings: KedroMlflowConfig, env: str | None) -> str:
-    """Return the tracking store's URI; raise PPORLHFError if it is a file that is not there. MLflow would make one."""
+    """Return the tracking store's URI; raise PPORLHFError if its sqlite file is missing, which MLflow would create."""
     uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
-        made = f"`kedro run{env_option(env)}` makes it"
-        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. {made}.")
+        command = f"`kedro run{env_option(env)}` creates it"
+        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. {command}.")
     return uri
 
 
 @contextmanager
 def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
-    """Yield a client of the project's tracking store, and the name of its experiment.
+    """Yield a client of the project's tracking store, and the name of the project's experiment.
 
     Raises:
         ConfigError: The store fails within the block.
@@ -62,12 +62,15 @@ def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
         yield MlflowClient(uri), settings.tracking.experiment.name
 
 
-def _as_items(found: re.Match[str]) -> str:
-    return "=" + "\n".join(f"- {item}" for item in found[1].split(","))
+def _as_items(match: re.Match[str]) -> str:
+    return "=" + "\n".join(f"- {item}" for item in match[1].split(","))
 
 
 def split_params(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Return the settings; `name=[1,2]` is a list. Kedro cuts at commas, so it gets YAML's other way to write one."""
+    """Return the settings of `--params`, where `name=[1,2]` is a list.
+
+    Kedro splits the text at commas, so a list is rewritten as YAML items on lines of their own before Kedro parses it.
+    """
     if isinstance(value, str):
         value = re.sub(r"=\[([^\[\]]*,[^\[\]]*)\]", _as_items, value)
     return _split_params(context, option, value)

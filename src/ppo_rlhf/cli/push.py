@@ -1,4 +1,4 @@
-"""`kedro push`: the policy of a run, or its reward model, to the Hugging Face hub."""
+"""`kedro push`: sends the policy or the reward model of a run to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from ppo_rlhf.runtime.names import env_option
 
 @click.command(cls=Command)
 @click.argument("repository", metavar="ORG/NAME")
-@click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the newest finished one that wrote it.")
-@click.option("--reward-model", "name", flag_value="reward_model", default=POLICY, help="Its reward model, no policy.")
-@click.option("--license", metavar="NAME", help="For the model card; without it that of the model it started from.")
+@click.option("--run", "run_id", metavar="ID", help="The MLflow run; by default the newest finished one with a model.")
+@click.option("--reward-model", "name", flag_value="reward_model", default=POLICY, help="Send the run's reward model.")
+@click.option("--license", metavar="NAME", help="License for the model card; by default that of the start model.")
 @click.option("--public", is_flag=True, help="Let everybody see a new repository.")
 @click.option("--dry-run", is_flag=True, help="List the files; send nothing.")
-@click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
+@click.option("--env", "-e", help="The Kedro environment of the run.")
 def push(repository: str, name: str, run_id: str | None, env: str | None, **options: Any) -> Iterator[str]:
     """Send the exported policy of a run to the repository ORG/NAME of the Hugging Face hub, as one commit.
 
-    A repository that is not there is made, and is private. `hf auth login` or HF_TOKEN gives the right to write.
+    A repository that does not exist is created as a private one. Log in by `hf auth login` or HF_TOKEN, with permission
+    to write.
     """
-    from ppo_rlhf.checkpoints import hub  # heavy: other commands do not wait for it
+    from ppo_rlhf.checkpoints import hub  # imported here because it is slow
 
     (hub.check_name if options["dry_run"] else hub.check_push)(repository)
     with recorded_runs(env) as (client, experiment):
-        found = None if run_id else client.get_experiment_by_name(experiment)
-        finished = client.search_runs([found.experiment_id], "attributes.status = 'FINISHED'") if found else []
+        entity = None if run_id else client.get_experiment_by_name(experiment)
+        finished = client.search_runs([entity.experiment_id], "attributes.status = 'FINISHED'") if entity else []
         runs = [client.get_run(run_id)] if run_id else [run for run in finished if _written(run, name)]
     if not runs or not (folder := _written(runs[0], name)):
-        where = f"MLflow run {run_id}" if run_id else f"any finished run of the MLflow experiment {experiment}"
-        made = f"`kedro run{env_option(env)}` writes one"
-        raise DataError(f"{name}: there is none of {where}; {made}, and --run names another run.")
+        where = f"MLflow run {run_id}" if run_id else f"no finished run of the MLflow experiment {experiment}"
+        has = "has written no" if run_id else "has written a"
+        command = f"`kedro run{env_option(env)}` writes one"
+        raise DataError(f"{where} {has} {name}: {command}, or name another run with --run.")
     if not folder.is_dir():
         raise DataError(f"{name}: MLflow run {runs[0].info.run_id} wrote it to {folder}, which is not there any more.")
     message = f"{name} of MLflow run {runs[0].info.run_id}"
