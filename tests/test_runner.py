@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -219,16 +220,14 @@ def test_a_slice_that_cuts_the_loop_open_runs_its_nodes_once(
     with caplog.at_level(logging.INFO):
         LoopRunner().run(pipeline, catalog)
     assert sorted(journal.calls) == sorted(expected)
-    assert "the ones of its iteration run once" in caplog.text
+    assert re.search("not the whole loop.* once", caplog.text)
 
 
 def test_an_untagged_node_between_tagged_ones_is_refused(journal):
     pipeline = loop_pipeline(journal)
     score = next(node for node in pipeline.nodes if node.name == "toy.score")
     untagged = Pipeline([node for node in pipeline.nodes if node is not score] + [score._copy(tags=set())])
-    with pytest.raises(
-        ConfigError, match=r"toy\.optimise needs toy\.score, which depends on an iteration but has no tag"
-    ):
+    with pytest.raises(ConfigError, match=r"toy\.optimise .*toy\.score.* 'iteration'"):
         plan_loop(untagged)
 
 

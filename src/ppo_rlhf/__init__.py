@@ -5,16 +5,17 @@ import os
 
 __version__ = "0.1.0"
 
-# cuBLAS repeats its sums (ppo.deterministic) only with a workspace of fixed size, and reads this at its first product.
-# These are the 32 MiB that torch takes on newer devices by itself.
+# cuBLAS is deterministic (ppo.deterministic) only with a workspace of fixed size, and reads this variable at its first
+# matrix product. The value means 32 MiB, torch's own default on newer devices.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# bitsandbytes warns of an optional kernel for CPUs whenever peft imports it, also where nothing has 4 bits.
+# Hide a warning about an optional CPU kernel. bitsandbytes prints the warning whenever peft imports bitsandbytes, even
+# if no model has 4-bit weights.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> object:
-    """Import PPOConfig and PPOTrainer at their first use: torch and transformers take seconds."""
+    """Import PPOConfig and PPOTrainer at their first use, because importing torch and transformers takes seconds."""
     if name in ("PPOConfig", "PPOTrainer"):
         from ppo_rlhf import training
 

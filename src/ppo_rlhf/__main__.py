@@ -1,4 +1,4 @@
-"""`ppo_rlhf NAME`, and `python -m ppo_rlhf NAME`: the project's commands without `kedro` in front."""
+"""`ppo_rlhf NAME` and `python -m ppo_rlhf NAME`: the project's commands without `kedro`."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from ppo_rlhf.runtime.paths import SHIPPED_CONF
 from ppo_rlhf.runtime.terminal import prepare_terminal
 
 prepare_terminal()  # before the imports that take seconds
-if not Path("conf/logging.yml").is_file():  # which Kedro reads as it is imported; outside of a project there is none
+if not Path("conf/logging.yml").is_file():  # outside a project use the shipped file; Kedro reads the path when imported
     os.environ.setdefault("KEDRO_LOGGING_CONFIG", str(SHIPPED_CONF / "logging.yml"))
 
 # ruff: noqa: E402
@@ -22,14 +22,17 @@ from kedro.utils import find_kedro_project
 def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **options: Any) -> Any:
     """Run a command of the project that the working directory is in.
 
-    What begins with an option is for `run`, as with the `main` of a project that Kedro made: `main(["--env", "test"])`.
+    If the first word is an option, the command is `run`, as in the `main` of a project that Kedro creates:
+    `main(["--env", "test"])`.
 
-    Without `args` the words are those that the process was started with. `package` is whose pipelines and settings
-    count outside of a project. The options are of click's `main`: unless `standalone_mode` is given, an interactive
-    Python gets the run's result and its errors, and any other process ends with an exit code.
+    Args:
+        args: The words of the command. None: those of `sys.argv`.
+        package: The package whose pipelines and settings count outside a project.
+        **options: Options of click's `main`. Unless `standalone_mode` is given, an interactive Python gets the run's
+            result and its errors, and any other process ends with an exit code.
 
     Raises:
-        SystemExit: The command has ended, outside of an interactive Python.
+        SystemExit: The command has ended, and Python is not interactive.
     """
     words = list(sys.argv[1:] if args is None else args)
     begins_with_option = bool(words) and words[0].startswith("-") and words[0] not in ("-h", "--help")
@@ -40,7 +43,7 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
         configure_project(package)
     else:
         bootstrap_project(project_path)
-    from ppo_rlhf.cli import cli  # after the project is known: plugins and pipelines look it up when imported
+    from ppo_rlhf.cli import cli  # import this last: plugins and pipelines look the project up when imported
 
     return cli(words, prog_name=package, **{"standalone_mode": not hasattr(sys, "ps1"), **options})
 

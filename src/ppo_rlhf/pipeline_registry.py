@@ -23,15 +23,15 @@ ALIGN = ("ppo", "evaluation", "reporting")
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and what is beside it.
+    """Return the pipelines by name.
 
-    The stage `evaluation` is registered with its report.
-    Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name alone, and
-    finds nothing.
+    These are the stages, the pipelines outside the chain, `align` (for a user's own models) and `__default__` (the
+    whole chain). The pipeline `evaluation` includes its report. Kedro's `find_pipelines` is not used: with
+    `--pipelines align` it would look only for a folder named align, and find none.
     """
-    stages, others = (
+    stages, beside = (
         {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each} for each in (STAGES, BESIDE)
     )
     align = Pipeline([stages[name] for name in ALIGN])
     evaluation = {"evaluation": stages["evaluation"] + stages["reporting"]}
-    return {**stages, **others, **evaluation, "align": align, "__default__": Pipeline(list(stages.values()))}
+    return {**stages, **beside, **evaluation, "align": align, "__default__": Pipeline(list(stages.values()))}

@@ -1,7 +1,7 @@
 """LoopRunner: Kedro's sequential runner, except that PPO's iteration is repeated until training is finished.
 
-The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_training_state` of one iteration is the
-`training_state` of the next. Kedro's DAG knows nothing of the carry: a slice, a plot and Kedro-Viz see one iteration.
+The loop consists of the nodes with the tag `iteration` and of a carry: the `next_training_state` of one iteration is
+the `training_state` of the next. The carry is not in Kedro's DAG, so a slice, a plot and Kedro-Viz show one iteration.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ if TYPE_CHECKING:
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
-NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
+NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # they log an INFO line per node, per load and per save
 
 
 @dataclass(frozen=True)
 class LoopPlan:
     """The nodes of each phase, in Kedro's topological order.
 
-    A resumed run executes `rerun_on_resume` once: its checkpoint was saved before them.
+    A resumed run executes `rerun_on_resume` once, because its checkpoint was saved before these nodes ran.
     """
 
-    upstream: tuple[Node, ...]  # run once before the loop, including those that have nothing to do with it
-    until_update: tuple[Node, ...] = ()  # tagged, up to the one that makes the next state
-    after_update: tuple[Node, ...] = ()  # tagged, and depend on the next state
-    rerun_on_resume: tuple[Node, ...] = ()  # those of `after_update` that read only the next state
-    downstream: tuple[Node, ...] = ()  # untagged, and depend on an iteration
+    upstream: tuple[Node, ...]  # untagged nodes that do not depend on an iteration; they run once, before the loop
+    until_update: tuple[Node, ...] = ()  # tagged nodes up to the node that makes the next training state
+    after_update: tuple[Node, ...] = ()  # tagged nodes that depend on the next training state
+    rerun_on_resume: tuple[Node, ...] = ()  # nodes of `after_update` that read no other output of the iteration
+    downstream: tuple[Node, ...] = ()  # untagged nodes that depend on an iteration; they run once, after the loop
 
     @property
     def iteration(self) -> tuple[Node, ...]:
-        """The tagged nodes; none if the pipeline does not contain the closed loop."""
+        """The tagged nodes; empty if the pipeline does not contain the closed loop."""
         return self.until_update + self.after_update
 
 
 def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
-    """Return how to run a pipeline that contains the closed loop, or None if it does not.
+    """Return the plan of a pipeline that contains the closed loop; None for any other pipeline.
 
-    The loop is closed if an untagged node of this pipeline makes the first `training_state`, a tagged one loads it, and
-    a tagged one makes `next_training_state`.
+    The loop is closed if an untagged node of the pipeline makes the first `training_state`, a tagged node loads the
+    state, and a tagged node makes `next_training_state`.
 
     Raises:
-        ConfigError: An untagged node is between tagged ones, so no phase could run it.
+        ConfigError: An untagged node depends on a tagged node, and another tagged node depends on it.
     """
     tagged = [node for node in pipeline.nodes if ITERATION_TAG in node.tags]
     untagged = [node for node in pipeline.nodes if ITERATION_TAG not in node.tags]
@@ -92,14 +92,14 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
         if between := sorted(parent.name for parent in pipeline.node_dependencies[node] if parent in downstream):
             raise ConfigError(
                 f"The loop's node {node.name} needs {', '.join(between)}, which depends on an iteration but has no tag "
-                f"'{ITERATION_TAG}'. Tag it, or take {node.name} out of the loop."
+                f"'{ITERATION_TAG}'. Tag {', '.join(between)}, or take {node.name} out of the loop."
             )
-    of_iteration = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
+    iteration_data = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
     return LoopPlan(
         upstream=tuple(node for node in untagged if node not in inside),
         until_update=(*(node for node in tagged if node is not carry and node not in after), carry),
         after_update=tuple(after),
-        rerun_on_resume=tuple(node for node in after if of_iteration.isdisjoint(node.inputs)),
+        rerun_on_resume=tuple(node for node in after if iteration_data.isdisjoint(node.inputs)),
         downstream=tuple(downstream),
     )
 
@@ -107,26 +107,27 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
 class LoopRunner(SequentialRunner):
     """Runs the nodes before the loop once, the nodes tagged `iteration` until training is finished, then the rest once.
 
-    A run that is resumed skips nodes before the loop whose outputs the same MLflow run has written, except those in the
+    A resumed run skips nodes before the loop whose outputs the same MLflow run has written, except nodes in the
     namespace `ppo`. A pipeline without the closed loop runs as under Kedro's SequentialRunner.
 
-    The first SIGTERM or Ctrl-C in the loop lets the iteration finish and be saved; the second one, or the end of
-    `shutdown_grace_s`, stops the run at once. Outside the loop the first one does.
+    After the first SIGTERM or Ctrl-C in the loop, the current iteration is finished and saved, then the run stops. A
+    second signal, or the end of `shutdown_grace_s`, stops the run at once. Outside the loop the first signal stops the
+    run at once.
     """
 
     def __init__(self, is_async: bool = False) -> None:
-        """Take Kedro's option.
+        """Create the runner. `is_async` is Kedro's option `--async`.
 
         Raises:
-            ConfigError: Datasets are to be saved in threads. MLflow gives each thread a run of its own, and checkpoints
-                are named by the run.
+            ConfigError: `is_async` is True, so that datasets would be saved in threads. MLflow gives each thread a run
+                of its own, and checkpoints are named by the run.
         """
         if is_async:
-            raise ConfigError("--async: LoopRunner saves what a node made before the next one runs; drop it.")
+            raise ConfigError("--async: LoopRunner saves a node's outputs before the next node runs; drop --async.")
         super().__init__()
 
     def __str__(self) -> str:
-        """Name both classes: Kedro-Viz records the status of a run only if it finds Kedro's own in here."""
+        """Name both classes: Kedro-Viz records the status of a run only if the text names Kedro's own runner."""
         return "<ppo_rlhf.runner.LoopRunner, a kedro.runner.sequential_runner.SequentialRunner object>"
 
     __repr__ = __str__
@@ -142,50 +143,52 @@ class LoopRunner(SequentialRunner):
         """Run the pipeline as `AbstractRunner.run` does.
 
         Raises:
-            RunInterruptedError: A signal came, or nobody reads the output; a TrainingError for other BaseExceptions.
+            RunInterruptedError: A signal came, or the reader of the output closed the pipe.
+            TrainingError: Another BaseException that is no Exception was raised.
         """
         try:
             with raising_on_signals(), ending_children():
-                if only_missing_outputs:  # in their usual places
+                if only_missing_outputs:  # look for the outputs in their usual paths, not in the run's own folder
                     pipeline = self._filter_pipeline_for_missing_outputs(pipeline, catalog)
-                own = _catalog_of_run(pipeline, catalog)
-                made = super().run(_without_finished(pipeline, own), own, hook_manager, run_id)
-                own.finish()
-                return made
+                run_catalog = _catalog_of_run(pipeline, catalog)
+                outputs = super().run(_without_finished(pipeline, run_catalog), run_catalog, hook_manager, run_id)
+                run_catalog.finish()
+                return outputs
         except BaseException as stop:
-            raise _first_error(stop)  # noqa: B904  # as_error sets the cause
+            raise _first_error(stop)  # noqa: B904  # `as_error` has set the cause
 
     def _run(
         self,
         pipeline: Pipeline,
-        catalog: Any,  # a RunCatalog, which Kedro's types do not know
+        catalog: Any,  # a RunCatalog, which is not in Kedro's annotations
         hook_manager: PluginManager | None = None,
         run_id: str | None = None,
     ) -> None:
         plan = plan_loop(pipeline)
         if plan is None:
             if any(ITERATION_TAG in node.tags for node in pipeline.nodes):
-                say("These nodes are not the whole loop: the ones of its iteration run once.")
+                say("These nodes are not the whole loop, so nodes of the iteration run only once.")
             plan = LoopPlan(upstream=tuple(pipeline.nodes))
         loads = Counter(name for node in pipeline.nodes for name in node.inputs)
 
         def execute(node: Node) -> None:
-            own = copy(node)  # the pipeline's is run again
-            if not inspect.isgeneratorfunction(node.func):  # Kedro asks the function whether it is one
-                own.func = ending_children()(node.func)
-            Task(own, catalog, self._is_async, hook_manager, run_id).execute()
+            node_copy = copy(node)  # leave the pipeline's node unchanged, because it runs again
+            if not inspect.isgeneratorfunction(node.func):  # Kedro would not recognise a wrapped generator function
+                node_copy.func = ending_children()(node.func)
+            Task(node_copy, catalog, self._is_async, hook_manager, run_id).execute()
 
-        # it counts all stages of a run that reads it; for others Kedro leaves the group a mapping
+        # `ppo.max_time` limits all stages of a run that reads the group `ppo`. Without readers Kedro does not make the
+        # group a PPOConfig.
         hours = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
-        done = ""
+        last_stage = ""
 
         def run_once(nodes: Iterable[Node], first: int) -> None:
-            nonlocal done
+            nonlocal last_stage
             for number, node in enumerate(nodes, first):
                 stage = (node.namespace or "").split(".")[0]
-                if done and stage != done:
+                if last_stage and stage != last_stage:
                     _stop_if_over(hours, node.name)
-                done = stage
+                last_stage = stage
                 started = time.perf_counter()
                 execute(node)
                 self._release_datasets(node, catalog, loads, pipeline)
@@ -202,10 +205,13 @@ class LoopRunner(SequentialRunner):
 
 
 class LoopSession(KedroSession):
-    """Kedro's session, but with LoopRunner where no runner is given. Kedro has no setting for that."""
+    """Kedro's session with LoopRunner as the default runner. Kedro has no setting for the default runner."""
 
     def run(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Run as `KedroSession.run` does (the runner is its fourth argument); tell `on_session_error` of any error."""
+        """Run as `KedroSession.run` does, whose fourth argument is the runner.
+
+        Every error, also outside the nodes, is passed to the method `on_session_error` of the hooks that have one.
+        """
         if len(args) < 4 and options.get("runner") is None:
             options["runner"] = LoopRunner()
         try:
@@ -214,13 +220,13 @@ class LoopSession(KedroSession):
             error = _first_error(stop)
             for hook in self._hook_manager.get_plugins():
                 getattr(hook, "on_session_error", lambda error: None)(error)
-            raise error  # noqa: B904  # as_error sets the cause
+            raise error  # noqa: B904  # `as_error` has set the cause
 
     def prepare(self, **options: Any) -> PreparedRun:
-        """Return the run that `run` with the same options would start, with validated parameters; nothing is run."""
+        """Return the run that `run` would start with the same options. Parameters are validated, but no node runs."""
 
         class BeforeTheRun:
-            """Ends a run before every other hook, as the hook that was registered last."""
+            """Ends the run before every other hook: among hooks with `tryfirst` the last registered one comes first."""
 
             @hook_impl(tryfirst=True)
             def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: Any) -> None:
@@ -234,8 +240,8 @@ class LoopSession(KedroSession):
         raise RuntimeError("Kedro did not call before_pipeline_run")
 
 
-class PreparedRun(Exception):  # noqa: N818  # no error: the way out of Kedro's session
-    """A run before its first hook and node: what Kedro gives `before_pipeline_run`."""
+class PreparedRun(Exception):  # noqa: N818  # not an error: raising it is the only way out of Kedro's session
+    """A run before its first hook and node, with the arguments that Kedro gives to `before_pipeline_run`."""
 
     def __init__(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         super().__init__()
@@ -248,8 +254,8 @@ def _first_error(stop: BaseException) -> Exception:
 
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
-    """Return the catalog to run with; Kedro's types do not know it."""
-    from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: not for commands that run nothing
+    """Return the RunCatalog of a run. (The annotation is Any because Kedro's annotations do not allow a RunCatalog.)"""
+    from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported here because it is slow
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
 
@@ -262,11 +268,16 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
 
 
 def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
-    """Return the nodes to run; a node is skipped if each output is written before, or read only by skipped nodes."""
+    """Return the pipeline without finished nodes.
+
+    A node is skipped if each of its outputs was written before, or is read only by skipped nodes.
+    """
     skipped: set[Node] = set()
     for node in reversed(pipeline.nodes):
         readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
-        if node.outputs and all(name in catalog.written or (of and of <= skipped) for name, of in readers.items()):
+        if node.outputs and all(
+            name in catalog.written or (nodes and nodes <= skipped) for name, nodes in readers.items()
+        ):
             skipped.add(node)
     if not skipped:
         return pipeline
@@ -284,8 +295,8 @@ def _stop_if_over(hours: float | None, next_node: str) -> None:
 
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
-    """Run iterations until the state is finished, or until a signal came to any process and the last one is saved."""
-    from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # heavy
+    """Run iterations until training is finished, or until a process got a signal and the last iteration is saved."""
+    from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # imported here because it is slow
 
     state: TrainingState = catalog.load(STATE)
     own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
@@ -293,7 +304,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     with (
         contextlib.closing(all_callbacks) as callbacks,
         state.captures.during(),
-        ending_children(),  # a forked process would close its parent's
+        ending_children(),  # a forked child process must end inside this block, or it would close the callbacks
     ):
         _iterate(plan, catalog, execute, state, callbacks)
 
@@ -330,9 +341,9 @@ def _iterate(
 
 
 class _NodesAfterUpdate(Epilogue):
-    """What follows an iteration of the pipeline: its last nodes evaluate, and a signal is finished first.
+    """The epilogue of an iteration of the pipeline: runs the nodes after the update, and stops after a signal.
 
-    The checkpoint is an output of the update's node, so it is saved before, if it is due.
+    The checkpoint is an output of the update's node, so a checkpoint that is due has been saved before the epilogue.
     """
 
     def __init__(
@@ -345,11 +356,11 @@ class _NodesAfterUpdate(Epilogue):
     ) -> None:
         super().__init__(state, callbacks, catalog.save_checkpoint)
         self._catalog, self._execute = catalog, execute
-        self.nodes = plan.rerun_on_resume  # until the first iteration
-        self.iteration = state.iteration + 1  # the one at hand
+        self.nodes = plan.rerun_on_resume  # `_iterate` sets `after_update` before the first iteration
+        self.iteration = state.iteration + 1  # the iteration that runs now
         self._signum: int | None = None
         evaluates = any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
-        self._is_told = evaluates and not callbacks.is_empty
+        self._loads_evaluation = evaluates and not callbacks.is_empty
 
     def save_if_due(self) -> bool:
         return self._catalog.is_checkpoint_saved
@@ -357,14 +368,14 @@ class _NodesAfterUpdate(Epilogue):
     def evaluate(self) -> Mapping[str, Any] | None:
         for node in self.nodes:
             self._execute(node)
-        rows = self._catalog.load(EVALUATION_METRICS) if self._is_told else None
+        rows = self._catalog.load(EVALUATION_METRICS) if self._loads_evaluation else None
         return rows[-1] if rows and isinstance(rows, list) else rows
 
     def asked_by(self) -> int | None:
         return self._signum
 
     def ask(self, signum: int) -> str:
-        """Ask for the end of the run and return the line that says so; called in the signal handler."""
+        """Request the end of the run and return the line to log. The signal handler calls this method."""
         self._signum = signum
         self.state.stop_requested = True
         now = f"{signal.Signals(signum).name}: finishing iteration {self.iteration} and saving it, then stopping"

@@ -1,4 +1,4 @@
-"""`PROJECT_NAME run …`, and `python -m PROJECT_NAME run …`, where this project is installed from its wheel."""
+"""`PROJECT_NAME run …` and `python -m PROJECT_NAME run …`, if this project is installed from its wheel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from ppo_rlhf import __main__
 
 
 def main(args: Sequence[str] | None = None, **options: Any) -> Any:
-    """Run a command with the pipelines and settings of this project, by `--conf-source` outside of its folder."""
+    """Run a command with the pipelines and settings of this project. Outside its folder, give `--conf-source`."""
     return __main__.main(args, package="PROJECT_NAME", **options)
 
 

@@ -1,4 +1,4 @@
-"""The commands of this project: `kedro run`, `kedro doctor` and the others are those of ppo_rlhf."""
+"""The commands of this project, such as `kedro run` and `kedro doctor`, come from ppo_rlhf."""
 
 from ppo_rlhf.cli import cli, run
 

@@ -1,4 +1,4 @@
-"""The pipelines that `kedro run` knows: those of ppo_rlhf, and yours."""
+"""The pipelines that `kedro run` knows: the pipelines of ppo_rlhf, and your own."""
 
 from kedro.pipeline import Pipeline
 
@@ -8,11 +8,11 @@ from ppo_rlhf import pipeline_registry
 def register_pipelines() -> dict[str, Pipeline]:
     """Return the pipelines by name."""
     pipelines = pipeline_registry.register_pipelines()
-    # Own nodes go here. They read and write datasets of conf/base, or new ones with entries of their own there:
+    # Add your own nodes here. They read and write datasets of the catalogs in conf/base, to which you can add entries:
     # pipelines["align"] += Pipeline([Node(publish, "evaluation_summary", "announcement")])
-    # A pipeline of its own: pipelines["mine"] = Pipeline([…]). Kedro's find_pipelines is of no use here: with
-    # `--pipelines align` it looks for a folder of that name alone.
+    # Add a pipeline of your own by pipelines["mine"] = Pipeline([…]). Kedro's find_pipelines does not work here: with
+    # `--pipelines align` it looks only for a folder named align.
 
-    # `kedro run` starts from your SFT model. Without this line it trains that model and a reward model first.
+    # `kedro run` starts from your SFT model. Without this line it would train an SFT model and a reward model first.
     pipelines["__default__"] = pipelines["align"]
     return pipelines

@@ -1,4 +1,4 @@
-"""Kedro reads these names. A hook of your own joins the others: HOOKS = (*HOOKS, MyHook())."""
+"""Kedro reads these names. To add a hook of your own, write HOOKS = (*HOOKS, MyHook())."""
 
 from ppo_rlhf.settings import (
     CONFIG_LOADER_ARGS,
