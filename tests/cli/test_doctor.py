@@ -179,7 +179,8 @@ def test_the_probes_train_a_project_s_settings_and_a_failed_one_is_a_problem(
 @pytest.mark.slow
 def test_pipelines_that_do_not_train_by_ppo_have_nothing_to_probe(kedro: Kedro, project: Path):
     found = examined(kedro, project, "--env", "test", "--pipelines", "data_preparation", "--probe", exit_code=0)
-    assert found["ok", "Probe"] == ["none: these pipelines do not train by PPO"]
+    (line,) = found["ok", "Probe"]
+    assert "do not train" in line
 
 
 def test_a_model_that_cannot_be_read_is_a_problem_of_the_memory_and_of_the_probes(kedro: Kedro, own: Path):

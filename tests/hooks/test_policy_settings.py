@@ -83,7 +83,7 @@ def test_a_policy_from_elsewhere_may_not_name_code_to_import_unless_it_is_typed(
     (own.policy / "ppo_rlhf.json").write_text(json.dumps(record))
     assert own.run()[0].load("params:ppo").environment == "evil:fly"
     own.is_ours = False
-    with pytest.raises(ConfigError, match=r"was trained with ppo\.environment=evil:fly\. Type it"):
+    with pytest.raises(ConfigError, match=r"ppo\.environment=evil:fly"):
         own.run()
     typed = {"environment": "evil:fly", "turn_length": 4}
     assert own.run(ppo=typed)[0].load("params:ppo").environment == "evil:fly"
@@ -117,7 +117,7 @@ def test_without_the_file_conf_counts_and_one_line_says_so(own: Project):
 
 def test_a_policy_that_is_not_there_is_left_to_the_preflight_and_a_damaged_file_is_refused(own: Project):
     (own.policy / "ppo_rlhf.json").write_text("{")
-    with pytest.raises(ModelError, match=r"its ppo_rlhf\.json is damaged"):
+    with pytest.raises(ModelError, match=r"ppo_rlhf\.json"):
         own.run()
     own.policy = own.folder / "nothing"
     assert own.run()[1] == []

@@ -317,7 +317,7 @@ def test_an_error_after_the_last_node_ends_the_run_with_its_reason(toy_project: 
 
     with LoopSession.create(project_path=toy_project) as session:
         session._hook_manager.register(Fails())
-        with pytest.raises(PPORLHFError, match="ended by SystemExit: the disk is full"):
+        with pytest.raises(PPORLHFError, match="SystemExit: the disk is full"):
             session.run(pipeline_names=["align"])
     run = last_run(toy_project)
     assert run.info.status == "FAILED"

@@ -77,6 +77,6 @@ def test_a_policy_with_another_vocabulary_is_refused_by_doctor_and_run_alike_and
     for command in ("doctor", "run"):
         refused = kedro(edited, command, *asked)
         assert refused.exit_code == 1
-        assert "have different vocabularies, so they cannot answer the same prompts" in refused.output, command
+        assert "have different vocabularies" in refused.output, command
     client = MlflowClient(f"sqlite:///{edited}/mlflow.db")
     assert [run for each in client.search_experiments() for run in client.search_runs([each.experiment_id])] == []

@@ -1,4 +1,4 @@
-"""`convert-config`: a configuration of another library, written as parameters of this project."""
+"""`convert-config`: converts a configuration of another library into parameters of this project."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import project_here
 from ppo_rlhf.core.errors import ConfigError
 
-if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
+if TYPE_CHECKING:  # at run time this is imported where it is used, because it is slow
     from ppo_rlhf.compat import Conversion
 
 RAW = Path("data") / "01_raw"
-"""Where tables of another library's form are written, in the project."""
+"""The project's folder for tables that are converted from another library's format."""
 LIBRARIES = ("trl", "llamafactory", "ms-swift")
 
 
 @click.command("convert-config", cls=Command)
-@click.option("--from", "library", type=click.Choice(LIBRARIES), required=True, help="Whose configuration it is.")
+@click.option(
+    "--from", "library", type=click.Choice(LIBRARIES), required=True, help="The library of the configuration."
+)
 @click.option("--to", "target", help="The parameters file to write; - prints. By default conf/local/parameters.yml.")
-@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), help="Training prompts, if epochs are counted.")
+@click.option(
+    "--prompts", "num_prompts", type=click.IntRange(min=1), help="Number of training prompts, if SOURCE counts epochs."
+)
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def convert_config(
@@ -31,9 +35,9 @@ def convert_config(
 ) -> None:
     """Write parameters that do what a configuration of TRL, LLaMA-Factory or ms-swift does.
 
-    SOURCE is a YAML or JSON file of settings, or ms-swift's shell script; of LLaMA-Factory also one of each stage.
-    Paths of models and prompts go to globals.yml, in the same folder; those that the source does not name are written
-    there to be filled in. Settings that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings, or a shell script of ms-swift. For LLaMA-Factory give one file for each
+    stage. Paths of models and prompts are written to globals.yml in the same folder; paths that SOURCE does not name
+    are left there to be filled in. Settings that cannot be carried over are printed.
     """
     from ppo_rlhf.compat.conversion import TABLES, texts_of
     from ppo_rlhf.compat.files import convert_files
@@ -50,9 +54,9 @@ def convert_config(
     texts = {}
     for conversion in conversions if target != "-" else ():
         for name, rows in conversion.tables.items():
-            place = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
-            texts[(project or Path()) / place] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-            conversion.write(name, str(place), "dataset")
+            path = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
+            texts[(project or Path()) / path] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            conversion.write(name, str(path), "dataset")
     globals_ = parameters.with_name("globals.yml")
     texts |= dict(zip((parameters, globals_), texts_of(conversions), strict=True))
     if target == "-":
@@ -69,8 +73,8 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise ConfigError(
-            f"Already there: {', '.join(existing)}. Give --force to replace, --to FILE to write elsewhere, or --to - "
-            "to print."
+            f"Already there: {', '.join(existing)}. Give --force to replace the files, --to FILE to write elsewhere, or "
+            "--to - to print."
         )
     for path, text in files.items():
         try:
@@ -81,7 +85,7 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
 
 
 def _report(conversions: list[Conversion], globals_: Path) -> str:
-    """Return the settings that are not carried over by reason, the remarks, and what is left to do."""
+    """Return the report: settings that are not carried over by reason, remarks, paths to fill in, the next command."""
     lines = []
     for conversion in conversions:
         by_reason: dict[str, list[str]] = {}
@@ -100,7 +104,7 @@ def _report(conversions: list[Conversion], globals_: Path) -> str:
 
 
 def _command(conversions: list[Conversion]) -> str:
-    """Return the command that runs what was converted."""
+    """Return the command that runs the converted stages."""
     groups = {group for conversion in conversions for group in conversion.parameters}
     stages = {
         "supervised_finetuning": "data_preparation,supervised_finetuning",

@@ -93,7 +93,8 @@ class RunLog:
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
-        if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):  # no judge is asked after it
+        # The evaluation is the last node of an iteration that asks judges. The final evaluation's counts are logged by `close`.
+        if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):
             self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._conclude(outputs[FINAL_METRICS])

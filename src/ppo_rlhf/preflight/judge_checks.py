@@ -1,4 +1,4 @@
-"""What a run refuses a judge for that is a language model: one prompt is tried."""
+"""Checks each language model that judges in a run by one request."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES
 
 
 def check_judges(run: RunRequest) -> Iterator[str]:
-    """Find a language model that cannot be asked: no package, no key, no server, no prompt that fits the template.
+    """Find a language model that cannot judge: a package, key or server is missing, or the template does not fit.
 
-    Each is asked to judge the first prompt of a table in place of a response. The answer is kept like any other.
+    Each language model judges the first prompt of a table, whose text serves as the response. The answer is cached as
+    in a run.
     """
     for place, judge in judges_of(run):
         if judge.is_pairwise and judge.against is None and run.writes("best_of_n_samples"):
             yield (
-                f"{place}: this pipeline scores single responses, and llm.answer=pairwise compares them with SFT's. "
-                "Set llm.against to a column of the prompts, or llm.answer to score."
+                f"{place}: this pipeline scores single responses, but llm.answer=pairwise compares a response with the "
+                "SFT policy's. Set llm.against to a column of the prompts, or set llm.answer to score."
             )
             continue
         try:
@@ -34,7 +35,7 @@ def check_judges(run: RunRequest) -> Iterator[str]:
 
 
 def judges_of(run: RunRequest) -> Iterator[tuple[str, LLMJudgeConfig]]:
-    """Yield the language models that judge in this run, each after its place in the settings."""
+    """Yield the language models that judge in this run, each as (name of its setting, its configuration)."""
     evaluation = run.group("evaluation", EvaluationConfig)
     for reward in run.rewards:
         yield from ((f"reward.{term.title}", term.llm) for term in reward.components if term.llm is not None)
