@@ -17,7 +17,7 @@ TOY_PROJECT = Path(__file__).parent / "toy_project"
 
 for name in ("KEDRO_ENV", "KEDRO_LOGGING_CONFIG", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
     os.environ.pop(name, None)
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each takes its share of the cores, and so do the processes it starts
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each pytest worker uses its share of the cores
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes started here inherit it
@@ -60,7 +60,7 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kedro_logging() -> None:
-    """Kedro sets logging up anew when it first meets a package, which would throw out caplog's handler in a test."""
+    """Kedro configures logging at its first import of a package, which would remove caplog's handler in a test."""
     from kedro.framework.project import LOGGING
 
     for package in ("ppo_rlhf", "toy_ppo"):
@@ -69,7 +69,7 @@ def kedro_logging() -> None:
 
 @pytest.fixture
 def no_mlflow_left_over() -> Iterator[None]:
-    """Whatever a test does with MLflow's global state, the next one starts without."""
+    """Reset MLflow's global state after a test."""
     yield
     import mlflow
 

@@ -24,7 +24,7 @@ from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from tests.tiny_models import tiny_model, word_tokenizer
 
 MEASURED = ("time/", "throughput/", "memory/")
-"""How the names of metrics begin that no two runs share."""
+"""Prefixes of metrics that differ between equal runs."""
 
 PAD, UNKNOWN, END = 0, 1, 2
 WORDS = [chr(ord("a") + i) for i in range(20)]
@@ -60,7 +60,7 @@ def first_letters(batch: ResponseBatch) -> Tensor:
 
 
 def batch_of(rollouts: Rollouts, run: "Run") -> ResponseBatch:
-    """The rollouts as rewards take them."""
+    """The rollouts in the form that rewards take."""
     return response_batch(rollouts.prompts, rollouts.responses, run.state.tokenizer)
 
 

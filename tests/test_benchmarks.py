@@ -152,7 +152,7 @@ def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch, capf
     assert [each["name"] for each in json.loads((tmp_path / "results.json").read_text())] == ["fails", "hangs", "works"]
     assert "begun\n" in (tmp_path / "log.txt").read_text()
     assert gpu_report.main(["--parts", "works", "--out", str(tmp_path)]) == 0
-    with pytest.raises(SystemExit, match="wrks.* fails, hangs, works"):
+    with pytest.raises(SystemExit, match=r"wrks.* fails, hangs, works"):
         gpu_report.main(["--parts", "wrks", "--out", str(tmp_path)])
 
 

@@ -166,7 +166,7 @@ def test_nodes_before_the_loop_and_after_it_run_once_and_those_in_it_until_the_s
 
 
 def resumed_at(pipeline: Pipeline, iteration: int) -> Pipeline:
-    """The pipeline with a first state that has done so many iterations already."""
+    """The pipeline, whose first training state has `done` iterations."""
 
     def resume(config: int, reference: Payload) -> CountingState:
         return CountingState(config, iteration)
@@ -259,7 +259,7 @@ def test_node_lines_are_silent_in_the_loop_but_warnings_of_nodes_are_not(journal
     with caplog.at_level(logging.INFO):
         LoopRunner().run(pipeline, catalog_for(pipeline), hook_manager=manager)
     running = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Running node")]
-    assert len(running) == 6  # those that run once
+    assert len(running) == 6  # the nodes outside the loop
     assert caplog.text.count("a warning from toy.generate") == 3
     assert {name: logging.getLogger(name).level for name in before} == before
 

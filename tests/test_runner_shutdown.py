@@ -178,7 +178,7 @@ def test_a_hanging_node_is_stopped_when_the_grace_is_over_and_the_last_checkpoin
 
 
 def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytest.MonkeyPatch):
-    """The state that was found not to be due is saved in both."""
+    """In both cases the state is saved, although no checkpoint was due."""
     asked = iter([[(None, ""), (None, "")]] * 5 + [[(None, ""), (signal.SIGINT, "")]])
     monkeypatch.setattr(processes, "from_all", lambda value: next(asked))
     scene = Scene(State(save_interval=100))

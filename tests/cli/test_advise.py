@@ -154,7 +154,7 @@ def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project:
     client = client_of(toy_project)
     for stamp, value in ((3000, 7.0), (2000, 5.0)):
         client.log_batch(run_id, metrics=[Metric("objective/kl", value, stamp, 2)])
-    client.log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])  # of an evaluation without an iteration
+    client.log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])  # a step that has only an evaluation
     kl = [row["objective/kl"] for row in recorded_run(client, run_id).history]
     assert kl[1] == 7.0
     assert len(kl) == 3

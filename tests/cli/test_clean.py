@@ -1,4 +1,4 @@
-"""`kedro clean`: what runs left is deleted run by run, and never what is still needed."""
+"""`kedro clean`: deletes what old runs left, run by run, and nothing that is still needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERSIONS = ("2026-01-01T00.00.01.000Z", "2026-01-01T00.00.02.000Z", "2026-01-01T
 
 
 class Recorded:
-    """A project whose runs are in MLflow and on the disk as `kedro run` leaves them."""
+    """A project with runs in MLflow and on disk, as `kedro run` leaves them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.models = folder, folder / "data" / "06_models"
@@ -36,7 +36,7 @@ class Recorded:
         self._count = 0
 
     def version(self, model: str, version: str) -> str:
-        """A model's folder."""
+        """Make the folder of a model."""
         folder = self.models / model / version
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
@@ -44,7 +44,7 @@ class Recorded:
         return str(folder)
 
     def run(self, status: str = "FINISHED", *, environment: str = "local", trained: bool = True, **tags: str) -> str:
-        """One run, younger than those before, with a report, an artifact and, if it trained, a checkpoint and a model.
+        """Record the youngest run, with a report and an artifact; if trained, also with a checkpoint and a model.
 
         Args:
             status: MLflow's.
@@ -54,7 +54,7 @@ class Recorded:
         """
         self._count += 1
         paths = {"reads": "data.sft_policy.path", "writes": "written.sft_policy"}
-        if trained or "mlflow.parentRunId" not in tags:  # a training of a sweep has none of these
+        if trained or "mlflow.parentRunId" not in tags:  # trainings of a sweep have neither of these
             place = {"host": platform.node(), "project_path": str(self.folder)}
             root = str(self.models / "ppo_checkpoints") if trained else "none"
             tags = {"environment": environment, "checkpoints": root, **place, **tags}
@@ -91,7 +91,7 @@ class Recorded:
             self.client.set_registered_model_alias("aligned", alias, made.version)
 
     def left(self) -> set[str]:
-        """Ids of the runs that MLflow shows; each has all that it had, and of the others nothing is on the disk."""
+        """Ids of the runs that MLflow shows. Checks that their files are complete and that no other run left a file."""
         shown = {run.info.run_id for run in self.client.search_runs([self._experiment])}
         for home in ("mlartifacts", "data/08_reporting/runs", "data/06_models/ppo_checkpoints"):
             found = {path.name for path in (self.folder / home).glob("*")} - {"models"}
@@ -190,7 +190,7 @@ def test_what_a_command_reads_next_and_runs_of_other_environments_stay_with_what
 @pytest.mark.slow
 def test_a_chain_of_runs_stays_from_the_one_that_is_kept(kedro: Kedro, recorded: Recorded):
     first = recorded.version("sft_policy", VERSIONS[0])
-    recorded.version("sft_policy", VERSIONS[1])  # no run is known to have written it
+    recorded.version("sft_policy", VERSIONS[1])  # no recorded run has written this version
     wrote, other = recorded.run(writes=first), recorded.run()
     trained = recorded.run(reads=first)
     checkpoint = recorded.models / "ppo_checkpoints" / trained / "iteration_000001" / "policy"
@@ -269,7 +269,7 @@ def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away
 def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_away(
     kedro: Kedro, recorded: Recorded, mount_point: str
 ):
-    """The mount point is then an empty folder."""
+    """A disk that is not mounted leaves an empty mount point."""
     killed = recorded.run("KILLED")
     mounted, away = recorded.folder / mount_point, recorded.folder.parent / "disk"
     mounted.rename(away)
@@ -326,7 +326,7 @@ def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, re
 
 
 def test_the_lines_are_printed_when_the_project_is_free_again(kedro: Kedro, recorded: Recorded, monkeypatch):
-    """`kedro clean | less` would make each start wait until the reader has turned the page."""
+    """`kedro clean | less` would block every start of a run until the reader has turned the page."""
     recorded.run()
     command = ["flock", "--nonblock", str(recorded.folder), "true"]
     codes: list[int] = []

@@ -32,7 +32,7 @@ QUIET = {"KEDRO_LOGGING_CONFIG": str(REPOSITORY / "conf" / "logging.yml")}
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Every file and its time of change, without bytecode and the cache of tables."""
+    """The modification time of each file, except bytecode and the cache of tables."""
     return {
         str(path.relative_to(folder)): path.stat().st_mtime_ns
         for path in folder.rglob("*")
@@ -41,7 +41,7 @@ def files_below(folder: Path) -> dict[str, int]:
 
 
 def refused(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
-    """Run a command that must be refused, and return the lines it shows for it; nothing may have been written."""
+    """Run a command that must be refused; check that it wrote nothing, and return its error lines."""
     (project / "mlflow.db").unlink(missing_ok=True)
     before = files_below(project)
     result = kedro(project, "run", *arguments)
@@ -140,7 +140,7 @@ def test_a_mistake_in_a_configuration_file_is_one_line(
 
 
 def test_letters_that_the_locale_does_not_have_are_refused_in_one_line(kedro: Kedro, toy_project: Path):
-    typed = "prompts_path=gr\udcc3\udcb6\udcc3\udc9fe.jsonl"  # as Python takes UTF-8 where the locale is ASCII
+    typed = "prompts_path=gr\udcc3\udcb6\udcc3\udc9fe.jsonl"  # Python decodes UTF-8 so if the locale is ASCII
     result = kedro(toy_project, "run", "--params", typed)
     assert result.exit_code == 1
     assert re.search(r"Error: prompts_path=größe\.jsonl: .* utf-8, .*PYTHONUTF8=1\.", result.stderr)
@@ -210,12 +210,15 @@ def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path):
     (killed,) = runs(toy_project)
     assert killed.info.status == "KILLED"
     logged = mlflow.MlflowClient().get_metric_history(killed.info.run_id, "objective/scores")
-    assert [metric.step for metric in logged] == [1, 2]  # the iteration was finished, and its metrics are not lost
+    assert [metric.step for metric in logged] == [
+        1,
+        2,
+    ]  # the interrupted iteration was finished and logged
 
 
 @pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_is_killed_and_says_so(toy_project: Path):
-    """`kedro run | head -1`: MLflow would call it finished."""
+    """`kedro run | head -1` must not end as FINISHED in MLflow."""
     running = subprocess.Popen(
         [PROGRAM, "run", "--pipelines", "align"],
         cwd=toy_project,

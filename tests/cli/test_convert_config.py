@@ -53,7 +53,7 @@ def base_ppo() -> dict[str, Any]:
 
 
 def parameters(conversion: Conversion) -> dict[str, Any]:
-    """The content of both files."""
+    """The contents of parameters.yml and globals.yml."""
     return conversion.parameters | dict.fromkeys(conversion.missing)
 
 
@@ -61,7 +61,7 @@ def parameters(conversion: Conversion) -> dict[str, Any]:
 def test_kedro_reads_the_files_as_the_conversion_over_what_the_source_does_not_have(
     conversion: Conversion, tmp_path: Path
 ):
-    """Of conf/base's group ppo only settings without a counterpart in the source are left."""
+    """The result keeps from conf/base's group ppo only settings that the source library does not have."""
     (tmp_path / "base").symlink_to(ROOT / "conf" / "base")
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "parameters.yml").write_text(conversion.parameters_text())

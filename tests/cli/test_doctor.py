@@ -22,7 +22,7 @@ PASSING = ("one token", "prompt", "constant reward", "KL penalty")
 
 
 def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> dict[tuple[str, str], list[str]]:
-    """Examine a project and return the lines by level and part."""
+    """Run `kedro doctor` and return its lines by level and part."""
     before = files_below(project)
     result = kedro(project, "doctor", *arguments)
     assert result.exit_code == exit_code, result.output
@@ -84,7 +84,7 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, 1])
 def test_the_disk_suffices_to_the_last_byte(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int):
-    """Three checkpoints and an export."""
+    """Disk space is needed for three checkpoints and an export."""
     monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**40, 2**40))
     monkeypatch.setattr("ppo_rlhf.preflight.memory.MemoryPlan.checkpoint", 2**30)
     monkeypatch.setattr("ppo_rlhf.datasets.checkpoints.most_checkpoints", lambda *_: 3)

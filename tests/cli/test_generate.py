@@ -1,4 +1,4 @@
-"""`kedro generate`: equal policies answer equally, prompts come from everywhere, and what is missing is one line."""
+"""`kedro generate`: equal policies answer equally; prompts come from arguments, files and stdin; errors are one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kedro = Callable[..., Result]
 
 @pytest.fixture
 def own(project: Path) -> Path:
-    """A project with an SFT policy and an exported PPO policy of its own, which are equal."""
+    """A project whose SFT policy and exported PPO policy are equal."""
     for name in ("sft_policy", "ppo_policy"):
         save(project / "data" / "06_models" / name / "2026-01-01T00.00.00.000Z", tiny_model())
     (project / "my_reward.py").write_text(

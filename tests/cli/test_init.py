@@ -39,7 +39,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 SHIPPED = [path for path in files_of(REPOSITORY / "conf") if path.startswith(("base/", "accelerate", "logging.yml"))]
-"""The files of conf that a project has, too."""
+"""The files of this repository's conf that every new project gets."""
 
 
 def settings(project: Path) -> OmegaConfigLoader:
@@ -59,7 +59,7 @@ def inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def add_own_node(project: Path) -> None:
-    """Where the registry of the project shows it, with the line that stands there as a comment."""
+    """Add a node where the project's registry suggests it, by the line that is a comment there."""
     registry = next(project.glob("src/*/pipeline_registry.py"))
     text = registry.read_text().replace("import Pipeline", "import Node, Pipeline")
     uncommented = text.replace("    # pipelines[", "    pipelines[")
@@ -160,7 +160,7 @@ def test_an_empty_folder_is_taken_and_a_function_named_as_reward(tmp_path: Path)
 def test_a_reward_in_a_module_that_the_project_lacks_is_said_to_be_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, is_said: bool
 ) -> None:
-    """It lies in the working directory, from which `python -m` and pytest would import it."""
+    """The module lies in the working directory, from which `python -m` and pytest would import it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "of_mine").mkdir()
@@ -253,7 +253,7 @@ def test_main_takes_the_words_that_kedros_own_template_takes(
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which Python finds packages only where they are installed."""
+    """`sys.path` as in a project: Python finds only installed packages."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -263,8 +263,8 @@ def install(programs: Path, *wheels: Path) -> None:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """A virtual environment with this package's wheel, and what it depends on as the tests have it."""
-    source = folder / "source"  # a copy: setuptools would leave its own there, and take them up again
+    """A virtual environment with this package's wheel and with the tests' versions of its dependencies."""
+    source = folder / "source"  # build from a copy, because setuptools would reuse files of an earlier build
     for name in ("src", "conf", "docs"):
         shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -19,7 +19,7 @@ CARD = "---\nlibrary_name: transformers\n---\n\n# A model\n"
 
 
 def recorded(project: Path, name: str, version: str, status: str = "FINISHED", started: int = 1000) -> str:
-    """A run as the tracking hook leaves it, with the model that it wrote."""
+    """Record a run with its model, as the tracking hook does."""
     client = MlflowClient(f"sqlite:///{project / 'mlflow.db'}")
     found = client.get_experiment_by_name("ppo_rlhf")
     place = found.experiment_id if found else client.create_experiment("ppo_rlhf")

@@ -30,13 +30,13 @@ from tests.contracts import checkers
 CONF = Path(__file__).parents[2] / "conf"
 ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
 SHARED_ON_PURPOSE = ["checkpoint", "completions", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
-"""One folder on purpose: evaluations are beside the checkpoints that they choose among."""
+"""Entries that share a folder on purpose: evaluations lie beside the checkpoints that they rank."""
 
 OF_ANOTHER_NAME = {
     (function, "evaluation_prompts"): "chosen_prompts"
     for function in ("evaluate_sft_policy", "evaluate_ppo_policy", "compare_policies")
 }
-"""Arguments that take a dataset of another name, by function."""
+"""Arguments that take a dataset of another name, by the function's name."""
 
 each_environment = pytest.mark.parametrize("environment", ENVIRONMENTS)
 
@@ -85,7 +85,7 @@ def shipped_groups() -> set[str]:
 
 
 def misplaced(node: Node) -> list[str]:
-    """Return the arguments of a node's function that take another dataset than their name and type say."""
+    """Return the arguments of a node's function that get a dataset whose name or type does not match."""
     found = []
     for argument, hint, dataset in wired(node):
         is_group = argument in shipped_groups() and is_dataclass(hint)
@@ -96,7 +96,7 @@ def misplaced(node: Node) -> list[str]:
 
 
 def test_each_argument_of_a_node_takes_the_dataset_or_the_parameters_of_its_name() -> None:
-    """Inputs are lists: an exchange of two of them would be seen by nothing else."""
+    """Inputs are given as lists, so no other check would notice two exchanged inputs."""
     assert [line for node in all_nodes() for line in misplaced(node)] == []
     assert parameter_groups().keys() == shipped_groups()
 
@@ -143,14 +143,14 @@ def layers_before(name: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", ["__default__", "align", "evaluation", "audit_reward", "critic_pretraining", "sweep"])
 def test_no_layer_leads_back_to_itself(name: str) -> None:
-    """Kedro-Viz draws layers only then."""
+    """Kedro-Viz draws layers only if they are acyclic."""
     order = TopologicalSorter(layers_before(name)).static_order()  # raises CycleError
     assert "08_reporting" in order
 
 
 @each_environment
 def test_what_is_written_lies_where_no_other_entry_does(environment: str) -> None:
-    """Kedro accepts two, and the last one to save wins; what the user brings is only read, and may be shared."""
+    """Kedro accepts two entries with one path, and the last save wins. Inputs of a user may share a path."""
     written = {name for node in all_nodes() for name in node.outputs}
     names = defaultdict(list)
     for name, entry in catalog_of(environment).items():
@@ -178,7 +178,7 @@ def test_every_parameter_is_a_field_of_a_validated_group_and_valid(environment: 
 
 
 def test_the_page_of_mlflow_is_served_to_this_machine_alone() -> None:
-    """MLflow's server asks nobody for a password."""
+    """MLflow's server has no password, so it must listen on this machine only."""
     assert {config(environment)["mlflow"]["ui"]["host"] for environment in ENVIRONMENTS} == {"127.0.0.1"}
 
 

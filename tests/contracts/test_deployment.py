@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "deployment.md").read_text()
 
 @pytest.mark.slow
 def test_the_packaged_project_runs_in_a_plain_folder(tmp_path: Path) -> None:
-    """No pyproject.toml: only `conf` and the data, as the page unpacks them."""
+    """The folder has no pyproject.toml, only `conf` and the data, as the page unpacks them."""
     for folder in ("conf", "data/01_raw"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("local"))
     finished = subprocess.run(
@@ -64,7 +64,7 @@ def test_the_commands_and_pipelines_of_the_page_exist() -> None:
 
 
 def test_the_container_and_the_job_of_the_page_fit_a_project_of_ones_own() -> None:
-    """Neither Docker nor a cluster is asked: what they copy, mount and start is compared with the project."""
+    """Docker and a cluster are not run: the files that they copy, mount and start are compared with the project."""
     (container,), jobs = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("dockerfile", "yaml"))
     steps = [line.split(maxsplit=1) for line in container.splitlines()]
     files = {Path(path).parts[0] for path in project_files("own", {}, "{type: model}")}
@@ -81,7 +81,7 @@ def test_the_container_and_the_job_of_the_page_fit_a_project_of_ones_own() -> No
 
 
 def test_a_stage_is_one_namespace_and_hands_nothing_on_in_memory() -> None:
-    """So that each can be a process, or an Airflow task, of its own, and none cuts the loop open."""
+    """Each slice can then be a process or an Airflow task of its own, and no slice cuts the loop open."""
     catalog: dict[str, Any] = {}
     for path in (ROOT / "conf/base").glob("catalog_*.yml"):
         catalog |= yaml.safe_load(path.read_text())

@@ -23,7 +23,7 @@ PROGRAM = re.compile(r"(?:^|[\s/])(?:kedro|ppo_rlhf) +(?P<arguments>[a-z].*)")
 ELSEWHERE = ("airflow",)
 """Commands of plugins that the project does not depend on."""
 OPEN = "…"
-"""Stands for a value, or for whatever follows."""
+"""The sign that stands for a value, or for the rest of a command."""
 CITED = re.compile(r"\b(?P<file>(?:\w+/)*test_\w+\.py)(?:::(?P<test>test_\w+))?")
 
 
@@ -76,7 +76,7 @@ def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(com
         try:
             options = parsed(command_line, arguments, click.Context(command_line)).params
         except click.MissingParameter:
-            continue  # prose names a command without what it takes
+            continue  # prose may name a command without its arguments
         except click.ClickException as error:
             refused[words] = error.format_message()
             continue

@@ -14,7 +14,7 @@ SHARED = (
 )
 KEDROS = re.compile(r"\bkedro (run|advise)|--params|--pipelines|\bconf/|globals\.yml|\bprompts\.column\b")
 OF_THE_PIPELINE = {
-    "advice/advise.py": "kedro advise",  # PPOTrainer has all advice said
+    "advice/advise.py": "kedro advise",  # the caller chooses the command; PPOTrainer never shows this default
     "checkpoints/training_record.py": "--params",  # PPOTrainer does not read them
     "data/prompts.py": "` (prompts.column); the columns are",  # PPOTrainer looks for its columns itself
 }

@@ -19,7 +19,7 @@ def registered() -> dict[str, Pipeline]:
 def test_kedro_finds_the_type_of_every_parameter_group(
     registered: dict[str, Pipeline], caplog: pytest.LogCaptureFixture
 ):
-    """It evaluates all annotations of a node: a name that is not there switches the node's validation off."""
+    """Kedro evaluates all annotations of a node; a name that is not imported switches the node's validation off."""
     found = TypeExtractor(registered).extract_types_from_pipelines()
     groups = {name for pipeline in registered.values() for name in pipeline.inputs() if name.startswith("params:")}
     assert {f"params:{name}" for name in found} == groups

@@ -1,4 +1,4 @@
-"""Metrics and samples reach MLflow once and in order, if it refuses them for a while, hangs, or has some already."""
+"""Metrics and samples reach MLflow once and in order, even if MLflow refuses some, hangs, or has some already."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def points(run_id: str, key: str) -> Points:
 
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The store refuses metrics while this list holds a reason."""
+    """While this list holds a reason, the store refuses metrics for that reason."""
     reasons: list[str] = []
     log_batch = MlflowClient.log_batch
 

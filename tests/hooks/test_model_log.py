@@ -165,7 +165,7 @@ def test_a_text_policy_takes_the_parameters_of_its_signature_and_samples_as_ppo_
 
 
 def test_a_request_does_not_run_past_the_context(store: Path, tmp_path: Path):
-    """Of 30 words the last 27 are left where 5 tokens are to come, and of the generator's text there are 32 tokens."""
+    """The context has 32 tokens: of 30 words the last 27 are kept, which leaves room for 5 new tokens."""
     uri, model = logged_policy(tmp_path)
     prompt = " ".join("abcdefghij" * 3)
     (answer,) = mlflow.pyfunc.load_model(uri).predict(prompt, params={"max_new_tokens": 5, "top_k": 1})
@@ -176,7 +176,7 @@ def test_a_request_does_not_run_past_the_context(store: Path, tmp_path: Path):
 
 
 def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_path: Path):
-    """Also where a text stops the answer, though the folder that the policy was trained in is gone."""
+    """A stop text works, too, although the folder in which the policy was trained is gone."""
     uri, model = logged_policy(tmp_path, TEMPLATE)
     served = mlflow.pyfunc.load_model(uri)
     request = {"messages": [{"role": "user", "content": "b c"}], "top_k": 1}
@@ -298,7 +298,7 @@ def test_a_run_that_goes_on_is_registered_once_and_takes_the_place_that_a_kill_k
 
 
 def test_of_two_runs_that_end_at_once_the_better_one_becomes_champion(store: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each would find no champion, and the worse one, which is slower, would set the alias last."""
+    """Without a lock both registrations would find no champion, and the slower, worse one would set the alias last."""
     both_have_looked, set_alias = threading.Barrier(2), mlflow.MlflowClient.set_registered_model_alias
     model_log.register(logged_model(), "sft", summary_of(0.5, Verdict.NO_CLEAR_DIFFERENCE))
     models = {0.9: logged_model(), 0.6: logged_model()}

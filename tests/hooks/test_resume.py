@@ -97,7 +97,7 @@ class Toy:
         return self.runs()[0]
 
     def interrupted(self, *params: str, at: int = 2, **options: Any) -> str:
-        """Fail in an iteration, and return the run's id."""
+        """Run until an iteration fails, and return the run's id."""
         before = {run.info.run_id for run in self.runs()}
         self.monkeypatch.setenv("TOY_FAIL_AT", str(at))
         assert isinstance(self.kedro(*params, **options).exception, ZeroDivisionError)
@@ -120,7 +120,7 @@ class Toy:
         return str(run.info.run_id)
 
     def killed_at(self, place: str, *params: str) -> None:
-        """Run in a process that dies as it comes to this function, named by its module and name."""
+        """Run in a process that dies at the first call of this function, given as `module.name`."""
         child = os.fork()
         if child == 0:
             self.monkeypatch.setattr(place, lambda *_, **__: os._exit(9))
@@ -197,7 +197,7 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
     alive, elsewhere = toy.left(**place), toy.left(**{**place, "host": "vm-7"})
     below = toy.left(**{"mlflow.parentRunId": killed})
     (toy.root / elsewhere / "run.lock").write_text("")
-    newer = 4_000_000_000  # than its start
+    newer = 4_000_000_000  # later than the run's start
     os.utime(toy.root / killed, (newer, newer))
     with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):
         toy.run(pipelines="supervised_finetuning")
@@ -285,7 +285,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     toy.left(environment="other")
     (toy.root / toy.left()).rmdir()  # of another machine
     (toy.root / toy.left(host="elsewhere", project_path=str(toy.project))).rmdir()
-    alike = toy.left(host=platform.node(), project_path=str(toy.project))  # of a machine that is called like this one
+    alike = toy.left(host=platform.node(), project_path=str(toy.project))  # from another machine with this host name
     toy.client.log_param(alike, "ppo.kl_coef", 0.05)  # it has begun there
     (toy.root / alike).rmdir()
     running = toy.left()
@@ -303,7 +303,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     other = toy.left()
     toy.client.log_param(other, "ppo.kl_coef", 0.5)
     whole = checkpoint(toy.root, other, 1)
-    finished = toy.run()  # a newer one hides none of them
+    finished = toy.run()  # a newer finished run must not hide these runs
     empty = toy.left()
     toy.client.log_param(empty, "ppo.kl_coef", 0.5)
     with caplog.at_level(logging.INFO):
@@ -329,7 +329,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
 @pytest.mark.slow
 def test_latest_is_the_run_that_was_written_last_though_the_clock_was_set_back(toy: Toy):
     older, newer = toy.left(), toy.left()
-    os.utime(toy.root / older, (1.0, 1.0))  # MLflow has the times of a clock that was ahead
+    os.utime(toy.root / older, (1.0, 1.0))  # MLflow recorded the times of a clock that was ahead
     with sqlite3.connect(toy.project / "mlflow.db") as database:
         database.execute("UPDATE runs SET start_time = 9999999999999 WHERE run_uuid = ?", (older,))
     toy.run("resume=latest")
@@ -380,7 +380,7 @@ def mlflow_models(toy: Toy) -> list[LoggedModel]:
 
 @pytest.mark.slow
 def test_two_jobs_with_one_command_take_a_run_each(toy: Toy):
-    """Both start at once; the one that finds the other's run locked begins one of its own, or takes an older one."""
+    """Both start at once. The process that finds the other's run locked starts a new run or resumes an older one."""
     _, newest = toy.left(), toy.left()
     arguments = ("--pipelines", "align", "--params", "resume=latest")
     with ThreadPoolExecutor(2) as pool:
@@ -499,7 +499,7 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
     ("before", "after", "refused", "changed"),
     [
         ({"ppo.gamma": "1.0"}, {"ppo.gamma": "0.9"}, "ppo.gamma", ""),
-        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that is there no more
+        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that no longer exists
         ({"ppo.lam": "1.0"}, {"ppo.lam": "1.0", "ppo.new": "2"}, "", ""),
         ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
         (
@@ -510,7 +510,7 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
         ),
         ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
-        ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # of a group that this run does not read
+        ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # a group that this run does not read
         ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow
         (  # the function has moved
             {"reward.components": '[{"function": "ppo_rlhf.demo.random_walks:optimality"}]'},
@@ -738,7 +738,7 @@ def test_a_new_training_does_not_begin_in_an_mlflow_run_that_has_trained(toy: To
 
 
 def untracked(entry: ResumeCheckpointDataset, project: Path) -> None:
-    """Let the hook do its work before the first node, with tracking disabled."""
+    """Call the hook as Kedro does before the first node, with tracking disabled."""
     hook = TrackingHook()
     hook.mlflow_config = KedroMlflowConfig.model_validate({"tracking": {"disable_tracking": {"pipelines": ["ppo"]}}})
     run_params = {"pipeline_names": ["ppo"], "project_path": str(project)}
@@ -765,7 +765,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     newest, older = checkpoint(toy.root, run_id, 2), checkpoint(toy.root, run_id, 1)
     line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
     assert re.search(rf"ppo\.total_episodes .*checkpoint, {newest}\.$", line)
-    with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
+    with (toy.root / run_id / "run.lock").open("a") as file:  # the refused run has released the lock
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2
 

@@ -1,4 +1,4 @@
-"""What is said of a run that did not end well."""
+"""The tags and the log line of a run that failed or was stopped."""
 
 from __future__ import annotations
 

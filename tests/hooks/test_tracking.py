@@ -1,4 +1,4 @@
-"""What a run leaves in MLflow, and that nothing is left where tracking is off."""
+"""The records of a run in MLflow; with tracking disabled there are none."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_samples_are_a_table_of_the_first_every_second_and_the_last_iteration(tr
 
 
 def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(tracked: TrackedRun):
-    """And with those alone: the loss of another stage at step 3 is no metric of the policy after iteration 3."""
+    """No other metrics are linked: the loss of another stage at step 3 is no metric of the policy after iteration 3."""
     (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
     assert model.source_run_id == tracked.run.info.run_id
     assert [output.step for output in tracked.run.outputs.model_outputs] == [3]
@@ -260,7 +260,7 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     monkeypatch.setattr(tracking_store, "SLOW_S", 0.1)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and answers none
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections, but never answers
         uri = f"http://{{}}127.0.0.1:{server.getsockname()[1]}"
         settings = f"server:\n  mlflow_tracking_uri: {uri.format('me:secret@')}\n"
         (toy_project / "conf" / "local" / "mlflow.yml").write_text(settings)
@@ -293,7 +293,7 @@ def test_the_command_is_a_tag_as_it_was_typed(kedro: Kedro, toy_project: Path, m
 def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Kedro tells no hook of it, and MLflow would call a run that is still open at the end finished."""
+    """Kedro calls no hook for a SystemExit, and MLflow would mark a run that is still open at exit as finished."""
     monkeypatch.setenv("TOY_FAIL_AT", "2")
     monkeypatch.setenv("TOY_ERROR", "SystemExit")
     result = kedro(toy_project, "run", "--pipelines", "align")
@@ -391,7 +391,7 @@ def test_a_signal_before_the_first_node_ends_the_run_as_killed(
 def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It takes everything but metrics; at the end MLflow is told to be impatient."""
+    """The store accepts everything but metrics; at the end MLflow's timeouts are short."""
     answer, retries = threading.Event(), []
     log_batch, end_run = mlflow.MlflowClient.log_batch, mlflow.end_run
 
@@ -589,7 +589,7 @@ def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
 def test_a_database_that_is_being_made_has_another_name(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """So that a process that is killed then leaves no half of one; MLflow would refuse it in every later run."""
+    """A process that is killed must not leave half a database, which MLflow would refuse in every later run."""
     (toy_project / "mlflow.db").unlink()
     seen: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""The processes that are not the main one: they learn the run from it, and track nothing."""
+"""Processes other than the main process get the run from the main process, and track nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `kedro run` left behind, in a form that two runs can be compared by."""
+"""The results of a `kedro run`, in a form in which two runs can be compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Holds its checkpoints."""
+        """The run's folder of checkpoints."""
         return self.project / "data/test/06_models/ppo_checkpoints" / self.tracked.info.run_id
 
     def says(self, text: str) -> bool:

@@ -161,7 +161,7 @@ def test_what_a_run_says_once_each_run_of_a_process_says(kedro: Kedro, own: OwnP
 
 @pytest.mark.slow
 def test_an_input_without_mistakes_runs(kedro: Kedro, own: OwnProject):
-    """So each refusal above is due to its mistake."""
+    """Without a mistake the project is accepted, so each refusal above is due to its mistake."""
     own.start_from("models/mine", ALIGN)
     own.write_settings()
     result = kedro(own.project, *ALIGN)

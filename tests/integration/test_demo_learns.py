@@ -1,4 +1,4 @@
-"""The shipped demo, whole, on three seeds: it must really learn, and stay grammatical. Minutes a seed: marked slow."""
+"""The whole shipped demo on three seeds must learn and stay grammatical. A seed takes minutes, so it is marked slow."""
 
 from __future__ import annotations
 

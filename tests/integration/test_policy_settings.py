@@ -1,4 +1,4 @@
-"""A policy that was trained with other settings than conf's is evaluated, reported and asked with its own."""
+"""A policy whose training settings differ from conf's is evaluated, reported and sampled with its own settings."""
 
 from __future__ import annotations
 

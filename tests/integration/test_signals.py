@@ -17,7 +17,7 @@ from tests.integration.processes import kedro_run
 
 @pytest.mark.slow
 def test_sigterm_finishes_and_saves_the_iteration(make_project: Callable[[], Path]) -> None:
-    """A run resumes from such a checkpoint as from that of a killed run (test_resume.py)."""
+    """Resuming from this checkpoint works as after a kill, which test_resume.py tests."""
     project = make_project()
     stopped = kedro_run(project, "--env", "test", interrupted=("SIGTERM", "ppo.score_responses", 2))
     run = Run(project, stopped.stdout)

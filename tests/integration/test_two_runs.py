@@ -1,4 +1,4 @@
-"""Two `kedro run` at once in one project: both end well, and each tells its own numbers, those that it tells alone."""
+"""Two `kedro run` at once in one project: both finish, and each logs the numbers that it logs when run alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def told(project: Path, seed: int) -> dict[str, object]:
 def test_two_runs_at_once_in_one_project_each_tell_what_they_tell_alone(
     chain: Run, make_project: Callable[[], Path], tmp_path: Path
 ) -> None:
-    """Both begin each node outside the loop together, so that each has written before the other one reads."""
+    """Both runs begin each node outside the loop together, so that each run has written before the other reads."""
     alone, together = make_project(), make_project()
 
     def run(project: Path, seed: int, in_step: tuple[Path, str] | None) -> None:

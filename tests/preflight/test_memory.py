@@ -86,7 +86,7 @@ def test_weights_and_moments_are_those_of_a_run_to_the_byte(settings: dict[str, 
 
 
 def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
-    """Rows of 14 tokens, 8 at a time; a token keeps the input and output of each linear layer, 1.5-fold."""
+    """Rows of 14 tokens, 8 at a time. A token keeps 1.5 times the inputs and outputs of all linear layers."""
     layer = (16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16)
     one_layer, kept = int(1.5 * layer * 4), int(1.5 * 2 * layer * 4)
     logits, cache = 8 * 8 * 23 * 4, 8 * 14 * (2 * 2 * 1 * 8) * 4
@@ -101,7 +101,10 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
     assert passing(plan(), "scoring") == 8 * 14 * one_layer
     assert passing(plan(), "rollout") == cache + 8 * 6 * one_layer
-    for accumulation, buckets in ((1, 0), (2, gradients)):  # DDP's buckets hold the gradients, unless they accumulate
+    for accumulation, buckets in (
+        (1, 0),
+        (2, gradients),
+    ):  # DDP's buckets are the gradients, unless these accumulate
         one, two = (
             plan(replace(RunShape(LLAMA, 6), processes=count), gradient_accumulation_steps=accumulation)
             for count in (1, 2)
@@ -116,7 +119,7 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     (minibatches, *_), mask = experience.rollouts.epochs, experience.rollouts.mask
     pieces = update._micro_batches(run.state, experience, minibatches, mask, experience.advantages)
     rows, width = run.config.local_batch_size, run.config.response_length
-    assert run.state.statistics_dtype == torch.float64  # of the tests' models; runs have four bytes a number
+    assert run.state.statistics_dtype == torch.float64  # bytes per number of the tests' float64 models; runs use four
     expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))
     assert sum(map(bytes_of, pieces)) == pytest.approx(expected, rel=0.1)
 
@@ -319,7 +322,7 @@ def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     )
 
 
-# Against a measured peak.
+# The plan against a measured peak.
 
 
 def resident(name: str) -> int:

@@ -147,7 +147,7 @@ def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path
 
 @pytest.fixture
 def with_a_reward_model(own: Path) -> Path:
-    """The same project, where an earlier run left a reward model of other words, from which critics start."""
+    """The same project with a reward model of another vocabulary, left by an earlier run, from which critics start."""
     (own / "conf" / "local" / "parameters.yml").write_text("ppo: {response_length: 8, value_model: reward_init}")
     reward = tiny_model("gpt2", reward=True, num_labels=1, vocab_size=12)
     save(own / "data/06_models/reward_model/2026-01-01", reward, word_tokenizer())

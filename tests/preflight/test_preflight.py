@@ -243,7 +243,7 @@ LEFT_OUT = [{"role": "developer", "content": "c"}, {"role": "user", "content": "
 
 @pytest.mark.parametrize("table", ["raw_prompts", "raw_evaluation_prompts", "raw_demonstrations", "raw_preferences"])
 def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: User, table: str):
-    """It is the template of the model that the run starts from; the row is that of the file."""
+    """The chat template is the start model's, and the row number in the message is the file's."""
     word_tokenizer(chat_template=SKIPS_DEVELOPER).save_pretrained(str(chain.paths["base_model"]))
     reply = [{"role": "assistant", "content": "b"}]
     rows = [LEFT_OUT[1:], [{"role": "user", "content": "d"}], LEFT_OUT]

@@ -25,7 +25,7 @@ def outcome(probe: probes.Probe, model: PreTrainedModel | None = None, **setting
 
 
 def broken(model: PreTrainedModel | None = None, **settings) -> dict[str, str]:
-    """Run all probes and return what is broken by the name of the probe; what passed is left out."""
+    """Run all probes and return the complaints of those that failed, by the probe's name."""
     config = PPOConfig(**settings)
     found = list(probes.run_probes(config, model or probes.tiny_model(None)[0]))
     assert tuple(each.name for each in found) == (ALL if probes.brings_back(config) else ALL[:-1])
@@ -78,7 +78,7 @@ def test_a_reward_one_token_too_early_is_found_by_the_value_of_the_last_token(mo
     rewards_patched(monkeypatch, early)
     found = outcome(DELAYED)
     assert "the critic does not see the reward of the last token" in found.broken
-    assert "the policy" not in found.broken  # which learns it all the same
+    assert "the policy" not in found.broken  # which solves the problem all the same
 
 
 @pytest.mark.slow

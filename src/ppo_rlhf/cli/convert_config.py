@@ -73,7 +73,7 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise ConfigError(
-            f"Already there: {', '.join(existing)}. Give --force to replace the files, --to FILE to write elsewhere, or "
+            f"Already there: {', '.join(existing)}. Give --force to replace them, --to FILE to write elsewhere, or "
             "--to - to print."
         )
     for path, text in files.items():

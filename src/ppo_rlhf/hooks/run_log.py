@@ -93,7 +93,7 @@ class RunLog:
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
-        # The evaluation is the last node of an iteration that asks judges. The final evaluation's counts are logged by `close`.
+        # In an iteration this evaluation is the last to ask judges. `close` logs the counts of the final evaluation.
         if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):
             self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
