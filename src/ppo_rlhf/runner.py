@@ -254,7 +254,7 @@ def _first_error(stop: BaseException) -> Exception:
 
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
-    """Return the RunCatalog of a run. (The annotation is Any because Kedro's annotations do not allow a RunCatalog.)"""
+    """Return the RunCatalog of a run; the annotation is Any, because Kedro's annotations do not allow a RunCatalog."""
     from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported here because it is slow
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs

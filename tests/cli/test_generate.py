@@ -1,4 +1,4 @@
-"""`kedro generate`: equal policies answer equally; prompts come from arguments, files and stdin; errors are one line."""
+"""`kedro generate`: equal policies answer equally; prompts come from arguments, files or stdin; errors are one line."""
 
 from __future__ import annotations
 

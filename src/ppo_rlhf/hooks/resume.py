@@ -142,8 +142,8 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
     if requested is None or requested == LATEST:
         return None
     home, given = root.resolve(), Path(requested).expanduser()
-    places = (home / given, project_path / given, given.absolute())
-    path = next((place.resolve() for place in places if place.is_dir()), home)
+    candidates = (home / given, project_path / given, given.absolute())
+    path = next((folder.resolve() for folder in candidates if folder.is_dir()), home)
     if path.parent == home:
         return path.name, None
     if path.parent.parent == home:
@@ -253,10 +253,10 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
     """Compare this run with the MLflow run that it would resume.
 
-    Return the refused differences in words, and the allowed changes keyed by their name in a tag. These are no
-    differences: params that the earlier run did not have, `auto` settings that this machine chose, and paths that
-    changed only because the project was moved. Files with a user's functions may change, so that a function that
-    failed can be fixed.
+    Return the refused differences in words, and the allowed changes keyed by their name in a tag. Three things are not
+    compared: params that the earlier run did not have, `auto` settings that this machine chose, and paths that changed
+    only because the project was moved. Files with a user's functions may change, so that a function that failed can be
+    fixed.
     """
     from ppo_rlhf.checkpoints.restore import MAY_CHANGE
 

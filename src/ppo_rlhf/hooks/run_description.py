@@ -233,7 +233,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if hasattr(dataset, "fingerprint"):  # the dataset is a user's table
+        if hasattr(dataset, "fingerprint"):  # a user's table computes its own fingerprint
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():

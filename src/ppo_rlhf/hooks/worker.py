@@ -61,7 +61,7 @@ class WorkerHook:
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
-            with processes.alone():  # no collectives here: the main process has done this before
+            with processes.alone():  # no collectives here: the main process did this before the others
                 use_policy_settings(pipeline, catalog, OwnSettings(self._loader), lambda _: True)
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)

@@ -40,8 +40,8 @@ def judges_of(run: RunRequest) -> Iterator[tuple[str, LLMJudgeConfig]]:
     for reward in run.rewards:
         yield from ((f"reward.{term.title}", term.llm) for term in reward.components if term.llm is not None)
     if evaluation is not None:
-        places = {JUDGE: evaluation.judge, **{f"{JUDGE}s.{name}": each for name, each in evaluation.judges.items()}}
-        yield from ((place, judge) for place, judge in places.items() if isinstance(judge, LLMJudgeConfig))
+        judges = {JUDGE: evaluation.judge, **{f"{JUDGE}s.{name}": each for name, each in evaluation.judges.items()}}
+        yield from ((setting, judge) for setting, judge in judges.items() if isinstance(judge, LLMJudgeConfig))
 
 
 def _try(run: RunRequest, place: str, judge: LLMJudgeConfig) -> None:

@@ -122,7 +122,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     one_layer = kept // layers
     decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
-    models_scored = 2 if config.kl_estimator == "full" else 1  # "full" also holds the reference policy's logits
+    models_scored = 2 if config.kl_estimator == "full" else 1  # "full" also needs the reference's logits
     held_logits = most_logits(None if shape.on_cpu else shape.card)
 
     def logits(rows: int) -> int:

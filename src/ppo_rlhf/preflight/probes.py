@@ -214,17 +214,17 @@ def unit(config: PPOConfig) -> float:
 
 def probe_config(config: PPOConfig) -> PPOConfig:
     """Return the settings that the probes train with: the run's for the names in `TAKEN`, the probes' own otherwise."""
-    taken = {name: getattr(config, name) for name in TAKEN}
+    settings = {name: getattr(config, name) for name in TAKEN}
     most = MOST_OF_A_UNIT * unit(config)
-    taken |= {name: min(taken[name], most) for name in ("kl_coef", "entropy_coef")}
+    settings |= {name: min(settings[name], most) for name in ("kl_coef", "entropy_coef")}
     if config.value_model != "shared":
-        taken |= {"value_model": "separate", "value_learning_rate": VALUE_LEARNING_RATE}
+        settings |= {"value_model": "separate", "value_learning_rate": VALUE_LEARNING_RATE}
     if config.positive_coef > 0:
-        taken["positive_threshold"] = 1.0
+        settings["positive_threshold"] = 1.0
     rows = SIZES["per_device_train_batch_size"] // config.responses_per_prompt * config.responses_per_prompt
     sizes = SIZES | {"per_device_train_batch_size": rows, "total_episodes": ITERATIONS * rows}
     fixed: dict[str, Any] = {"lr_scheduler_type": "constant", "stop_token": "none", "dtype": "float32", "device": "cpu"}
-    return PPOConfig(**taken, **sizes, **fixed, kl_warning=1e6, kl_alarm=1e6)
+    return PPOConfig(**settings, **sizes, **fixed, kl_warning=1e6, kl_alarm=1e6)
 
 
 def describe(config: PPOConfig) -> Iterator[str]:
