@@ -18,8 +18,9 @@ from ppo_rlhf.core.rewards import last_token_mask
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """λ of each response for the policy's advantages, [B] float64 in 0..1: max(0, 1 − 1 / (alpha · length)).
 
-    The weights λ^k of a long response's TD errors then add up to alpha · length (γ = 1). `lengths` [B] are in tokens, 0
-    is taken as 1, and alpha is > 0. Raises ShapeError or ConfigError if they are not.
+    With this λ and γ = 1, the weights λ^k of a long response's TD errors add up to alpha · length. `lengths` [B] are in
+    tokens; a length of 0 counts as 1. `alpha` is > 0. Raises ShapeError if `lengths` is not [B], and ConfigError if
+    `alpha` is not > 0.
 
     Source: Yue et al. (2025), "VAPO", arXiv:2504.05118, length-adaptive GAE.
     """
@@ -37,7 +38,7 @@ def generalized_advantage_estimate(
     *,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each response token.
+    """Compute the advantage and the return of each response token.
 
     With L the last real token of a row and V_{L+1} its bootstrap value:
         δ_t = r_t + gamma · V_{t+1} − V_t,   A_t = δ_t + gamma · lam · A_{t+1},   A_{L+1} = 0,   R_t = A_t + V_t.
@@ -47,9 +48,10 @@ def generalized_advantage_estimate(
         values: V_t [B, T], the critic's value before token t is emitted.
         mask: [B, T], True on the response's real tokens, a prefix of each row.
         gamma: Discount per token, 0..1.
-        lam: λ, 0 (one-step) .. 1 (Monte Carlo), one for all or [B], one for each row (not looked into).
-        bootstrap_values: V_{L+1} [B], the value after the last real token: for cut-off responses, 0 for those that
-            ended by themselves. None: 0 for all, the last token is terminal.
+        lam: λ, 0 (one-step) .. 1 (Monte Carlo): one number for all rows, or a tensor [B] with one λ for each row. The
+            range of a tensor is not checked.
+        bootstrap_values: V_{L+1} [B], the value after the last real token of a cut-off response; 0 for a response that
+            ended with a stop token. None: 0 for all rows, so that the last token is terminal.
 
     Returns:
         `advantages` and `returns`, each [B, T], 0 in padding. Advantages are not whitened.
@@ -79,7 +81,7 @@ def generalized_advantage_estimate(
         after_end_BT = bootstrap_values.to(dtype)[:, None].expand_as(values_BT)
         next_values_BT = torch.where(last_token_mask(is_response_BT), after_end_BT, next_values_BT)
 
-    # Padding has r = V = 0 and so δ = 0: what comes in from the right of a row's last real token is 0.
+    # Padding has r = V = 0, therefore δ = 0: the sum from the right is 0 when it reaches a row's last real token.
     deltas_BT = rewards_BT + gamma * next_values_BT - values_BT
     running_B = deltas_BT.new_zeros(deltas_BT.shape[0])
     reversed_columns = []

@@ -1,4 +1,4 @@
-"""From a matrix of token losses to one number, so that cutting a minibatch into micro-batches changes nothing."""
+"""Reduce token losses to one number such that cutting a minibatch into micro-batches does not change the sum."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def aggregate_loss(
     loss_aggregation: str = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """One scalar from a token loss: numerator / denominator.
+    """Reduce token losses to one scalar: numerator / denominator.
 
     | loss_aggregation | numerator | denominator |
     | --- | --- | --- |
@@ -22,18 +22,19 @@ def aggregate_loss(
     | seq_mean_token_mean | sum over sequences of their token mean | sequences |
     | token_sum_fixed_length | sum over real tokens | sequences × fixed length |
 
-    A sequence is a row with at least one real token. With the same `denominator` given to each, the losses of the
-    micro-batches of a minibatch add up to the loss of the whole minibatch, and so do their gradients.
+    A sequence is a row with at least one real token. If all micro-batches of a minibatch get the same `denominator`,
+    their losses add up to the loss of the whole minibatch, and their gradients add up to its gradient.
 
     Args:
-        token_loss: [B, T]; anything in padding.
-        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
+        token_loss: [B, T]; padding may hold anything.
+        mask: [B, T], True on the tokens that count; holes and empty rows are allowed.
         loss_aggregation: One of LOSS_AGGREGATIONS.
         denominator: The optimiser step's global count: `aggregation_count` of the whole minibatch, summed over ranks.
             None: the count of this call, with this call's width T as the fixed length.
 
     The result is 0, with gradient 0, if no token counts. Raises ShapeError if shapes do not fit, and ConfigError for an
-    unknown aggregation, or a negative or non-finite `denominator` (a tensor is not looked into).
+    unknown aggregation, or a `denominator` that is a negative or non-finite number (the value of a tensor is not
+    checked).
     """
     where = "aggregate_loss"
     check_shape(where, "BT", token_loss=token_loss, mask=mask)
@@ -52,15 +53,15 @@ def aggregate_loss(
         check_range(where, at_least=0.0, denominator=denominator)
         return numerator / (denominator or 1.0)
     divisor = torch.as_tensor(denominator, dtype=dtype, device=token_loss.device)
-    # Without a single token the numerator is 0, and so may be the denominator: 0, not NaN.
+    # If no token counts, numerator and denominator may both be 0: divide by 1, so that the result is 0, not NaN.
     return numerator / torch.where(counts_BT.any(), divisor, 1.0)
 
 
 def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
-    """The denominator that `aggregate_loss` wants for this mode, an int64 scalar: add it up over ranks.
+    """Count the denominator of `aggregate_loss` for one aggregation, as an int64 scalar. Sum the counts over all ranks.
 
-    It is counted over the `mask` [B, T] of the whole minibatch. `fixed_length`, >= 1, is the constant number of token
-    slots of a response (response_length) for token_sum_fixed_length; None: T. The other modes do not use it.
+    `mask` [B, T] is that of the whole minibatch. `fixed_length`, >= 1, is the number of token slots of a response
+    (response_length), which only token_sum_fixed_length uses; None: T.
 
     Raises ShapeError if `mask` is not [B, T], and ConfigError for an unknown aggregation or `fixed_length` below 1.
     """

@@ -1,4 +1,4 @@
-"""Checks at the door of every numeric function: shapes, ranges, and the float type to compute in."""
+"""Checks of the arguments of numeric functions: shapes, ranges, and the float type to compute in."""
 
 import math
 from collections.abc import Collection
@@ -11,9 +11,9 @@ from ppo_rlhf.core.errors import ConfigError, ShapeError
 
 
 def check_shape(where: str, dimensions: str | None, **tensors: Tensor) -> None:
-    """Raise ShapeError unless all tensors have one shape; `where` opens the message.
+    """Raise ShapeError unless all tensors have the same shape, with one axis per letter of `dimensions` (such as "BT").
 
-    It has as many dimensions as `dimensions` has letters, such as "BT"; None: any number.
+    With `dimensions` None any number of axes is allowed. `where`, the caller's name, opens the message.
     """
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     name, first = next(iter(shapes.items()))
@@ -75,22 +75,25 @@ def check_choice(where: str, choices: Collection[str], **values: str) -> None:
 
 
 def as_bool(mask: Tensor) -> Tensor:
-    """A 0/1 mask of any type as bool; a bool mask as it is."""
+    """Convert a 0/1 mask of any type to bool; return a bool mask unchanged."""
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def compute_dtype(*given: Tensor | nn.Module) -> torch.dtype:
-    """The widest float type of tensors and models, float32 at least: half precision and integers become float32."""
+    """Return float64 if a tensor or model has that type, otherwise float32: half precision and integers are widened."""
     return torch.float64 if any(each.dtype == torch.float64 for each in given) else torch.float32
 
 
 def select(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype` where the bool `mask` is True, 0 elsewhere, even over NaN; no gradient reaches masked entries."""
+    """Return `x` in `dtype` where the bool `mask` is True, and 0 elsewhere, even if `x` is NaN there.
+
+    Entries where `mask` is False get gradient 0.
+    """
     return torch.where(mask, x.to(dtype), _zero(x.device, dtype))
 
 
 @cache
 def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A zero that is made once: `torch.where` would make a new one from a number at each call."""
+    """Return one zero tensor per device and type: given a Python number, `torch.where` makes a new tensor each call."""
     with torch.inference_mode(False):
         return torch.zeros((), device=device, dtype=dtype)

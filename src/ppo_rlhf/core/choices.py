@@ -1,10 +1,10 @@
-"""The names by which a setting chooses a formula. No torch in here: settings can be read without waiting for it."""
+"""The names of the formulas that settings choose from. No torch import here, so that reading settings is fast."""
 
 from typing import Literal, get_args
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
 KL_ESTIMATORS: tuple[str, ...] = tuple(name for name in get_args(KLEstimator) if name != "full")
-"""Those that need only the log-probabilities of the sampled tokens."""
+"""The estimators that need only the log-probabilities of the sampled tokens ("full" needs all logits)."""
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
 LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)

@@ -1,7 +1,7 @@
-"""Every error that a user can cause or must see: one tree, each leaf also a standard-library type.
+"""Every error that a user can cause or must see: one class tree, whose leaves are also standard-library types.
 
 A message says where, what was given, the rule, and the fix, in one line: the command line prints only this line.
-A new class is added only where a caller would handle it differently from its siblings.
+Add a class only if a caller would handle the new error differently from the existing ones.
 """
 
 
@@ -22,15 +22,15 @@ class ModelError(PPORLHFError, ValueError):
 
 
 class RewardError(PPORLHFError, ValueError):
-    """A reward, judge or environment cannot be found, or returned something else than what is asked of it."""
+    """A reward, judge or environment cannot be found, or returned a value of the wrong kind."""
 
 
 class ShapeError(PPORLHFError, ValueError):
-    """Tensors handed to a numeric function do not fit together."""
+    """Tensors given to a numeric function have shapes that do not fit together."""
 
 
 class CheckpointError(PPORLHFError, RuntimeError):
-    """A checkpoint cannot be written, or is damaged, incomplete or of another run."""
+    """A checkpoint cannot be written, is damaged or incomplete, or belongs to another run."""
 
 
 class TrainingError(PPORLHFError, RuntimeError):
@@ -38,10 +38,10 @@ class TrainingError(PPORLHFError, RuntimeError):
 
 
 class DivergenceError(TrainingError):
-    """Training left the region where it can be trusted; what was saved before is still good.
+    """Training diverged; checkpoints saved before the divergence are still good.
 
     Attributes:
-        last_good_iteration: The newest iteration whose state is known to be good; 0 is the state before the first.
+        last_good_iteration: The newest iteration whose state is known to be good; 0 is the state before iteration 1.
     """
 
     def __init__(self, message: str, last_good_iteration: int = 0) -> None:
@@ -50,28 +50,28 @@ class DivergenceError(TrainingError):
 
 
 class LaunchError(PPORLHFError, RuntimeError):
-    """Several processes were started in a way that does not join them into one run."""
+    """Several processes were started, but not in a way that joins them into one run."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's text in one line; of one without a text, such as MemoryError, its name."""
+    """Return an error's text in one line. For an error without a text, such as MemoryError, return its class name."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def kind_and_text(error: BaseException) -> str:
-    """Return an error's kind and its text in one line, `ValueError: no such place`; of one without a text the kind."""
+    """Return an error's class name and text in one line (`ValueError: no such place`); without a text only the name."""
     kind, text = type(error).__name__, in_one_line(error)
     return kind if text == kind else f"{kind}: {text}"
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return an error and what caused it: Kedro's `DatasetError` has the error in a dataset as its cause."""
-    found = [error]
-    while found[-1].__cause__ is not None:
-        found.append(found[-1].__cause__)
-    return found
+    """Return an error followed by its chain of causes. Kedro's `DatasetError` has the dataset's own error as cause."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return chain
 
 
 def project_error(error: BaseException) -> PPORLHFError | None:
-    """Return the error of ours that `error` is or was caused by, None if there is none."""
+    """Return the first PPORLHFError among `error` and its causes; None if there is none."""
     return next((cause for cause in causes(error) if isinstance(cause, PPORLHFError)), None)

@@ -1,4 +1,4 @@
-"""Fingerprints: short texts that are equal for equal data, in every process and on every day."""
+"""Fingerprints: short texts that are equal for equal data, in every process and at any time."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from typing import Any
 
 from torch import nn
 
-_OF_EACH_WEIGHT = 1024
+_VALUES_PER_WEIGHT = 1024
 
 
 def fingerprint(value: Any) -> str:
     """Return the SHA-256 of plain values, tensors, functions, and models (names, shapes and first values of weights).
 
-    A function or an object that is called counts by its source; by its name if that is ours, or cannot be read.
+    A function or callable object is hashed by its source code. Code of ppo_rlhf, and code whose source cannot be read,
+    is hashed by its qualified name.
     """
     return hashlib.sha256(json.dumps(value, default=_as_plain).encode()).hexdigest()
 
 
 def _as_plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
-        return [(name, w.shape, w.detach().flatten()[:_OF_EACH_WEIGHT]) for name, w in value.named_parameters()]
-    if hasattr(value, "tolist"):  # of torch, NumPy and pandas
+        return [(name, w.shape, w.detach().flatten()[:_VALUES_PER_WEIGHT]) for name, w in value.named_parameters()]
+    if hasattr(value, "tolist"):  # arrays of torch, NumPy and pandas
         return value.tolist()
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if callable(value):
-        named = value if hasattr(value, "__qualname__") else type(value)
+        definition = value if hasattr(value, "__qualname__") else type(value)
         with contextlib.suppress(OSError, TypeError, AttributeError):
-            if not named.__module__.startswith("ppo_rlhf."):
-                return inspect.getsource(named)
-        return named.__qualname__
+            if not definition.__module__.startswith("ppo_rlhf."):
+                return inspect.getsource(definition)
+        return definition.__qualname__
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

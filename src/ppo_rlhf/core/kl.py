@@ -1,7 +1,7 @@
-"""KL between policy and reference from sampled tokens, and the coefficient that weighs it.
+"""Estimates of the KL between policy and reference from sampled tokens, and controllers of the KL coefficient.
 
-Direction: policy minus reference. A positive k1 means that the policy gives its own tokens more probability than the
-reference does: drift.
+Direction: policy minus reference. A positive k1 means drift: the policy gives the tokens that it sampled more
+probability than the reference does.
 """
 
 import torch
@@ -12,21 +12,21 @@ from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 
 LOG_RATIO_LIMIT = 20.0  # nats; log-ratios are clamped to ± this before exp, here and in the policy loss
-ADAPTIVE_ERROR_LIMIT = 0.2  # Ziegler et al. (2019) clip the proportional error to ± this
-ADAPTIVE_SMALLEST_FACTOR = 0.1  # the published factor reaches 0 when one update spans five horizons
+ADAPTIVE_ERROR_LIMIT = 0.2  # the proportional error is clipped to ± this, as in Ziegler et al. (2019)
+ADAPTIVE_SMALLEST_FACTOR = 0.1  # without this floor, the published factor reaches 0 if one update spans five horizons
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """KL(policy || reference) per sampled token, from d = logprobs − reference_logprobs.
+    """Estimate KL(policy || reference) per sampled token, from d = logprobs − reference_logprobs.
 
     k1 = d (unbiased, may be negative); k2 = d²/2 (biased, >= 0); k3 = exp(−d) − 1 + d (unbiased, >= 0).
     In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
-    k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is that of KL(policy || reference).
+    k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference).
 
-    Both log-probabilities are of the sampled tokens, of any shape, usually [B, T]. The result has it, too, in nats per
-    token. There is no mask: NaN in padding stays NaN (`shape_rewards` and `aggregate_loss` select it away), and no
-    gradient flows from a position where d is not finite. Raises ShapeError if the shapes differ, and ConfigError if
-    the estimator is unknown.
+    `logprobs` and `reference_logprobs` belong to the sampled tokens. They have the same shape, usually [B, T], and the
+    result has that shape, too, in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
+    `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite. Raises ShapeError if the
+    shapes differ, and ConfigError if the estimator is unknown.
 
     Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
@@ -36,7 +36,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     difference = logprobs.to(dtype) - reference_logprobs.to(dtype)
     if estimator == "k1":
         return difference
-    # Padding may be NaN here and its incoming gradient is 0, but 0 · NaN is NaN: cut those positions off the graph.
+    # In padding d may be NaN and the incoming gradient is 0. Since 0 · NaN is NaN, detach the non-finite positions.
     difference = torch.where(difference.isfinite(), difference, difference.detach())
     if estimator == "k2":
         return 0.5 * difference.square()
@@ -49,38 +49,38 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
 
 
 class FixedKLController:
-    """A coefficient that never changes by itself, in reward units per nat; ConfigError unless it is finite and >= 0."""
+    """A constant KL coefficient, in reward units per nat. Raises ConfigError unless it is finite and >= 0."""
 
     def __init__(self, kl_coef: float) -> None:
         check_range(type(self).__name__, at_least=0.0, kl_coef=kl_coef)
         self.kl_coef = float(kl_coef)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Do nothing."""
+        """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """`{"kl_coef": …}`; everything else is configuration, not state."""
+        """Return `{"kl_coef": …}`; all other attributes are configuration, not state."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient of `state_dict()`'s result; raise CheckpointError if it holds anything else."""
+        """Take the coefficient from a `state_dict()`; raise CheckpointError unless `kl_coef` is its only key."""
         if set(state) != {"kl_coef"}:
             raise CheckpointError(
                 f"{type(self).__name__}.load_state_dict: got the keys {sorted(state)}; exactly 'kl_coef' is expected. "
-                "The state belongs to something else: give the checkpoint's KL controller."
+                "Give the state of the checkpoint's KL controller."
             )
         self.kl_coef = float(state["kl_coef"])
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient that follows a KL target: coef ← coef · max(0.1, 1 + e · num_episodes / horizon).
+    """A KL coefficient that steers the KL to a target: coef ← coef · max(0.1, 1 + e · num_episodes / horizon).
 
-    e = clip(observed_kl / target − 1, −0.2, 0.2). The published rule has no floor: with five or more horizons in one
-    update its factor becomes 0 or negative, and the coefficient never recovers.
+    e = clip(observed_kl / target − 1, −0.2, 0.2). The published rule has no floor of 0.1: if one update spans five or
+    more horizons, the published factor becomes 0 or negative, and the coefficient never recovers.
 
-    `kl_coef` is the first coefficient, in reward units per nat (0 would stay 0 for ever); `target` the wanted KL, in
-    nats summed over a response; `horizon` the episodes over which a full correction works. Raises ConfigError unless
-    all are > 0.
+    `kl_coef` is the first coefficient, in reward units per nat (a coefficient of 0 would stay 0 for ever). `target` is
+    the wanted KL, in nats summed over a response. `horizon` is the number of episodes over which a constant error e
+    changes the coefficient by about the factor 1 + e. Raises ConfigError unless all three are > 0.
 
     Source: Ziegler et al. (2019), "Fine-Tuning Language Models from Human Preferences", section 2.2.
     """
@@ -92,17 +92,17 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = float(horizon)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Move the coefficient after one iteration with so many responses, over all ranks.
+        """Update the coefficient after one iteration of `num_episodes` responses, counted over all ranks.
 
-        `observed_kl` is the mean over them of the KL summed over a response (nats, k1), not the mean per token. Raises
-        TrainingError if it is NaN, and ConfigError if `num_episodes` is negative.
+        `observed_kl` is the mean over these responses of the KL summed over a response (nats, k1), not the mean per
+        token. Raises TrainingError if `observed_kl` is NaN, and ConfigError if `num_episodes` is negative.
         """
         check_range("AdaptiveKLController.update", at_least=0, num_episodes=num_episodes)
         observed = float(observed_kl)
         if observed != observed:
             raise TrainingError(
-                "AdaptiveKLController.update: observed_kl is NaN; it must be a number of nats. The log-probabilities "
-                "of policy or reference were not finite: lower ppo.learning_rate, or go back to a checkpoint."
+                "AdaptiveKLController.update: observed_kl is NaN; it must be a number of nats. Log-probabilities of "
+                "the policy or the reference were not finite: lower ppo.learning_rate, or go back to a checkpoint."
             )
         error = min(max(observed / self.target - 1.0, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
         self.kl_coef *= max(ADAPTIVE_SMALLEST_FACTOR, 1.0 + error * num_episodes / self.horizon)

@@ -1,13 +1,13 @@
 """Log-probability of chosen tokens, exact entropy and exact KL, from logits, under a temperature.
 
-`logits` are [B, T, V], −inf is allowed, and `temperature`, which is > 0, divides them exactly. Results are [B, T] nats,
-float32, or float64 for float64 logits, and NaN where the logits are NaN: mask them afterwards. Other shapes raise
-ShapeError, other temperatures ConfigError.
+`logits` are [B, T, V]; −inf is allowed. `temperature`, > 0, divides the logits exactly. Results are [B, T], in nats,
+float32 (float64 for float64 logits), and NaN where the logits are NaN: mask the results. Other shapes raise ShapeError,
+other temperatures ConfigError.
 
-All are one autograd function that walks over the logits in blocks: beside the logits themselves and their gradient,
-both in the logits' own type, no `[B, T, V]` tensor is ever held, and softmax is recomputed in the backward pass. A
-position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its
-logits are NaN.
+The three functions share one autograd function that processes the logits in blocks. The only [B, T, V] tensors in
+memory are the logits and their gradient, both in the logits' type; the backward pass recomputes softmax. A position
+whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its logits are
+NaN.
 """
 
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from torch.autograd.function import once_differentiable
 from ppo_rlhf.core.checks import check_range, check_shape, compute_dtype
 
 BLOCK_ELEMENTS = 2**20
-"""Logits widened at a time on a CPU: 4 MiB of float32, small enough for its cache."""
+"""Logits in a block on a CPU: 4 MiB of float32, small enough for the CPU's cache."""
 BLOCK_SHARE = 1024
-"""Bytes of an accelerator's memory for each logit widened at a time there, where launches cost more than memory: in
-float32 a block takes 1/256 of the card."""
+"""A block on an accelerator holds one logit per this many bytes of the device's memory: in float32 a block takes 1/256
+of the memory. Blocks are large there, because kernel launches cost more than memory."""
 UNKNOWN_CARD = 64 * 2**30
-"""Bytes of a device whose memory torch does not tell."""
+"""Bytes of memory assumed for a device whose memory torch does not report."""
 
 Block = tuple[slice, slice]
 
 
 @cache
 def card_bytes(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory, free or not, so that a run computes alike from start to end."""
+    """Return the total bytes of an accelerator's memory. Free memory would vary, and with it the size of the blocks."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     return UNKNOWN_CARD
@@ -42,8 +42,8 @@ def card_bytes(device: torch.device) -> int:
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each chosen token: z[token] − logsumexp(z), z = logits / temperature.
 
-    `logits[b, t]` is the distribution that `tokens[b, t]` was drawn from. The ids [B, T] are in 0..V−1, in padding too
-    (the value there is computed and means nothing).
+    `tokens[b, t]` was drawn from the distribution `logits[b, t]`. The token ids [B, T] are in 0..V−1, also in padding,
+    where the result has no meaning.
     """
     check_shape("token_logprobs", "BTV", logits=logits)
     check_shape("token_logprobs", None, logits_without_vocabulary=logits[..., 0], tokens=tokens)
@@ -55,7 +55,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy of each token's distribution: −Σ_v p_v log p_v, p = softmax(logits / temperature), with 0·log 0 = 0.
 
-    It is in 0..log V.
+    The entropy is in 0..log V.
     """
     check_shape("token_entropy", "BTV", logits=logits)
     check_range("token_entropy", above=0.0, temperature=temperature)
@@ -66,8 +66,9 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Exact KL(policy || reference) of each token's distributions: Σ_v p_v (log p_v − log q_v), with 0 · log 0 = 0.
 
-    p = softmax(logits / temperature) is the policy's, and q likewise of `reference_logits` [B, T, V], which have no
-    gradient. −inf there, where p is not 0, gives inf. The result is >= 0 up to rounding, NaN where either is NaN.
+    p = softmax(logits / temperature) is the policy's distribution, and q = softmax(reference_logits / temperature) the
+    reference's. `reference_logits` [B, T, V] get no gradient. A reference logit of −inf where p is not 0 gives inf. The
+    result is >= 0 up to rounding, and NaN where either logits are NaN.
     """
     check_shape("token_kl", "BTV", logits=logits, reference_logits=reference_logits)
     check_range("token_kl", above=0.0, temperature=temperature)
@@ -76,10 +77,10 @@ def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0)
 
 
 class _InBlocks(torch.autograd.Function):
-    """A statistic [B, T] of logits [B, T, V], and of one more tensor that has no gradient.
+    """A statistic [B, T] of logits [B, T, V] and of at most one other tensor, which gets no gradient.
 
-    Of a block `value(temperature, logits, other)` computes it; `gradient(temperature, logits, other, value, scale)` is
-    its gradient in z = logits / temperature, times `scale`.
+    For each block, `value(temperature, logits, other)` computes the statistic, and `gradient(temperature, logits,
+    other, value, scale)` computes the statistic's gradient with respect to z = logits / temperature, times `scale`.
     """
 
     @staticmethod
@@ -109,7 +110,7 @@ def _log_p(temperature: float, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _log_p_gradient(temperature: float, logits: Tensor, tokens: Tensor, log_p: Tensor, scale: Tensor) -> Tensor:
-    """1[v = token] − p_v."""
+    """Return scale · (1[v = token] − p_v)."""
     grad = _tempered(logits, temperature).softmax(dim=-1).mul_(-scale)
     return grad.scatter_add_(-1, tokens.unsqueeze(-1), scale)
 
@@ -120,7 +121,7 @@ def _entropy(temperature: float, logits: Tensor) -> Tensor:
 
 
 def _entropy_gradient(temperature: float, logits: Tensor, entropy: Tensor, scale: Tensor) -> Tensor:
-    """−p_v log p_v − p_v H."""
+    """Return scale · (−p_v log p_v − p_v H), with H the entropy."""
     p = _tempered(logits, temperature).softmax(dim=-1)
     return torch.special.entr(p).sub_(p.mul_(entropy)).mul_(scale)
 
@@ -131,13 +132,13 @@ def _kl(temperature: float, logits: Tensor, reference_logits: Tensor) -> Tensor:
 
 
 def _kl_gradient(temperature: float, logits: Tensor, reference_logits: Tensor, kl: Tensor, scale: Tensor) -> Tensor:
-    """p_v (log p_v − log q_v − KL)."""
+    """Return scale · p_v (log p_v − log q_v − KL)."""
     p, log_ratio = _ratio(temperature, logits, reference_logits)
     return log_ratio.sub_(kl).mul_(p).mul_(scale)
 
 
 def _ratio(temperature: float, logits: Tensor, reference_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and log p − log q of a block; the second is 0 where p is."""
+    """Return p and log p − log q of a block; log p − log q is set to 0 where p is 0."""
     log_p = _tempered(logits, temperature).log_softmax(dim=-1)
     log_q = _tempered(reference_logits, temperature).log_softmax(dim=-1)
     p = log_p.exp()
@@ -150,10 +151,10 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> Iterator[Block]:
-    """Slices of the first two axes that cover `logits` [B, T, V] in blocks that fit the device."""
+    """Yield slices of the first two axes that cut `logits` [B, T, V] into blocks of the device's block size."""
     rows, width, vocabulary = logits.shape
     budget = BLOCK_ELEMENTS if logits.device.type == "cpu" else card_bytes(logits.device) // BLOCK_SHARE
-    positions = max(1, budget // max(1, vocabulary))  # token positions in a block
+    positions = max(1, budget // max(1, vocabulary))  # token positions per block
     step_B, step_T = max(1, positions // max(1, width)), min(max(1, width), positions)
     for b in range(0, rows, step_B):
         for t in range(0, width, step_T):

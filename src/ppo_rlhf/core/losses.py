@@ -2,9 +2,9 @@
 
 Only real tokens count, whatever stands in padding; half precision is widened to float32.
 
-Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are fine. `loss_aggregation` and
-`denominator`, the optimiser step's global count or None for this call's own, are those of `aggregate_loss`. Each
-function raises ShapeError if shapes do not fit, and ConfigError if an option is out of range.
+Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are allowed. `loss_aggregation` and
+`denominator` are arguments of `aggregate_loss`; `denominator` is the optimiser step's global count, or None for the
+count of this call. Each function raises ShapeError if shapes do not fit, and ConfigError if an option is out of range.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from ppo_rlhf.core.statistics import masked_mean
 
 
 class PolicyLoss(NamedTuple):
-    """Scalars of one call. `loss` carries the gradient; the rest are detached means over this call's real tokens.
+    """Scalars of one call. `loss` has a gradient; the others are detached means over this call's real tokens.
 
-    To average the means over micro-batches, weigh each by its number of real tokens.
+    To average these means over micro-batches, weight each micro-batch by its number of real tokens.
     """
 
     loss: Tensor
@@ -31,10 +31,10 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """Scalars of one call. `loss` carries the gradient; `clipfrac` is a detached mean over this call's real tokens."""
+    """Scalars of one call. `loss` has a gradient; `clipfrac` is a detached mean over this call's real tokens."""
 
     loss: Tensor
-    clipfrac: Tensor  # share of tokens where the clipped error is strictly the larger one
+    clipfrac: Tensor  # share of tokens whose clipped error is strictly greater than the unclipped error
 
 
 def clipped_policy_loss(
@@ -49,13 +49,15 @@ def clipped_policy_loss(
     loss_aggregation: str = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate, to be minimised.
+    """Compute PPO's clipped surrogate loss, to be minimised.
 
-    With ρ = exp(clamp(logp − old logp, ±20)): per token max(−A ρ, −A clip(ρ, 1 − cliprange, 1 + cliprange_high)),
-    and where A < 0, if `dual_clip` is given, at most −A · dual_clip. All of the result is 0 if no token counts.
+    With ρ = exp(clamp(logp − old logp, ±20)), the loss of a token is max(−A ρ, −A clip(ρ, 1 − cliprange, 1 +
+    cliprange_high)). If `dual_clip` is given, the loss of a token with A < 0 is at most −A · dual_clip. Every field of
+    the result is 0 if no token counts.
 
-    `old_logprobs` are those before the update, from the same forward and under the same temperature. `cliprange`, > 0,
-    is the upper clip, too, if `cliprange_high` ("clip higher", > 0) is None. `dual_clip` is > 1; None is off.
+    `old_logprobs` are the log-probabilities before the update, from the same forward and under the same temperature.
+    `cliprange` is > 0. `cliprange_high` ("clip higher") is > 0; None: the same as `cliprange`. `dual_clip` is > 1; None
+    switches the dual clip off.
 
     Source: Schulman et al. (2017), "Proximal Policy Optimization Algorithms", eq. 7 with the sign turned; dual clip: Ye
     et al. (2020), "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
@@ -73,7 +75,8 @@ def clipped_policy_loss(
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - cliprange, 1.0 + high)
     is_clipped_BT = clipped_BT > unclipped_BT
-    token_loss_BT = torch.where(is_clipped_BT, clipped_BT, unclipped_BT)  # the backward pass of a maximum is longer
+    # Not torch.maximum: its backward pass has more operations.
+    token_loss_BT = torch.where(is_clipped_BT, clipped_BT, unclipped_BT)
     if dual_clip is not None:
         check_range(where, above=1.0, dual_clip=dual_clip)
         bounded_BT = torch.minimum(token_loss_BT, -advantages_BT * dual_clip)
@@ -84,14 +87,15 @@ def clipped_policy_loss(
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(exp(clamp(old logp − sampler logp, ±20)), cap), to multiply advantages by.
+    """Compute truncated importance weights min(exp(clamp(old logp − sampler logp, ±20)), cap).
 
-    They correct for a sampler whose log-probabilities are not quite those of the forward that is trained. A positive
-    factor on the advantage is the same factor on the clipped surrogate.
+    The weights correct for a sampler whose log-probabilities differ slightly from those of the trained forward.
+    Multiply the advantages by the weights: a positive factor on the advantage scales the clipped surrogate by the same
+    factor.
 
-    `old_logprobs` are of the forward that is trained, before the update; the tokens were drawn under
-    `sampler_logprobs`; `cap` is > 0. The weights have no gradient. They are 0 where `mask` is False, and exactly 1 (or
-    `cap`, if that is less) where both are equal.
+    `old_logprobs` come from the trained forward before the update. `sampler_logprobs` come from the sampler that drew
+    the tokens. `cap` is > 0. The weights have no gradient. A weight is 0 where `mask` is False, and exactly 1 (or
+    `cap`, if `cap` < 1) where the two log-probabilities are equal.
 
     Source: Ionides (2008), "Truncated Importance Sampling".
     """
@@ -164,10 +168,10 @@ def clipped_value_loss(
     loss_aggregation: str = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> ValueLoss:
-    """The critic's clipped squared error: per token ½ max((V − R)², (clip(V, V_old ± cliprange_value) − R)²).
+    """Compute the critic's clipped squared error, per token ½ max((V − R)², (clip(V, V_old ± cliprange_value) − R)²).
 
-    `old_values` are those before the update, R the `returns`. `cliprange_value` is in value units, > 0; None: no
-    clipping, the plain squared error. `vf_coef` is not applied.
+    V are the `values`, V_old the `old_values` (before the update), R the `returns`. `cliprange_value` is in value
+    units, > 0; None: the plain squared error without clipping. The caller multiplies the loss by `vf_coef`.
 
     Source: value clipping as in OpenAI baselines' ppo2; the ½ inside the loss as in TRL, OpenRLHF and verl.
     """
@@ -186,7 +190,7 @@ def clipped_value_loss(
         old_values_BT = select(old_values, counts_BT, dtype)
         clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
         clipped_error_BT = (clipped_values_BT - returns_BT).square()
-    # torch.maximum would share the gradient of equal errors in a way that depends on torch's version
+    # Not torch.maximum: how it splits the gradient between equal errors depends on torch's version.
     is_clipped_BT = clipped_error_BT > error_BT
     greater_BT = torch.where(is_clipped_BT, clipped_error_BT, error_BT)
     loss = 0.5 * aggregate_loss(greater_BT, counts_BT, loss_aggregation, denominator)

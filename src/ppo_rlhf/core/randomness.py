@@ -1,6 +1,7 @@
 """Randomness as a pure function of (seed, stream, index), never of process state, so that resuming needs no replay.
 
-Streams keep uses apart: the uniforms of `rollout` 3 have nothing to do with the permutation of `minibatches` 3.
+A stream names one use of randomness. Streams are independent of each other: the uniforms of index 3 of the stream
+`rollout` and the permutation of index 3 of the stream `minibatches` have nothing in common.
 """
 
 from __future__ import annotations
@@ -12,34 +13,35 @@ from torch import Tensor
 
 
 def generator(seed: int, stream: str, *index: int) -> torch.Generator:
-    """Return a CPU generator that depends on nothing but its arguments."""
+    """Return a CPU generator whose state depends only on the arguments."""
     digest = hashlib.sha256("/".join([str(seed), stream, *map(str, index)]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def permutation(size: int, seed: int, stream: str, *index: int) -> Tensor:
-    """Return a permutation of `range(size)`, `[size]` long."""
+    """Return a random permutation of `range(size)`, [size] int64."""
     return torch.randperm(size, generator=generator(seed, stream, *index))
 
 
 def episode_uniforms(seed: int, stream: str, index: int, rows: int, steps: int) -> Tensor:
     """Return one uniform in [0, 1) per (episode, step), `[rows, steps]` float64.
 
-    They are drawn for the whole batch at once, so that cutting the batch does not change an episode's noise.
+    The uniforms are drawn for the whole batch at once, so that cutting the batch does not change an episode's noise.
     """
     return torch.rand(rows, steps, generator=generator(seed, stream, index), dtype=torch.float64)
 
 
 def episode_prompts(seed: int, iteration: int, batch_size: int, num_prompts: int) -> list[int]:
-    """Return the prompt indices of the `batch_size` episodes of an iteration, counted from 1.
+    """Return the prompt index of each of the `batch_size` episodes of an iteration; iterations count from 1.
 
-    Episodes run through one seeded permutation of the prompts per pass, without a break between passes, so each
-    prompt is used equally often.
+    Each pass over the prompts follows its own seeded permutation, and the next pass starts directly after the last
+    prompt, so that all prompts are used equally often.
     """
-    places = [divmod(episode, num_prompts) for episode in range((iteration - 1) * batch_size, iteration * batch_size)]
-    numbers = {number for number, _ in places}
+    episodes = range((iteration - 1) * batch_size, iteration * batch_size)
+    positions = [divmod(episode, num_prompts) for episode in episodes]  # (pass, position in the pass's permutation)
+    numbers = {number for number, _ in positions}
     passes = {number: permutation(num_prompts, seed, "prompts", number).tolist() for number in numbers}
-    return [passes[number][position] for number, position in places]
+    return [passes[number][position] for number, position in positions]
 
 
 def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mini_batches: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Where a sampled response ends. Masks come from lengths, never from comparing ids with a pad id."""
+"""The end of a sampled response. Masks are made from lengths, never by comparing ids with a pad id."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from ppo_rlhf.core.errors import ShapeError
 
 
 def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Length of each response of `response_ids` [B, T] up to and including its first stop token.
+    """Measure each response of `response_ids` [B, T] up to and including its first stop token.
 
-    What follows that is not looked at. Raises ShapeError if the ids are not [B, T].
+    Tokens after the first stop token are ignored. Raises ShapeError if `response_ids` is not [B, T].
 
     Returns:
-        `lengths` [B] int64, in tokens, the stop token counted; T where there is none.
-        `terminated` [B] bool, True where a stop token was found, False where the response was cut off at T.
+        `lengths` [B] int64, in tokens, including the stop token; T for a response without a stop token.
+        `terminated` [B] bool: True if the response has a stop token, False if it was cut off at T.
     """
     check_shape("response_lengths", "BT", response_ids=response_ids)
     stop_ids = torch.tensor(list(stop_token_ids), dtype=response_ids.dtype, device=response_ids.device)
@@ -27,7 +27,7 @@ def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tup
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Mask of the first `lengths[b]` columns of each row: bool [B, width], from integers [B] in 0..width.
+    """Return a bool mask [B, width] that is True on the first `lengths[b]` columns of row b; `lengths` is [B] integers.
 
     Raises ShapeError if `lengths` is not [B], or a length is outside 0..width.
     """

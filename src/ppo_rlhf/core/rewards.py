@@ -1,4 +1,4 @@
-"""The token reward that PPO maximises: the response's score on its last token, minus the KL penalty on each."""
+"""The token reward that PPO maximises: the response's score on its last token, minus the KL penalty on each token."""
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,19 @@ def shape_rewards(
     reward_clip: float | None = None,
     token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Token rewards r_t = −kl_coef · kl_t + token_reward_t + 1[t is the last real token] · clip(score, ±reward_clip).
+    """Compute r_t = −kl_coef · kl_t + token_reward_t + 1[t is the last real token] · clip(score, ±reward_clip).
 
     Args:
         scores: One score per response, [B], reward units.
-        kl: KL estimate per token, [B, T], nats; anything in padding.
+        kl: KL estimate per token, [B, T], nats; padding may hold anything.
         mask: [B, T], True on the response's real tokens (its stop token included), a prefix of each row.
         kl_coef: Reward units per nat, >= 0.
-        reward_clip: Scores are clipped to ± this, before the KL joins; None: not clipped.
-        token_rewards: Reward of each token beside the score, [B, T], reward units, never clipped; anything in padding;
+        reward_clip: Scores are clipped to ± this before the KL penalty is subtracted; None: no clipping.
+        token_rewards: Further reward of each token, [B, T], reward units, never clipped; padding may hold anything;
             None: 0.
 
     Returns:
-        [B, T], 0 in padding. A row without any real token is 0 throughout: its score has no place to go.
+        Token rewards [B, T], 0 in padding. A row without a real token is all 0, since no token can carry its score.
 
     Raises ShapeError if shapes do not fit or the mask has holes, and ConfigError if an option is out of range.
 
@@ -61,7 +61,7 @@ def shape_rewards(
 
 
 def clip_scores(scores: Tensor, reward_clip: float | None) -> Tensor:
-    """Clip scores of any shape to ± `reward_clip`, > 0, reward units; None: as they are. Raises ConfigError."""
+    """Clip scores of any shape to ± `reward_clip` in reward units; None: no clipping. ConfigError unless it is > 0."""
     if reward_clip is None:
         return scores
     check_range("clip_scores", above=0.0, reward_clip=reward_clip)
@@ -69,11 +69,11 @@ def clip_scores(scores: Tensor, reward_clip: float | None) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Penalty that rises linearly over the last tokens: min(max(length − (max_length − buffer), 0), buffer) / buffer.
+    """Compute a penalty on long responses: min(max(length − (max_length − buffer), 0), buffer) / buffer.
 
-    `lengths` [B] are in tokens, 0..max_length. The penalty, to be subtracted from the scores, is [B] float64 in 0..1: 0
-    up to max_length − buffer tokens, 1 at max_length. Raises ShapeError if `lengths` is not [B], and ConfigError if
-    `buffer` is outside 1..max_length.
+    `lengths` [B] are in tokens, 0..max_length. The penalty [B], float64, is to be subtracted from the scores. It is 0
+    up to max_length − buffer tokens, and rises linearly to 1 at max_length. Raises ShapeError if `lengths` is not [B],
+    and ConfigError if `buffer` is outside 1..max_length.
 
     Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
     """
@@ -83,5 +83,5 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def last_token_mask(mask: Tensor) -> Tensor:
-    """True on the last real token of each row only; `mask` [B, T] bool must be a prefix of each row."""
+    """Return a mask of the last real token of each row; `mask` [B, T] bool must be True on a prefix of each row."""
     return mask & ~nn.functional.pad(mask, (0, 1))[:, 1:]

@@ -1,4 +1,4 @@
-"""Tokens from logits and given noise, by inverse CDF: the same uniforms give the same tokens in any batch."""
+"""Sample tokens from logits and given noise by inverse CDF: the same uniforms give the same tokens in any batch."""
 
 import torch
 from torch import Tensor
@@ -16,25 +16,26 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The token at which the cumulated probability first exceeds the uniform.
+    """Return, for each row, the token at which the cumulated probability first exceeds the row's uniform.
 
-    Temperature first, then top-k, then top-p on what is left. Prefix sums are float64 and the uniform is scaled by
-    their last entry; the result is at most the last token of non-zero probability, so a uniform next to 1 never falls
-    off the end. Each row depends on its own logits and uniform only.
+    Temperature is applied first, then top-k, then top-p on the tokens that top-k kept. Prefix sums are float64, and the
+    uniform is scaled by the last prefix sum. The result is at most the last token of non-zero probability, even if
+    rounding lifts a uniform just below 1 to the end. Each row depends on its own logits and uniform only.
 
     Args:
         logits: [B, V]; −inf rules a token out.
         uniforms: [B] in [0, 1), float64: float32 noise is too coarse for rare tokens.
         temperature: Divides the logits exactly; > 0.
-        top_k: Keep the k most probable tokens, and any that tie with the last of them; 0: all.
-        top_p: Keep the most probable tokens until their mass reaches this share of what top-k left, the token that
-            reaches it and any that tie with it included; 1.0: all. > 0.
+        top_k: Keep the k most probable tokens, and all tokens that tie with the k-th; 0: keep all.
+        top_p: Keep the most probable tokens until their mass reaches this share of the mass that top-k kept. The token
+            that reaches the share, and all tokens that tie with it, are kept. > 0; 1.0: keep all.
 
     Returns:
-        `tokens` [B] int64 in 0..V−1. `logprobs` [B], nats, float32 (float64 for float64 logits), under the tempered
-        distribution BEFORE top-k and top-p: the same quantity as `token_logprobs`, so that their distance measures
-        numerical differences between the sampler's forward and the trained one, nothing else. No gradient. NaN where a
-        row's logits hold NaN or +inf, or only −inf: the token is then arbitrary but in range.
+        `tokens` [B] int64 in 0..V−1. `logprobs` [B], nats, float32 (float64 for float64 logits), without gradient,
+        under the tempered distribution BEFORE top-k and top-p. `token_logprobs` computes the same quantity, so a
+        difference between the two measures only the numerical difference between the sampler's forward and the
+        trained one. `logprobs` is NaN for a row whose logits hold NaN or +inf, or only −inf; the row's token is then
+        arbitrary but in range.
 
     Raises ShapeError if `logits` is not [B, V] or `uniforms` not [B], and ConfigError if an option is out of range.
     """
@@ -60,19 +61,19 @@ def sample_tokens(
         prefix_BV = weights_BV.cumsum(dim=1, dtype=torch.float64)
         total_B = prefix_BV[:, -1]
 
-    # first column whose prefix sum exceeds u · sum; at most the first that reaches the sum, which is the last token of
-    # non-zero weight; at most V − 1, for rows of NaN
+    # The token is the first column whose prefix sum exceeds u · sum. It is limited to the first column whose prefix sum
+    # equals the sum (the last token of non-zero weight), and to V − 1 for rows of NaN.
     last_B1 = prefix_BV[:, -1:].contiguous()
     threshold_B1 = uniforms.to(torch.float64)[:, None] * last_B1
-    found_B1 = torch.searchsorted(prefix_BV, threshold_B1, right=True)
+    drawn_B1 = torch.searchsorted(prefix_BV, threshold_B1, right=True)
     last_token_B1 = torch.searchsorted(prefix_BV, last_B1).clamp(max=vocabulary - 1)
-    tokens_B1 = torch.minimum(found_B1, last_token_B1)
+    tokens_B1 = torch.minimum(drawn_B1, last_token_B1)
     logprobs_B = (z_BV.gather(1, tokens_B1) - highest_B1).squeeze(1) - total_B.log().to(z_BV.dtype)
     return tokens_B1.squeeze(1), logprobs_B
 
 
 def _smallest_kept_logit(z_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The smallest tempered logit [B, 1] that top-k, then top-p, keep; comparing logits keeps ties together."""
+    """Return the smallest tempered logit [B, 1] that top-k, then top-p, keep: ties with this logit are kept, too."""
     if 0 < top_k < z_BV.shape[1]:
         candidates_BK = z_BV.topk(top_k, dim=1).values
         if top_p == 1.0:
@@ -84,11 +85,11 @@ def _smallest_kept_logit(z_BV: Tensor, top_k: int, top_p: float) -> Tensor:
         mass_B1 = _weights(candidates_BK, candidates_BK).sum(dim=1, keepdim=True)
     weights_BK = _weights(candidates_BK, candidates_BK)
     mass_before_BK = weights_BK.cumsum(dim=1) - weights_BK
-    # a candidate stays while the mass of those before it is short of top_p; the first one always does
+    # Keep a candidate while the mass of the candidates before it is less than top_p. Always keep the first candidate.
     kept_B1 = (mass_before_BK < top_p * mass_B1).sum(dim=1, keepdim=True).clamp(min=1)
     return candidates_BK.gather(1, kept_B1 - 1)
 
 
 def _weights(z: Tensor, candidates: Tensor) -> Tensor:
-    """exp(z − highest candidate) in float64; candidates are in descending order."""
+    """Return exp(z − highest candidate) in float64; `candidates` are in descending order."""
     return (z - candidates[:, :1]).to(torch.float64).exp_()

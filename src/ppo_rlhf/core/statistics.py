@@ -1,6 +1,6 @@
-"""Means, variances and whitening over real tokens only. Masks select, they do not multiply: NaN in padding is no harm.
+"""Means, variances and whitening over real tokens only. Masks select and never multiply, so NaN in padding is harmless.
 
-Any shape, any mask (holes are fine). An empty mask gives 0.
+All shapes and all masks are allowed, also masks with holes. An empty mask gives 0.
 """
 
 import math
@@ -15,7 +15,7 @@ WHITENING_EPSILON = 1e-8  # added to the variance under the root
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` where `mask` is True, a scalar tensor; 0 if it is True nowhere.
+    """Return the mean of `x` where `mask` is True, as a scalar tensor; 0 if `mask` is all False.
 
     Raises ShapeError if the shapes differ.
     """
@@ -26,10 +26,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_variance(x: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
-    """Variance of `x` where `mask` is True, a scalar tensor.
+    """Return the variance of `x` where `mask` is True, as a scalar tensor.
 
-    `unbiased` divides by n − 1 (Bessel) instead of n. One selected number, or none, gives 0, never NaN.
-    Raises ShapeError if the shapes differ.
+    `unbiased` divides by n − 1 (Bessel) instead of n. With fewer than two selected numbers the variance is 0, never
+    NaN. Raises ShapeError if the shapes differ.
     """
     check_shape("masked_variance", None, x=x, mask=mask)
     return _moments(x, as_bool(mask), unbiased=unbiased)[1]
@@ -42,24 +42,24 @@ def masked_whiten(
     shift_mean: bool = True,
     moments: tuple[Tensor | float, Tensor | float] | None = None,
 ) -> Tensor:
-    """(x − mean) · rsqrt(variance + 1e-8), with the Bessel-corrected variance.
+    """Return (x − mean) · rsqrt(variance + 1e-8), with the Bessel-corrected variance.
 
     Args:
         x: Any shape.
-        mask: Same shape, True on the entries that count and are returned.
-        shift_mean: False scales about the mean but keeps it: the mean is added back.
-        moments: Global (mean, Bessel-corrected variance) to use instead of those of this call, so that shards of one
-            batch are whitened alike.
+        mask: Same shape, True on the entries to whiten.
+        shift_mean: False adds the mean back after scaling, so that the result keeps the mean of `x`.
+        moments: Global (mean, Bessel-corrected variance) to use instead of those of this call, so that all shards of a
+            batch are whitened with the same moments.
 
-    The result is 0 where `mask` is False. One selected entry, or entries without spread, give exactly 0 (the mean if
-    `shift_mean` is False). Raises ShapeError if the shapes differ.
+    The result is 0 where `mask` is False. One selected entry, or entries that are all equal, give exactly 0 (the mean
+    if `shift_mean` is False). Raises ShapeError if the shapes differ.
     """
     check_shape("masked_whiten", None, x=x, mask=mask)
     selected = as_bool(mask)
     dtype = compute_dtype(x)
     mean, variance = moments or _moments(x, selected, unbiased=True)
     variance = torch.as_tensor(variance, dtype=dtype, device=x.device)
-    if dtype != torch.float64 and not bool(variance.isfinite()):  # the square overflows, the deviation need not
+    if dtype != torch.float64 and not bool(variance.isfinite()):  # the squares overflow float32: compute in float64
         return masked_whiten(x.double(), mask, shift_mean=shift_mean, moments=moments).to(dtype)
     scale = torch.rsqrt(variance + WHITENING_EPSILON)
     whitened = (select(x, selected, dtype) - mean) * scale
@@ -71,8 +71,8 @@ def masked_whiten(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Share of the returns' variance that the critic explains: 1 − Var(returns − values) / Var(returns), a scalar.
 
-    1 is perfect, 0 as good as the mean return, negative worse. Where the returns do not vary (or fewer than two are
-    selected) there is nothing to explain, and the result is 0. Raises ShapeError if the shapes differ.
+    1 is a perfect critic, 0 a critic as good as the constant mean return, and a negative number a worse critic. The
+    result is 0 if the returns do not vary or fewer than two are selected. Raises ShapeError if the shapes differ.
     """
     check_shape("explained_variance", None, values=values, returns=returns, mask=mask)
     selected = as_bool(mask)
@@ -88,7 +88,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Pearson's correlation, Cov(values, returns) / √(Var(values) · Var(returns)), a scalar in −1..1.
 
-    0 where either does not vary (or fewer than two are selected). Raises ShapeError if the shapes differ.
+    The result is 0 if the values or the returns do not vary, or fewer than two are selected. Raises ShapeError if the
+    shapes differ.
     """
     check_shape("correlation", None, values=values, returns=returns, mask=mask)
     selected, dtype = as_bool(mask), compute_dtype(values, returns)
@@ -99,12 +100,12 @@ def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 class RunningMoments:
-    """Mean and variance of all numbers seen so far, in float64 (Chan et al. 1983 parallel update).
+    """Mean and variance of all numbers seen so far, in float64 (parallel update of Chan et al. 1983).
 
     Attributes:
-        count: Numbers seen.
-        mean: Their mean; 0 before the first.
-        m2: Their summed squared distance from the mean.
+        count: How many numbers were seen.
+        mean: Mean of the numbers; 0 before the first number.
+        m2: Sum of the numbers' squared distances from the mean.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class RunningMoments:
         return math.sqrt(self.variance)
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Take in `x` (any shape), where `mask` is True if one is given; ShapeError if the shapes differ."""
+        """Add the numbers of `x` where `mask` (None: all) is True; ShapeError unless `x` and `mask` have one shape."""
         if mask is not None:
             check_shape("RunningMoments.update", None, x=x, mask=mask)
             x = x[as_bool(mask)]
@@ -139,23 +140,23 @@ class RunningMoments:
         self.count = total
 
     def state_dict(self) -> dict[str, float]:
-        """`{"count", "mean", "m2"}`, plain numbers."""
+        """Return count, mean and m2 as plain numbers."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from `state_dict()`'s result; raise CheckpointError if it holds other keys."""
+        """Restore the result of `state_dict()`; raise CheckpointError unless its keys are count, mean and m2."""
         if set(state) != {"count", "mean", "m2"}:
             raise CheckpointError(
                 f"RunningMoments.load_state_dict: got the keys {sorted(state)}; count, m2 and mean are expected. "
-                "The state belongs to something else: give the checkpoint's reward moments."
+                "Give the state of the checkpoint's reward moments."
             )
         self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
 
 
 def _moments(x: Tensor, selected: Tensor, *, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the selected entries, measured from one of them.
+    """Return mean and variance of the selected entries, computed from their distances to the lowest selected entry.
 
-    Without that pivot the mean of equal numbers is off by a rounding error, which whitening multiplies by 1e4.
+    Computed directly, the mean of equal numbers has a rounding error, which whitening multiplies by 1e4.
     """
     dtype = compute_dtype(x)
     count = selected.sum()

@@ -1,4 +1,4 @@
-"""Pass@k: how often one of k responses to a prompt is right, from n of which some were."""
+"""Pass@k: the probability that at least one of k responses to a prompt is right, estimated from n responses."""
 
 import math
 
@@ -9,10 +9,12 @@ from ppo_rlhf.core.errors import ConfigError
 
 
 def pass_at_k(right_N: Tensor, n: int, k: int) -> Tensor:
-    """Probability [N], float64, that at least one of k responses drawn without replacement is right, unbiased.
+    """Estimate for each of N prompts, without bias, the probability that at least one of k responses is right.
 
-    1 - C(n - c, k) / C(n, k) where c, `right_N`, of a prompt's n responses were right, ints from 0 to n (Chen et al.
-    2021, arXiv:2107.03374, equation 1). Raises ConfigError if k is not from 1 to n.
+    The estimate is 1 - C(n - c, k) / C(n, k), where c of the prompt's n responses were right. `right_N` [N] holds the c
+    of each prompt, integers from 0 to n. The result is [N], float64. Raises ConfigError if k is not from 1 to n.
+
+    Source: Chen et al. (2021), arXiv:2107.03374, equation 1.
     """
     if not 1 <= k <= n:
         raise ConfigError(f"pass@{k} of {n} responses to a prompt: k must be from 1 to {n}.")

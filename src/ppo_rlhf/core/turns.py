@@ -1,4 +1,4 @@
-"""Episodes of several turns: the tokens that a policy wrote, taken together without what its environment answered."""
+"""Multi-turn episodes: join the tokens that the policy wrote, without the environment's tokens between them."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from ppo_rlhf.core.responses import length_mask
 
 
 def compact(values: Tensor, mask: Tensor) -> Tensor:
-    """Move the values of the masked tokens to the front of each row, in their order; 0 after them.
+    """Move the values where `mask` is True to the front of each row, in their order, and fill the rest with 0.
 
-    It closes the gaps, so GAE treats the policy's last token of a turn and its first token of the next one as
-    consecutive steps: an environment's tokens are neither actions nor steps (as in verl's GAE).
+    GAE then treats the policy's last token of a turn and its first token of the next turn as consecutive steps. The
+    environment's tokens are neither actions nor steps (as in verl's GAE).
 
-    `values` [B, T] may be anything where `mask` [B, T], which may have holes, is False. The result is [B, T]: the kept
-    tokens of row b are the first `mask[b].sum()` columns. Raises ShapeError if shapes do not fit.
+    `mask` [B, T] may have holes. `values` [B, T] may hold anything where `mask` is False. The result is [B, T]; the
+    kept tokens of row b fill the first `mask[b].sum()` columns. Raises ShapeError if shapes do not fit.
     """
     check_shape("compact", "BT", values=values, mask=mask)
     kept_BT = as_bool(mask)
@@ -24,14 +24,15 @@ def compact(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def compact_mask(mask: Tensor) -> Tensor:
-    """Return where `compact` puts the kept tokens: [B, T] bool, True on a prefix of each row."""
+    """Return the mask of the tokens in the result of `compact`: [B, T] bool, True on a prefix of each row."""
     return length_mask(as_bool(mask).sum(dim=1), mask.shape[1])
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Undo `compact`: move the first values [B, T] of each row back to the True places of its mask [B, T]; 0 elsewhere.
+    """Undo `compact`: move the first values of each row back to the positions where `mask` is True; 0 elsewhere.
 
-    Columns of row b after the first `mask[b].sum()` are not looked at. Raises ShapeError if shapes do not fit.
+    `values` and `mask` are [B, T]. Columns of row b after the first `mask[b].sum()` are ignored. Raises ShapeError if
+    shapes do not fit.
     """
     check_shape("spread", "BT", values=values, mask=mask)
     kept_BT = as_bool(mask)

@@ -1,4 +1,4 @@
-"""Texts of models and files, made harmless where a terminal would obey them."""
+"""Escape control characters in texts from models and files, so that a terminal does not obey them."""
 
 import logging
 
@@ -6,13 +6,13 @@ _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160
 
 
 def visible(text: str) -> str:
-    """Return a text with its control characters, except tab and newline, written out as Python writes them."""
+    r"""Return a text with all control characters but tab and newline replaced by Python escapes such as `\x1b`."""
     return text.translate(_CONTROL)
 
 
 class VisibleRecord(logging.LogRecord):
-    """A log line without control characters."""
+    """A log record whose message has its control characters escaped."""
 
     def getMessage(self) -> str:  # noqa: N802  # logging's name
-        """Return the line."""
+        """Return the message with control characters escaped."""
         return visible(super().getMessage())
