@@ -13,10 +13,10 @@ from ppo_rlhf.models.adapters import (
     LoraSettings,
     check_critic_targets,
     check_targets,
+    describe_mixture,
     load_adapter,
     merged,
     mixtures,
-    said_of_mixtures,
     save_adapter,
     with_adapter,
 )
@@ -84,7 +84,7 @@ def test_all_linear_takes_the_plain_linear_layers_and_one_line_says_what_it_leav
     check_targets(model, ALL)
     check_critic_targets(model.base_model, ALL)
     assert last(trained_parameters(adapted(model))) == names
-    line = said_of_mixtures(model, ALL)
+    line = describe_mixture(model, ALL)
     assert f"all-linear adapts {', '.join(sorted(names))} of {name}ForCausalLM" in line
     assert f"routers and experts is no plain linear layer ({', '.join(sorted(experts))}) does not train" in line
     assert (", ".join(sorted(others)) + ", which are names of experts for peft" in line) is bool(others)
@@ -131,5 +131,5 @@ def test_experts_that_are_named_are_refused_with_the_layers_that_fit():
 
 def test_a_model_without_experts_is_adapted_as_before_and_nothing_is_said():
     assert mixtures(tiny_model()) == []
-    assert said_of_mixtures(tiny_model(), ALL) is None
+    assert describe_mixture(tiny_model(), ALL) is None
     assert ALL.to_peft(tiny_model()).target_modules == "all-linear"

@@ -19,7 +19,7 @@ from ppo_rlhf.checkpoints.model_files import exported_policy, gathered
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.sharding import share_out
+from ppo_rlhf.models.sharding import shard_in_place
 from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -74,7 +74,7 @@ def build(settings: dict[str, Any]) -> Run:
     )
     if shards_models():
         for model in (run.reference, reward_model):
-            share_out(model, run.state.device)
+            shard_in_place(model, run.state.device)
     return run
 
 

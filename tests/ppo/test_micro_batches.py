@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
-from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.models.sharding import local_shard
 from ppo_rlhf.ppo import forward_passes
 from ppo_rlhf.ppo import micro_batches as cuts
 from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches
@@ -157,7 +157,7 @@ def test_autocast_copies_all_weights_and_none_under_lora(make_run):
         run = make_run(**{"dtype": "float32", **settings})
         return copied_bytes(run.config, run.state.policy, run.state.policy.base_model)
 
-    weights = sum(own_part(parameter).numel() for parameter in make_run().state.policy.parameters())
+    weights = sum(local_shard(parameter).numel() for parameter in make_run().state.policy.parameters())
     assert copied() == 0
     assert copied(dtype="bfloat16") == 2 * weights
     assert copied(dtype="bfloat16", use_peft=True, lora_r=2) == 0

@@ -136,7 +136,7 @@ def mixtures(model: nn.Module) -> list[str]:
     return [path for path in own if path.rpartition(".")[0] in parents]
 
 
-def said_of_mixtures(model: PreTrainedModel, settings: LoraSettings) -> str | None:
+def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | None:
     """Return in one line what of a mixture of experts gets an adapter, and what not; None for other models."""
     if settings.names or not (left_out := mixtures(model)):
         return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.models.sharding import share_of
+from ppo_rlhf.models.sharding import local_shard_of
 
 
 class WeightAverage:
@@ -58,4 +58,4 @@ def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
     for name, tensor in source.items():
         if tensor.shape != target[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
-        target[name].data.copy_(share_of(tensor, target[name]))
+        target[name].data.copy_(local_shard_of(tensor, target[name]))

@@ -43,7 +43,7 @@ def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrain
     return found
 
 
-def known_alike(model: nn.Module, copied: nn.Module) -> None:
+def copy_probe_results(model: nn.Module, copied: nn.Module) -> None:
     """Let a copy of a model be known by what probes found for the model."""
     if model in _found:
         _found[copied] = dict(_found[model])
@@ -132,7 +132,7 @@ def argument_of(model: PreTrainedModel, *names: str) -> str | None:
     return found
 
 
-def own_pad_id(config: PretrainedConfig) -> int | None:
+def pad_id_of(config: PretrainedConfig) -> int | None:
     """Return the pad id that a model's configuration names; CodeGen's and RWKV's have no such field."""
     return getattr(config.get_text_config(), "pad_token_id", None)
 

@@ -45,13 +45,13 @@ class Captures:
     where the next replay of any graph may write.
     """
 
-    def __init__(self, device: torch.device, *, wanted: bool = True, tells_trouble: bool = True) -> None:
+    def __init__(self, device: torch.device, *, wanted: bool = True, warns: bool = True) -> None:
         """Take the device of all graphs; without `wanted`, or on a device that has none, everything runs plainly."""
         self.held: dict[Hashable, Held] = {}
         """Buffers by kind of work, until `release`."""
         self.trouble: dict[Hashable, str] = {}
         """Why a kind of work is not captured any more."""
-        self._device, self._wanted, self._tells_trouble = device, wanted, tells_trouble
+        self._device, self._wanted, self._warns = device, wanted, warns
         self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}  # None after the first run
         self._pool: Any = None
         self._pool_bytes = 0
@@ -104,14 +104,14 @@ class Captures:
         return False
 
     def give_up(self, kind: Hashable, why: str) -> None:
-        """Run a kind of work plainly from now on; the reason is logged, if this object `tells_trouble`.
+        """Run a kind of work plainly from now on; the reason is logged, if this object `warns`.
 
         Everything is released, and other kinds are captured anew: after a capture that failed torch takes no other one
         into its pool of memory.
         """
         self.trouble[kind] = why
         self.release()
-        if self._tells_trouble:
+        if self._warns:
             log.warning("The %s runs without CUDA graphs from here on, its kernels launched one by one: %s", kind, why)
 
     def release(self, kind: Hashable | None = None) -> None:

@@ -21,7 +21,7 @@ from ppo_rlhf.models.capabilities import (
     are_close,
     embedding_gradient,
     hidden_states_alone,
-    own_pad_id,
+    pad_id_of,
     probe_ids,
     probed_once,
     probing,
@@ -142,7 +142,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
     """
     ids, mask = probe_ids(backbone, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
     left = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)
-    pad_id = own_pad_id(backbone.config) or 0
+    pad_id = pad_id_of(backbone.config) or 0
     right = right_padded([ids.tolist(), ids[3:].tolist()], pad_id).to(backbone.device)
     trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     with probing(backbone):

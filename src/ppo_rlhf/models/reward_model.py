@@ -34,7 +34,7 @@ from ppo_rlhf.models.capabilities import (
     PROBE_ERRORS,
     are_close,
     argument_of,
-    own_pad_id,
+    pad_id_of,
     probe_ids,
     probed_once,
     probing,
@@ -204,7 +204,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     pad id. `pad_id` fills up the batch unless the model's configuration names its own, by which transformers'
     classifiers find the last token.
     """
-    own_pad = own_pad_id(model.config)
+    own_pad = pad_id_of(model.config)
     ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
     fill = ours is not None and few_shapes_are_faster(model.device, model.dtype)
     rows = right_padded(sequences, pad_id if own_pad is None else own_pad, fill=fill).to(model.device)
@@ -218,7 +218,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
 @torch.no_grad()
 def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
     """Return whether an end of text after a sequence changes its score: classifiers of transformers skip their pad."""
-    if eos is None or own_pad_id(model.config) != eos:
+    if eos is None or pad_id_of(model.config) != eos:
         return True
     ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
     return not are_close(*sequence_scores(model, [ids, [*ids, eos]], eos))
@@ -229,7 +229,7 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
     """Return whether a model gives a padded batch the scores that its sequences have one by one."""
     try:
         with probing(model):
-            pad_id = own_pad_id(model.config) or 0
+            pad_id = pad_id_of(model.config) or 0
             rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
     except PROBE_ERRORS:  # an encoder-decoder wants an end of text, which these sequences do not have

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ppo_rlhf.models.capabilities import known_alike
+from ppo_rlhf.models.capabilities import copy_probe_results
 from ppo_rlhf.runtime.processes import quick_group
 
 _shards = WeakTensorKeyDictionary()  # by the whole weights, while a model still has them: several share a frozen one
@@ -45,11 +45,11 @@ def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
                     _shards[weight] = shard
                     holder._parameters[name] = shard
     for own, copied in pairs:
-        known_alike(own, copied)
+        copy_probe_results(own, copied)
     return trained
 
 
-def share_out(model: nn.Module, device: torch.device) -> None:
+def shard_in_place(model: nn.Module, device: torch.device) -> None:
     """Leave each process its share of a model that never trains, in place."""
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -70,12 +70,12 @@ def whole(tensor: Tensor) -> Tensor:
     return full.clone() if has_padding else full
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: all of it unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def share_of(values: Tensor, like: Tensor) -> Tensor:
+def local_shard_of(values: Tensor, like: Tensor) -> Tensor:
     """Return this process's share of values that every process has, if another tensor is sharded; else the values."""
     if not isinstance(like, DTensor) or values.shape != like.shape:
         return values

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.capabilities import own_pad_id
+from ppo_rlhf.models.capabilities import pad_id_of
 from ppo_rlhf.runtime.processes import warn_if_slow
 
 SLOW_TEMPLATE_S = 5.0
@@ -41,7 +41,7 @@ def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     this after the weights are loaded: a pad id in the configuration of a new model switches that embedding's gradient
     off (padding_idx).
     """
-    if own_pad_id(model.config) is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+    if pad_id_of(model.config) is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
@@ -56,7 +56,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
     """
     if tokenizer.pad_token is not None:
         return
-    configured = None if config is None else own_pad_id(config)
+    configured = None if config is None else pad_id_of(config)
     if isinstance(configured, int) and 0 <= configured < len(tokenizer):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(configured)
     elif tokenizer.unk_token is not None and tokenizer.unk_token != tokenizer.eos_token:

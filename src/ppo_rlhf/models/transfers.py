@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.models.sharding import share_of, whole
+from ppo_rlhf.models.sharding import local_shard_of, whole
 
 Item = TypeVar("Item")
 
@@ -100,7 +100,7 @@ def refilled(*models: nn.Module) -> Iterator[None]:
         filled = [table[name] for table, name, _ in shards]
     with torch.no_grad():
         for (_, _, shard), values in zip(shards, filled, strict=True):
-            shard.copy_(share_of(values, shard))
+            shard.copy_(local_shard_of(values, shard))
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,8 +19,8 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.adapters import (
     LoraSettings,
     check_targets,
+    describe_mixture,
     has_adapter,
-    said_of_mixtures,
     with_adapter,
     without_adapter,
 )
@@ -130,7 +130,7 @@ def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedMode
     if not config.use_peft:
         return model
     check_targets(model, lora_settings(config))
-    if (line := said_of_mixtures(model, lora_settings(config))) and is_main_process():
+    if (line := describe_mixture(model, lora_settings(config))) and is_main_process():
         log.warning(line)
     return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
 

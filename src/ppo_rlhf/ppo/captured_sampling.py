@@ -185,7 +185,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
     It is probed at the first call, under the caller's autocast. Some architectures make the processor wait in each
     pass, such as mixtures of experts that loop over their experts.
     """
-    device, captures = model.device, Captures(model.device, tells_trouble=False)
+    device, captures = model.device, Captures(model.device, warns=False)
     if not captures.on:
         return f"it is on a device of type {device.type}"
     prompts, tokens = [[1, 2, 3], [4]], probe_ids(model, 2 * _PROBED_STEPS).view(_PROBED_STEPS, 2).to(device)

@@ -23,7 +23,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
-from ppo_rlhf.models.sharding import own_part
+from ppo_rlhf.models.sharding import local_shard
 from ppo_rlhf.ppo.forward_passes import logits_held
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype
@@ -207,7 +207,7 @@ def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> i
         sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
         return max(sizes) * number
     is_cast = number == 2 and not config.use_peft  # under LoRA the weights have 16 bits
-    return 2 * sum(own_part(p).numel() for p in policy.parameters()) if is_cast else 0
+    return 2 * sum(local_shard(p).numel() for p in policy.parameters()) if is_cast else 0
 
 
 def follows_memory(config: PPOConfig, device: torch.device) -> bool:
@@ -263,4 +263,4 @@ def _missing_moments(state: TrainingState) -> int:
 def _trained(state: TrainingState) -> list[Tensor]:
     """Return this process's part of each parameter that trains."""
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    return [own_part(parameter) for group in groups for parameter in group["params"]]
+    return [local_shard(parameter) for group in groups for parameter in group["params"]]

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.sharding import share_of
+from ppo_rlhf.models.sharding import local_shard_of
 
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 """bitsandbytes keeps the moments of smaller parameters in 32 bits; numbers that share a scale."""
@@ -80,7 +80,9 @@ def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]
     for name, value in moments.items():
         index, key = name.split(".", 1)
         is_count = value.dtype == torch.int64  # torch's own counts steps in float32
-        rows.setdefault(int(index), {})[key] = value.item() if is_count else share_of(value, parameters[int(index)])
+        rows.setdefault(int(index), {})[key] = (
+            value.item() if is_count else local_shard_of(value, parameters[int(index)])
+        )
     optimizer.load_state_dict({"state": rows, "param_groups": groups})
 
 

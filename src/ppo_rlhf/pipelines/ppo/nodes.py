@@ -23,7 +23,7 @@ from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.models.sharding import share_out
+from ppo_rlhf.models.sharding import shard_in_place
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import (
     as_adapter,
@@ -141,7 +141,7 @@ def initialise_training_state(
     if shards_models():
         for frozen in (reference_policy, reward_scorer.model):
             if frozen is not None:
-                share_out(frozen, state.device)
+                shard_in_place(frozen, state.device)
     state.origin |= printed_date(prompt_dataset, policy.tokenizer)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
