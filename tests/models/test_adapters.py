@@ -182,7 +182,7 @@ def test_an_adapter_of_pefts_own_is_loaded_and_one_of_another_shape_is_refused(t
     assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
     with pytest.raises(ValueError, match="has shape"):
         load_adapter(with_adapter(tiny_model(), LoraSettings(2, 6, "all-linear"), torch.Generator()), tmp_path)
-    with pytest.raises(ValueError, match="other names"):
+    with pytest.raises(ValueError, match=r"down_proj\.lora_A"):
         load_adapter(with_adapter(tiny_model(), LoraSettings(3, 6, "q_proj"), torch.Generator()), tmp_path)
 
 
@@ -213,7 +213,7 @@ def test_names_that_are_none_of_the_models_layers_are_refused_with_those_that_it
         check_targets(model, settings)
     assert list(model.state_dict()) == names  # the check leaves no adapter
     check_critic_targets(model.base_model, LoraSettings(3, 6, "q_proj, lm_head"))
-    with pytest.raises(ModelError, match="does not fit LlamaModel"):
+    with pytest.raises(ModelError, match="LlamaModel"):
         check_critic_targets(model.base_model, LoraSettings(3, 6, "lm_head"))
 
 
@@ -227,5 +227,5 @@ class Scaled(nn.Linear):
 def test_layers_that_no_adapter_can_be_merged_into_are_refused():
     model = tiny_model()
     model.model.layers[0].mlp.up_proj = Scaled(16, 24, bias=False)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj, a layer of type Scaled"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj.*Scaled"):
         with_adapter(model, SETTINGS, torch.Generator())

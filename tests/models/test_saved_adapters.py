@@ -222,8 +222,7 @@ def test_an_adapter_that_lacks_weights_of_a_layer_is_refused(tmp_path):
     adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base))
     weights = load_file(file := tmp_path / "adapter" / ADAPTER_WEIGHTS)
     save_file({name.replace("layers.1.", "blocks.1."): tensor for name, tensor in weights.items()}, file)
-    message = r"cannot be merged: its file lacks weights of layers that it adapts, such as \S*layers\.1\.\S*lora_A\S*$"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=r"adapter: .*layers\.1\.\S*lora_A\S*$"):
         PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
 
 

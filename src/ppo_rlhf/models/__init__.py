@@ -1,1 +1,1 @@
-"""Everything around a transformers model: loading, tokenizers, reward and value heads. Knows no training, no Kedro."""
+"""Everything around a transformers model: loading, tokenizers, reward and value heads. No training, no Kedro."""

@@ -1,7 +1,7 @@
-"""LoRA adapters by peft (Hu et al. 2021, arXiv:2106.09685): h = W x + (alpha / r) B A x, W frozen, B = 0 at first.
+"""LoRA adapters by peft (Hu et al. 2021, arXiv:2106.09685): h = W x + (alpha / r) B A x. W is frozen, B starts at 0.
 
-Policy, critic and reference are separate trees of modules over the same frozen parameters, each with its own adapter
-or with none. No adapter is ever switched on or off, so no result depends on which model ran last, and gradient
+Policy, critic and reference are separate module trees over the same frozen parameters. Each module tree has its own
+adapter or none. No adapter is ever switched on or off, so no result depends on which model ran last, and gradient
 checkpointing recomputes with the adapter of the forward pass (decision 0014).
 """
 
@@ -34,17 +34,18 @@ from ppo_rlhf.models.quantisation import forget_quantisation, is_quantised, quan
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
-_PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
-_FINGERPRINTED = 1024
+_PEFT_PREFIX = "base_model.model."  # peft saves weights under the names that its wrapper module gives them
+_VALUES_PER_WEIGHT = 1024  # the values of a weight that its fingerprint reads
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Shape of an adapter.
+    """Rank, scale and target layers of an adapter.
 
-    `target_modules` names linear layers, comma-separated (the last parts of their paths); `all-linear` takes every
-    plain linear layer except the language-model head, `all-linear+head` takes that too. In most mixtures of experts
-    router and experts are no such layers; a router that holds one, as Gemma 4's, gets an adapter.
+    `target_modules` is a comma-separated list of names of linear layers (the last parts of their paths). `all-linear`
+    selects every plain linear layer except the language-model head; `all-linear+head` selects the head, too. In most
+    mixtures of experts, router and experts are not plain linear layers and get no adapter. A router that contains a
+    plain linear layer, as Gemma 4's, gets an adapter.
     """
 
     rank: int  # r, columns of B and rows of A
@@ -53,41 +54,41 @@ class LoraSettings:
 
     @property
     def names(self) -> list[str]:
-        """The names of layers; empty for `all-linear` and `all-linear+head`."""
+        """The names in `target_modules`; empty for `all-linear` and `all-linear+head`."""
         shorthand = self.target_modules in (ALL_LINEAR, ALL_LINEAR_AND_HEAD)
         return [] if shorthand else [name.strip() for name in self.target_modules.split(",")]
 
     def layers(self, model: PreTrainedModel) -> list[str]:
-        """Return the paths of the layers that `all-linear` and `all-linear+head` take in a model.
+        """Return the paths of the layers of a model that `all-linear` or `all-linear+head` selects.
 
-        In some mixtures of experts peft takes the names of other layers, such as those of shared experts, for the
-        experts' own: no adapter on those layers could be loaded again, so they are left out.
+        In some mixtures of experts, peft mistakes other layers, such as shared experts, for the experts, because of
+        their names. An adapter on such a layer could not be loaded again, so these layers are not selected.
         """
-        head, left_out = model.get_output_embeddings(), mixtures(model)
+        head, excluded = model.get_output_embeddings(), mixtures(model)
         paths = []
         for path, module in model.named_modules():
             if module is head:
-                takes = self.target_modules == ALL_LINEAR_AND_HEAD
+                is_target = self.target_modules == ALL_LINEAR_AND_HEAD
             else:
-                takes = isinstance(module, nn.Linear | Conv1D) and path not in left_out
-            if takes:
+                is_target = isinstance(module, nn.Linear | Conv1D) and path not in excluded
+            if is_target:
                 paths.append(path)
-        if not left_out or not paths:
+        if not excluded or not paths:
             return paths
         with _without_warnings_on_targets():
             config = LoraConfig(target_modules=paths)
-            taken = _adapted_layers(inject_adapter_in_model(config, share_weights(model), low_cpu_mem_usage=True))
-        return [path for path in paths if path in taken]
+            adapted = _adapted_layers(inject_adapter_in_model(config, share_weights(model), low_cpu_mem_usage=True))
+        return [path for path in paths if path in adapted]
 
     def to_peft(self, model: PreTrainedModel) -> LoraConfig:
-        """Return peft's configuration for a model, with the model's name as that of the base."""
+        """Return peft's configuration for a model. The model's name is recorded as the name of the base model."""
         targets: str | list[str] = self.names or (
             _shortest(model, self.layers(model)) if mixtures(model) else ALL_LINEAR
         )
         name, revision = model.name_or_path or "", ""
-        if not is_local(name):  # peft has a field of its own for the revision
+        if not is_local(name):  # peft stores the revision in a separate field
             name, _, revision = name.partition("@")
-        if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no word for it, so name whole paths
+        if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no shorthand that includes the head: list full paths
             targets = self.layers(model)
         return LoraConfig(
             r=self.rank,
@@ -102,9 +103,10 @@ class LoraSettings:
 
 
 def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torch.Generator) -> PreTrainedModel:
-    """Return a model with a fresh adapter that trains, over the very weights of one without, which this freezes.
+    """Return a copy of a model's modules with a new adapter that trains. The copy shares the model's weights.
 
-    The generator draws A on the CPU, so that it is the same for every device: uniform as in peft (He et al. 2015).
+    The weights of `model` are frozen. The generator draws A on the CPU, so that A is the same for every device:
+    uniformly distributed as in peft (He et al. 2015).
 
     Raises:
         ModelError: The model has none of the target layers.
@@ -113,15 +115,16 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torc
     for name, parameter in trained_parameters(adapted).items():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         if ".lora_A." in name:
-            drawn = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5), generator=generator)
-            parameter.data.copy_(drawn)
+            values = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5), generator=generator)
+            parameter.data.copy_(values)
     return adapted
 
 
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise `ModelError` unless an adapter fits a language model and every name is one of its layers.
+    """Raise `ModelError` unless an adapter fits a language model and every target name matches one of its layers.
 
-    The model may be on the device `meta`, without weights. peft itself ignores names that match no layer.
+    The model may be on the device `meta`, without weights. This check exists because peft ignores names that match no
+    layer.
     """
     adapted = _adapted_layers(_inject(share_weights(model), settings))
     if unknown := [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]:
@@ -129,77 +132,78 @@ def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def mixtures(model: nn.Module) -> list[str]:
-    """Return the paths of routers and experts whose weights are no plain linear layers; empty if there are none."""
-    own = {path: module for path, module in model.named_modules() if _has_own_matrix(module)}
-    experts = [path for path, module in own.items() if "expert" in type(module).__name__.lower()]
+    """Return the paths of all routers and experts that are not plain linear layers."""
+    candidates = {path: module for path, module in model.named_modules() if _has_own_matrix(module)}
+    experts = [path for path, module in candidates.items() if "expert" in type(module).__name__.lower()]
     parents = {path.rpartition(".")[0] for path in experts}
-    return [path for path in own if path.rpartition(".")[0] in parents]
+    return [path for path in candidates if path.rpartition(".")[0] in parents]
 
 
 def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | None:
-    """Return in one line what of a mixture of experts gets an adapter, and what not; None for other models."""
-    if settings.names or not (left_out := mixtures(model)):
+    """Say in one line which layers of a mixture of experts get an adapter and which do not; None for other models."""
+    if settings.names or not (excluded := mixtures(model)):
         return None
     paths, head = settings.layers(model), model.get_output_embeddings()
     adapted = _last_parts(paths)
     plain = _last_parts(path for path, m in model.named_modules() if _is_plain_linear(m) and m is not head)
-    others = ", ".join(name for name in plain if name not in adapted)
-    taken = f", nor do {others}, which are names of experts for peft" if others else ""
+    mistaken = ", ".join(name for name in plain if name not in adapted)
+    also = f", nor do {mistaken}, whose names peft mistakes for experts" if mistaken else ""
     return (
         f"ppo.lora_target_modules={settings.target_modules} adapts {', '.join(adapted)} of {type(model).__name__}. "
-        f"What of its routers and experts is no plain linear layer ({', '.join(_last_parts(left_out))}) does not train"
-        f"{taken}."
+        f"Its routers and experts that are not plain linear layers ({', '.join(_last_parts(excluded))}) do not train"
+        f"{also}."
     )
 
 
 def check_critic_targets(backbone: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise `ModelError` unless a backbone has some of the layers; it lacks the language-model head."""
+    """Raise `ModelError` unless a backbone has some of the target layers. A backbone has no language-model head."""
     _inject(share_weights(backbone), settings)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model's modules over the very same parameters and buffers."""
+    """Return a copy of a model's modules that shares the model's parameters and buffers."""
     shared = [*model.parameters(), *model.buffers(), *quantisation_states(model)]
     return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without its adapter, over the same weights: the reference of a LoRA policy."""
+    """Return a copy of a model's modules without the adapter, sharing its weights: the reference of a LoRA policy."""
     plain = share_weights(model)
     _replace_adapted_layers(plain)
     return plain
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain copy of a model with W + (alpha / r) B A in place of each W; the model stays as it is.
+    """Return a plain copy of a model with W + (alpha / r) B A in place of each W. The model itself is unchanged.
 
-    The copy is float32 or wider: a 16-bit type of the frozen weights would round away most of a small adapter. Of a
-    4-bit model W is what the model computes with, so the copy is the policy that was trained; it is on the CPU.
+    The copy is float32 or wider, because 16 bits would round away most of a small adapter. For a 4-bit model, W is the
+    dequantised weight that the model computes with, so that the copy is the policy that was trained. The copy of a
+    4-bit model is on the CPU.
     """
     return _merge(copy.deepcopy(model))
 
 
 @torch.no_grad()
 def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter that `merged(model)` would have, one at a time; the model may be plain.
+    """Yield name and value of each parameter of `merged(model)`, one at a time. The model may have no adapter.
 
     Raises:
-        ModelError: A head that is tied to the embeddings has an adapter: merged, it would need weights of its own.
+        ModelError: The head is tied to the embeddings and has an adapter: the merged head would need its own weights.
     """
     layers, embedding = _adapted_layers(model), model.get_input_embeddings()
     if any(layer is model.get_output_embeddings() and layer.weight is embedding.weight for layer in layers.values()):
         raise ModelError(
-            f"ppo.lora_target_modules: the head of {type(model).__name__} is tied to the embeddings, and vLLM has one "
-            "tensor for both, so the head can have no adapter; set all-linear"
+            f"ppo.lora_target_modules: the head of {type(model).__name__} is tied to the embeddings, and vLLM stores "
+            "one tensor for both, so the head cannot have an adapter; set all-linear"
         )
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
         owner, layer = model.get_submodule(path), layers.get(path.removesuffix(".base_layer"))
-        summand = layer.get_delta_weight(ADAPTER) if layer is not None and kind == "weight" else None
+        delta = layer.get_delta_weight(ADAPTER) if layer is not None and kind == "weight" else None
         if is_quantised(owner):
-            yield name.replace(".base_layer.", "."), getattr(unquantised(owner, summand), kind)
+            yield name.replace(".base_layer.", "."), getattr(unquantised(owner, delta), kind)
         elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter if summand is None else parameter + summand
+            yield name.replace(".base_layer.", "."), parameter if delta is None else parameter + delta
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -208,11 +212,11 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of names, shapes and first values of all frozen weights, to which an adapter belongs."""
+    """Return the SHA-256 of names, shapes and first values of all frozen weights: the base that an adapter needs."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            first = parameter.detach().flatten()[:_FINGERPRINTED].double().cpu()
+            first = parameter.detach().flatten()[:_VALUES_PER_WEIGHT].double().cpu()
             digest.update(f"{name}:{tuple(parameter.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()
 
@@ -220,8 +224,9 @@ def frozen_fingerprint(model: nn.Module) -> str:
 def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSettings) -> None:
     """Write a model's adapter in peft's format: adapter_config.json and adapter_model.safetensors.
 
-    `peft.PeftModel.from_pretrained` and transformers load it onto the model that it was trained on.
-    `save_pretrained(directory)` of an adapted model does the same: transformers' own writes names that it cannot load.
+    `peft.PeftModel.from_pretrained` and transformers load the adapter onto the base model. `_inject` replaces the
+    `save_pretrained` of an adapted model by this function, because transformers' `save_pretrained` would write names
+    that transformers cannot load.
     """
     Path(directory).mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
@@ -235,52 +240,52 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Copy an adapter that `save_adapter` wrote into a model's own adapter.
+    """Copy an adapter that `save_adapter` wrote into the adapter of a model.
 
     Raises:
-        ValueError: It has other names or shapes.
+        ValueError: The names or shapes of the two adapters differ.
     """
-    own = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
-    copy_tensors(load_file(directory / ADAPTER_WEIGHTS), own)
+    parameters = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
+    copy_tensors(load_file(directory / ADAPTER_WEIGHTS), parameters)
 
 
 def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Return a model with an adapter that any program saved in its weights; those in 4 bits become float32.
+    """Merge a saved adapter, of any program, into the weights of a model, and return the model. 4-bit becomes float32.
 
-    All its weights can train, as those of a model that was loaded whole: peft freezes what has an adapter. A classifier
-    gets the adapter's score head, if there is one.
+    All weights of the result train, as after loading a whole model (peft had frozen the base's weights). A classifier
+    gets the adapter's score head, if the adapter has one.
 
     Raises:
         ValueError: The adapter's file does not have all weights that its configuration names.
     """
     with _without_warnings_on_targets():
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
-        try:  # by peft: transformers can load it too, but would later save the model as an adapter
+        try:  # load with peft: a model whose adapter transformers loaded would later be saved as an adapter
             adapted: Any = PeftModel.from_pretrained(model, str(directory))
-        except UserWarning as warning:  # the rest would be merged, and what is missing left as the base has it
+        except UserWarning as warning:  # peft would merge the weights that exist and leave the other layers unadapted
             missing = str(warning).partition("[")[2].partition(",")[0].strip("'[].")
-            raise ValueError(f"its file lacks weights of layers that it adapts, such as {missing}") from warning
+            raise ValueError(f"its file lacks weights that its configuration names, such as {missing}") from warning
     if quantisation_states(model):
         return _merge(adapted.get_base_model()).requires_grad_(True)
     _untie_adapted_head(adapted.get_base_model())
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:  # each may have been trained for itself
+    if head is not None and head.weight is not embedding.weight:  # head and embedding may have different adapters
         merged.config.tie_word_embeddings = False
     return merged.requires_grad_(True)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    misfit, linear = _does_not_fit(model, settings), _plain_layers(model)  # as they are now: peft replaces them
+    misfit, linear = _does_not_fit(model, settings), _plain_layers(model)  # list layers before peft replaces them
     try:
         with _without_warnings_on_targets():
             injected = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
-    except ValueError as error:  # peft found no such layers, or layers that no adapter fits
+    except ValueError as error:  # peft found none of the target layers, or a layer of a type that it cannot adapt
         raise misfit from error
     for name, layer in _adapted_layers(injected).items():
         if not _is_plain_linear(layer.get_base_layer()):
             raise ModelError(
-                f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type "
+                f"ppo.lora_target_modules={settings.target_modules} selects {name}, a layer of type "
                 f"{type(layer.get_base_layer()).__name__}, into which no adapter can be merged exactly. Name plain "
                 f"linear layers (of {linear}), or set ppo.use_peft=false"
             )
@@ -307,25 +312,25 @@ def _last_parts(paths: Iterable[str]) -> list[str]:
 
 
 def _shortest(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return the last parts of paths, if they stand for these layers alone; else the paths themselves."""
+    """Return the last parts of the paths if no other layers have these names; otherwise the paths themselves."""
     names = _last_parts(paths)
-    alike = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
-    return names if alike == paths else paths
+    matches = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return names if matches == paths else paths
 
 
 def _has_own_matrix(module: nn.Module) -> bool:
-    """Return whether a module that is no plain linear layer holds a matrix, or a stack of them."""
+    """Return whether a module is not a plain linear layer and directly holds a parameter with two or more axes."""
     return not _is_plain_linear(module) and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a layer computes y = W x + b and no more. Subclasses may quantise W: 4-bit ones are known."""
+    """Return whether a layer computes only y = W x + b. The 4-bit layers of bitsandbytes count as plain layers."""
     return type(module) in (nn.Linear, Conv1D) or is_quantised(module)
 
 
 @contextmanager
 def _without_warnings_on_targets() -> Iterator[None]:
-    """Silence warnings of peft on what is handled: tied heads, each layer's layout, names taken for the experts'."""
+    """Silence peft's warnings about cases that this module handles: tied heads, Conv1D layouts, names of experts."""
     with warnings.catch_warnings():
         for message in ("Model (has|with) `tie_word_embeddings=True`", "fan_in_fan_out is set to True but the target"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -349,7 +354,7 @@ def _merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _restore_quantised_layers(model: PreTrainedModel) -> None:
-    """Put plain layers in the place of 4-bit ones, with their adapters merged: peft would quantise the sum again."""
+    """Replace 4-bit layers by plain layers with the adapters merged in. peft's merge would quantise the sum again."""
     for name, layer in _adapted_layers(model).items():
         if is_quantised(layer.get_base_layer()):
             model.set_submodule(name, unquantised(layer.get_base_layer(), layer.get_delta_weight(ADAPTER)))
@@ -366,16 +371,16 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
     for part in model.modules():
         vars(part).pop("save_pretrained", None)
     vars(model).pop("peft_config", None)
-    model._hf_peft_config_loaded = False  # else save_pretrained would look for an adapter to save
+    model._hf_peft_config_loaded = False  # otherwise save_pretrained would look for an adapter to save
 
 
 def _untie_adapted_head(model: PreTrainedModel) -> None:
-    """Give a head that is tied to the embedding its own weights if either has an adapter: merging would change both."""
+    """Untie head and embedding if either has an adapter: merging into tied weights would change both layers."""
     head, embedding = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
     adapted = [layer for layer in (head, embedding) if isinstance(layer, BaseTunerLayer)]
     if adapted and head is not None and head.weight is embedding.weight:
-        own = cast(nn.Linear, head.get_base_layer() if isinstance(head, BaseTunerLayer) else head)
-        own.weight = nn.Parameter(own.weight.detach().clone(), requires_grad=False)
+        linear = cast(nn.Linear, head.get_base_layer() if isinstance(head, BaseTunerLayer) else head)
+        linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model that train, and their moving average."""
+"""The trained weights of a model, and their moving average."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ppo_rlhf.models.sharding import local_shard_of
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that train: w̄ ← decay · w̄ + (1 − decay) · w, from the first weights on.
+    """Exponential moving average of the trained weights: w̄ ← decay · w̄ + (1 − decay) · w.
 
-    As in DeepSpeed-Chat's `moving_average`, without a correction for the start: the average starts at the model.
+    The average starts at the model's first weights, without bias correction, as in DeepSpeed-Chat's `moving_average`.
 
     Attributes:
         decay: In (0, 1); the average reaches back over about 1 / (1 − decay) updates.
-        weights: By the parameter's name.
+        weights: Averaged tensors by parameter name.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float) -> None:
-        """Start from the model's weights."""
+        """Start the average at the model's current weights."""
         self.decay = decay
         self.weights = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
 
     def update(self, model: PreTrainedModel) -> None:
-        """Move towards the model's weights, all in one launch; call it after each optimiser step."""
+        """Update the average with the model's weights, in one fused operation. Call this after each optimiser step."""
         current = trained_parameters(model)
         move = get_ema_multi_avg_fn(self.decay)
         move(list(self.weights.values()), [current[name] for name in self.weights], None)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with the averaged weights instead of the trained ones; frozen weights are shared."""
+        """Return a copy of the model with averaged instead of trained weights. The copy shares the frozen weights."""
         shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))
@@ -42,19 +42,19 @@ class WeightAverage:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name."""
+    """Return the parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
-    """Copy tensors into those of the same names.
+    """Copy the tensors of `source` into the tensors of `target` with the same names.
 
     Raises:
         ValueError: Names or shapes differ.
     """
     if source.keys() != target.keys():
         odd = sorted(source.keys() ^ target.keys())
-        raise ValueError(f"weights of other names, such as {odd[0]}")
+        raise ValueError(f"the names of the weights differ, such as {odd[0]}")
     for name, tensor in source.items():
         if tensor.shape != target[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")

@@ -1,6 +1,6 @@
-"""What a model can do: found by probes, forward passes of a few tokens, without knowing its architecture's name.
+"""Probe what a model can do with forward passes of a few tokens, without knowing the name of its architecture.
 
-Each probe runs once for a model: `probed_once` keeps what it found.
+Each probe runs once per model: `probed_once` caches the result.
 """
 
 from __future__ import annotations
@@ -20,68 +20,70 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_rlhf.core.errors import ModelError, in_one_line
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
-"""By the bytes of a number: the largest norm of a difference, over the norm of the expected hidden states. It is ten
-times the effect of rounding, so that a resumed run gets the same answer with other weights. A token at another position
-differs by more."""
+"""Tolerance of `are_close` by the bytes of a number: the largest norm of the difference, relative to the norm of the
+expected hidden states. The tolerance is ten times the effect of rounding, so that a probe gives the same result after
+training has changed the weights. Hidden states of a token at a wrong position differ by more."""
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, LookupError)
-"""What models raise when they are asked for something that they do not know."""
+"""Errors that models raise for arguments that they do not support."""
 
-Found = TypeVar("Found")
-_found: WeakKeyDictionary[nn.Module, dict[Callable[..., Any], Any]] = WeakKeyDictionary()
+Result = TypeVar("Result")
+_results: WeakKeyDictionary[nn.Module, dict[Callable[..., Any], Any]] = WeakKeyDictionary()
 
 
-def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrainedModel], Found]:
-    """Let a probe run at the first call with a model; later calls return what it found."""
+def probed_once(probe: Callable[[PreTrainedModel], Result]) -> Callable[[PreTrainedModel], Result]:
+    """Cache the result of a probe per model: the probe runs at the first call with a model."""
 
     @wraps(probe)
-    def found(model: PreTrainedModel) -> Found:
-        known = _found.setdefault(model, {})
-        if probe not in known:
-            known[probe] = probe(model)
-        return known[probe]
+    def cached(model: PreTrainedModel) -> Result:
+        results = _results.setdefault(model, {})
+        if probe not in results:
+            results[probe] = probe(model)
+        return results[probe]
 
-    return found
+    return cached
 
 
 def copy_probe_results(model: nn.Module, copied: nn.Module) -> None:
-    """Let a copy of a model be known by what probes found for the model."""
-    if model in _found:
-        _found[copied] = dict(_found[model])
+    """Copy the cached probe results of a model to a copy of the model."""
+    if model in _results:
+        _results[copied] = dict(_results[model])
 
 
 @contextmanager
 def probing(model: PreTrainedModel) -> Iterator[None]:
-    """Compute in the precision of the model's weights and without gradients."""
+    """Compute in the precision of the model's weights and without gradients within the block."""
     with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
         yield
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Return ids of the vocabulary, `[length]`, all different if it has that many."""
+    """Return token ids `[length]` for a probe, all different if the vocabulary is large enough."""
     return torch.arange(1, length + 1) * 7 % vocabulary_size(model)
 
 
 def hidden_states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the last hidden states `[n, H]` of one sequence `[n]`, at the positions that the model gives it."""
+    """Return the last hidden states `[n, H]` of one sequence of ids `[n]`, with the model's default positions."""
     return backbone(input_ids=ids[None].to(backbone.device), use_cache=False).last_hidden_state[0]
 
 
 def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the gradient of hidden states for the embeddings of the pass that computes them, in the embeddings' shape.
+    """Return the gradient of the hidden states that `compute` returns with respect to the token embeddings.
 
-    It is exactly 0 unless the states read them. In a model with small weights the states themselves hardly show it.
+    The gradient has the embeddings' shape. It is exactly 0 for tokens that the hidden states do not depend on. This is
+    a sharper test than changing a token: in a model with small weights, the hidden states would hardly change.
     """
     embedded: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # some models scale it in place
+        return embedded[-1].clone()  # a clone, because some models scale their embeddings in place
 
     handle = backbone.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
             states = compute()
-            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)  # a norm's plain sum is constant
+            # Unequal weights: the plain sum of a layer norm's outputs is constant and has no gradient.
+            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)
             (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
     finally:
         handle.remove()
@@ -89,7 +91,7 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
 
 
 def check_causal(model: PreTrainedModel, where: str) -> None:
-    """Raise `ModelError` if hidden states read tokens that come later; `where` says where the model comes from."""
+    """Raise `ModelError` if a hidden state depends on later tokens; `where` says where the model comes from."""
     problem = "reads tokens that come later, which a policy has yet to write"
     try:
         if not gradient_of_later_tokens(model).any():
@@ -101,44 +103,44 @@ def check_causal(model: PreTrainedModel, where: str) -> None:
 
 
 def gradient_of_later_tokens(model: PreTrainedModel) -> Tensor:
-    """Return the gradient of the first hidden states for the embeddings of later tokens: 0 in a causal model."""
+    """Return the gradient of the first 2 hidden states with respect to the later embeddings: 0 in a causal model."""
     backbone, ids = cast("PreTrainedModel", model.base_model), probe_ids(model, 5)
     with probing(model):
         gradient = embedding_gradient(backbone, lambda: hidden_states_alone(backbone, ids)[:2])
-    return gradient.flatten(0, 1)[2:]  # XLNet's embeddings have the tokens in their first dimension
+    return gradient.flatten(0, 1)[2:]  # flatten: XLNet's embeddings are [tokens, batch, width]
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of ids that a model embeds."""
+    """Return the number of rows of a model's embedding."""
     return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
 
 
 def argument_of(model: PreTrainedModel, *names: str) -> str | None:
-    """Return the name by which a model's `forward` takes an argument, one of `names`; None if it has no such argument.
+    """Return which of `names` is an argument of a model's `forward`; None if none is.
 
-    Versions of transformers name it differently, and a model with code of its own may keep an earlier name.
+    Versions of transformers name an argument differently, and a model with remote code may keep an older name.
 
     Raises:
-        ModelError: The model has none of the names, and this version's Llama neither, so that a model without the
-            argument cannot be told from one that takes it by another name.
+        ModelError: Neither the model nor transformers' Llama has an argument of these names. The argument may then have
+            a name that this function does not know.
     """
-    own = inspect.signature(type(model).forward).parameters
-    found = next((name for name in names if name in own), None)
-    if found is None and not inspect.signature(transformers.LlamaForCausalLM.forward).parameters.keys() & set(names):
+    parameters = inspect.signature(type(model).forward).parameters
+    argument = next((name for name in names if name in parameters), None)
+    if argument is None and not inspect.signature(transformers.LlamaForCausalLM.forward).parameters.keys() & set(names):
         raise ModelError(
-            f"transformers {transformers.__version__}: its models' forward has no argument {' or '.join(names)} any "
-            "more; install the version that ppo_rlhf was tested with (constraints.txt)"
+            f"transformers {transformers.__version__}: its models' forward no longer has the argument "
+            f"{' or '.join(names)}; install the version that ppo_rlhf was tested with (constraints.txt)"
         )
-    return found
+    return argument
 
 
 def pad_id_of(config: PretrainedConfig) -> int | None:
-    """Return the pad id that a model's configuration names; CodeGen's and RWKV's have no such field."""
+    """Return the pad id of a model's configuration; None if the field is empty or missing (CodeGen, RWKV)."""
     return getattr(config.get_text_config(), "pad_token_id", None)
 
 
-def are_close(found: Tensor, expected: Tensor) -> bool:
+def are_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether hidden states are equal up to rounding (`CLOSE`)."""
-    close = CLOSE[expected.dtype.itemsize]
-    found, expected = found.nan_to_num().double(), expected.nan_to_num().double()
-    return bool((found - expected).norm() <= close * expected.norm())
+    tolerance = CLOSE[expected.dtype.itemsize]
+    actual, expected = actual.nan_to_num().double(), expected.nan_to_num().double()
+    return bool((actual - expected).norm() <= tolerance * expected.norm())

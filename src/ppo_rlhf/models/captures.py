@@ -1,6 +1,6 @@
-"""CUDA graphs of a training run: a stretch of work is captured once, and then all of its kernels are launched at once.
+"""CUDA graphs of a training run: capture a function once, then replay all of its kernels with one launch.
 
-Launching kernels one by one takes longer than computing them wherever they are small, as in a decoding step.
+Small kernels, such as those of a decoding step, take longer to launch than to compute.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -22,79 +22,87 @@ from ppo_rlhf.core.logprobs import card_bytes
 log = logging.getLogger(__name__)
 
 CAPTURED_ON = ("cuda",)
-"""Types of devices whose work is captured."""
+"""Types of devices on which work is captured."""
 CARDS_SHARE = 4
-"""Graphs may keep this part of a GPU's memory, a quarter: what large models compute is no matter of launches."""
+"""Graphs may keep 1/4 of a GPU's memory. Models that would need more gain little: their kernels are large, and launches
+take little of their time."""
 DECODING, UPDATE = "decoding", "update"
-"""Kinds of work: the first part of their graphs' keys, and the key of their buffers in `Captures.held`."""
+"""Kinds of work. A kind is the first part of its graphs' keys, and the key of its buffers in `Captures.held`."""
 
 
 class Held(Protocol):
-    """What graphs read and write in its place from run to run."""
+    """Buffers at fixed addresses that graphs read and write in each run."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of its tensors on the device."""
+        """Bytes of the buffers on the device."""
 
 
 class Captures:
-    """The graphs of one run, by key, with the buffers that they use; all graphs share one pool of memory.
+    """The graphs of one training run, by key, and the buffers that the graphs use. All graphs share one memory pool.
 
-    A function that is captured does the same operations on the same addresses each time. It reads and changes only
-    tensors that stay in their places, and reads nothing from the device. What it makes and drops lies in the pool,
-    where the next replay of any graph may write.
+    A captured function must do the same operations on the same addresses each time. It must read and change only
+    tensors that keep their addresses, and must not read values from the device to the host. Its temporary tensors lie
+    in the memory pool, where the next replay of any graph may overwrite them.
     """
 
     def __init__(self, device: torch.device, *, wanted: bool = True, warns: bool = True) -> None:
-        """Take the device of all graphs; without `wanted`, or on a device that has none, everything runs plainly."""
+        """Set the device of all graphs.
+
+        Nothing is captured if `wanted` is False or the device has no graphs. `warns` False logs no warning when a
+        capture fails.
+        """
         self.held: dict[Hashable, Held] = {}
-        """Buffers by kind of work, until `release`."""
+        """Buffers by kind of work; `release` removes them."""
         self.trouble: dict[Hashable, str] = {}
-        """Why a kind of work is not captured any more."""
+        """The kinds of work that are no longer captured, each with the reason."""
         self._device, self._wanted, self._warns = device, wanted, warns
         self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}  # None after the first run
         self._pool: Any = None
         self._pool_bytes = 0
-        self._stream: torch.cuda.Stream | None = None  # of first runs and captures: libraries keep work space for each
-        self._said = 0
+        # One stream for first runs and captures, because libraries keep a workspace per stream.
+        self._stream: torch.cuda.Stream | None = None
+        self._logged_graphs = 0
         self._is_closed = False
         _all.add(self)
 
     @property
     def on(self) -> bool:
-        """Whether anything is captured."""
+        """Whether work is captured at present."""
         return self._wanted and not self._is_closed and self._device.type in CAPTURED_ON
 
     def serves(self, kind: Hashable) -> bool:
-        """Return whether runs of a kind are captured."""
+        """Return whether work of this kind is captured."""
         return self.on and kind not in self.trouble
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
     def __bool__(self) -> bool:
-        return True  # also without a graph
+        return True  # even if there are no graphs and the length is 0
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device of the buffers and of the graphs' pool."""
+        """Bytes on the device of the buffers and of the graphs' memory pool."""
         return self._pool_bytes + sum(held.bytes for held in self.held.values())
 
     def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> bool:
-        """Run the function of a key: plainly the first time, which loads kernels; captured before the second; replayed.
+        """Run a function eagerly at the first call with its key, and as a graph at later calls.
 
-        If it cannot be captured, its kind is given up, and this run is plain. Returns whether it was plain.
+        The first, eager call loads the kernels. The second call captures the function and replays the graph, and later
+        calls replay it. If the capture fails, the function runs eagerly, and its kind is given up. Returns whether the
+        function ran eagerly in this call.
         """
         kind = key[0]
         if not self.serves(kind):
             function()
             return True
         if key not in self._graphs:
-            with self._beside():
+            with self._on_capture_stream():
                 function()
             self._graphs[key] = None
             return True
-        if self._graphs[key] is None and (why := self._why_not_captured(key, function)):
+        if self._graphs[key] is None and (why := self._capture_or_reason(key, function)):
             self.give_up(kind, why)
             function()
             return True
@@ -104,10 +112,10 @@ class Captures:
         return False
 
     def give_up(self, kind: Hashable, why: str) -> None:
-        """Run a kind of work plainly from now on; the reason is logged, if this object `warns`.
+        """Run a kind of work eagerly from now on, and log the reason if `warns` was set.
 
-        Everything is released, and other kinds are captured anew: after a capture that failed torch takes no other one
-        into its pool of memory.
+        All graphs and buffers are released, and other kinds are captured again, because torch accepts no capture into a
+        memory pool after a capture into the pool has failed.
         """
         self.trouble[kind] = why
         self.release()
@@ -115,13 +123,10 @@ class Captures:
             log.warning("The %s runs without CUDA graphs from here on, its kernels launched one by one: %s", kind, why)
 
     def release(self, kind: Hashable | None = None) -> None:
-        """Let go of all graphs and buffers, or of those of one kind. Later runs are captured anew.
-
-        A kind is the key of its buffers in `held`, and the first part of the keys of its graphs.
-        """
+        """Delete the graphs and buffers of one kind; None: of all kinds. Later runs capture again."""
         keys = [key for key in self._graphs if kind in (None, key[0])]
         if keys and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a graph may still run
+            torch.cuda.synchronize(self._device)  # a graph may still be running
         for key in keys:
             del self._graphs[key]
         for held in [held for held in self.held if kind in (None, held)]:
@@ -129,11 +134,11 @@ class Captures:
         if not len(self):
             self._pool, self._pool_bytes = None, 0
         if keys and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # a pool without graphs serves nobody else until then
+            torch.cuda.empty_cache()  # otherwise the memory of a pool without graphs stays reserved
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Capture within the block, and not behind it: the end of training, however it ends, releases everything."""
+        """Capture only within the block. Its end, also by an exception, releases all graphs and buffers."""
         self._is_closed = False
         try:
             yield
@@ -141,23 +146,26 @@ class Captures:
             self.close()
 
     def close(self) -> None:
-        """Log what there was, release everything, and run plainly from now on."""
-        if len(self) > self._said:
-            self._say()
+        """Log the number of graphs unless it was logged before, release everything, and capture nothing from now on."""
+        if len(self) > self._logged_graphs:
+            self._log_graphs()
         self.release()
         self._is_closed = True
 
     def say_once(self) -> None:
-        """Log how much is captured, if something is and was not said so before."""
-        if len(self) > 0 and not self._said:
-            self._say()
+        """Log the number and size of the graphs once, as soon as there are any."""
+        if len(self) > 0 and not self._logged_graphs:
+            self._log_graphs()
 
-    def _say(self) -> None:
-        self._said = len(self)
+    def _log_graphs(self) -> None:
+        self._logged_graphs = len(self)
         log.info("captured: %d graphs, %.1f GiB", len(self), self.bytes / 2**30)
 
-    def _why_not_captured(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> str:
-        """Capture a function; return why that failed, or "". The error is gone then, and the tensors that it keeps."""
+    def _capture_or_reason(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> str:
+        """Capture a function and return ""; if the capture fails, return the reason.
+
+        The reason is a text, since the exception itself would keep the tensors of its frames alive.
+        """
         try:
             self._check_room()
             self._graphs[key] = self._captured(function)
@@ -167,33 +175,33 @@ class Captures:
         return ""
 
     def _check_room(self) -> None:
-        """Raise `RuntimeError` if graphs keep so much that passes which are not captured might lack it."""
-        if self.bytes > (most := card_bytes(self._device) // CARDS_SHARE):
-            raise RuntimeError(f"they would keep {self.bytes / 2**30:.1f} GiB, and may keep {most / 2**30:.1f}")
+        """Raise `RuntimeError` if graphs keep more than their share of memory, which other passes need."""
+        if self.bytes > (limit := card_bytes(self._device) // CARDS_SHARE):
+            raise RuntimeError(f"graphs would keep {self.bytes / 2**30:.1f} GiB, and may keep {limit / 2**30:.1f}")
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, before = torch.cuda.CUDAGraph(), _current_stream(self._device)
         try:
-            # other threads, such as one that copies to pinned memory, must not end a capture
+            # thread_local: CUDA calls of other threads, such as copies to pinned memory, must not break the capture
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, **options):
                 reserved = _reserved(self._device)
-                with _waits_are_errors(self._device):
+                with _device_syncs_are_errors(self._device):
                     function()
                 self._pool_bytes += _reserved(self._device) - reserved
         except BaseException:
             graph.reset()
-            _spoilt.append(graph)
+            _failed_graphs.append(graph)
             raise
         finally:
             if before is not None:
-                torch.cuda.set_stream(before)  # torch leaves the stream of an invalid capture in its place
+                torch.cuda.set_stream(before)  # after an invalid capture, torch does not restore the stream
         self._pool = self._pool or graph.pool()
         return graph
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run on the stream of captures, in order with the current one."""
+    def _on_capture_stream(self) -> Iterator[None]:
+        """Run the block on the stream of captures, ordered after and before work on the current stream."""
         current = _current_stream(self._device)
         if current is None:
             yield
@@ -204,34 +212,34 @@ class Captures:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            current.wait_stream(self._stream)  # also after an error: what runs there may write into what is freed here
+            current.wait_stream(self._stream)  # also after an error: a kernel may still write into memory freed here
 
 
 def addresses(*models: nn.Module) -> tuple[int, ...]:
-    """Return where the weights and buffers of models lie: graphs read them there."""
+    """Return the memory addresses of the weights and buffers of models: a graph reads them at fixed addresses."""
     return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
 
 
 def pool_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that graphs of this process hold: torch counts them as reserved, also while free."""
-    return sum(each._pool_bytes for each in _all if each._device == device)
+    """Return the bytes of the graphs' memory pools of this process on a device. torch counts them as reserved."""
+    return sum(captures._pool_bytes for captures in _all if captures._device == device)
 
 
 _all: WeakSet[Captures] = WeakSet()
-_spoilt: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed. torch's allocator may still ask them about later captures, so they stay, and are empty.
+_failed_graphs: list[torch.cuda.CUDAGraph] = []
+"""Empty graphs whose capture failed. They are kept because torch's allocator may still refer to them in later captures.
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
 
 
 @contextmanager
-def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Let torch refuse to wait for the device, before the wait spoils a capture; it does not see every wait."""
+def _device_syncs_are_errors(device: torch.device) -> Iterator[None]:
+    """Let torch raise an error at a device sync, which would break the capture. torch does not detect every sync."""
     if device.type != "cuda":
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the debug mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,7 +1,7 @@
 """torch.compile for the layers of a backbone.
 
-Layers are compiled one by one and share one compiled form, so a deep model compiles as fast as a shallow one. Attention
-without padding stays out of it (`packed_attention`), since it knows lengths as numbers.
+Each layer is compiled by itself, and all layers share one compiled form, so a deep model compiles as fast as a shallow
+one. Attention without padding (`packed_attention`) is not compiled, since it reads sequence lengths as Python numbers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 MOST_FORMS = 64
-"""Compiled forms of one kind of layer: with and without gradients, by precision, with and without adapters. torch stops
-compiling where there are more."""
+"""The most compiled forms of one kind of layer: with and without gradients, per precision, with and without adapters.
+torch compiles no further forms beyond this limit."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Let torch compile the layers of a language model or backbone at their first call.
+    """Compile the layers of a language model or backbone with torch. Each layer compiles at its first call.
 
     Raises:
         ModelError: The architecture does not say which of its modules are layers.
     """
-    packs(backbone_of(model))  # probed before: of the layers as they are
+    packs(backbone_of(model))  # run the probes before compiling, on the original layers
     if model.get_output_embeddings() is not None:
         logits_of(model)
     layers, limit = layers_of(model), {"recompile_limit": MOST_FORMS}
-    known = inspect.signature(torch.compile).parameters
-    if "recompile_limit" not in known:  # torch 2.11 has one limit for the whole process
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch 2.11: one limit per process
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_FORMS)
         limit = {}
     for layer in layers:
@@ -61,25 +60,25 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 @cache
 def check_compiler(device: torch.device) -> None:
-    """Compile something tiny for a device.
+    """Compile a tiny function for a device, to check that torch can compile.
 
     Raises:
-        ConfigError: It cannot be compiled, for example without a C++ compiler.
+        ConfigError: torch cannot compile, for example without a C++ compiler.
     """
     try:
         torch.compile(lambda values: values + 1.0, backend=BACKEND)(torch.zeros(8, device=device))
-    except RuntimeError as error:  # torch's own, with the reason among lines of advice
+    except RuntimeError as error:  # a torch error whose text mixes the reason with lines of advice
         lines = [line.strip() for line in str(error).splitlines()]
         problem = next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
         raise ConfigError(
-            f"ppo.compile=true: torch cannot compile here ({problem}). On the CPU it needs a C++ compiler such as g++ "
-            "on the PATH, on CUDA Triton and a C compiler: install it, or leave the setting out"
+            f"ppo.compile=true: torch cannot compile here ({problem}). On the CPU torch needs a C++ compiler such as "
+            "g++ on the PATH, on CUDA Triton and a C compiler: install them, or leave the setting out"
         ) from error
 
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Return whether something can be compiled for a device; where not, the reason is logged once."""
+    """Return whether torch can compile for a device. If not, log the reason once."""
     try:
         check_compiler(device)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How long a sequence a model can read, and how long one PPO may give it."""
+"""The longest sequence that a model can read, and the longest that PPO may give it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Return the number of positions that the model can read, or None where its architecture sets no limit."""
+    """Return the number of positions that the model can read; None if its architecture sets no limit."""
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         length = getattr(text_config, name, None)
@@ -18,11 +18,12 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
-    """Return the longest sequence, in tokens, that PPO may give a model, and the reason where RoPE limits it (else "").
+    """Return the longest sequence, in tokens, that PPO may give a model, and a text with the reason if RoPE limits it.
 
-    RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole batch once one sequence is longer
-    than this. A sequence's log-probabilities would then depend on its batch, but PPO compares those of different
-    batches (ratio, KL). Supervised training does not, and may use the whole context.
+    The text is "" if RoPE sets no limit. RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole
+    batch if one sequence is longer than the limit. A sequence's log-probabilities would then depend on the other
+    sequences of its batch, but PPO compares log-probabilities from different batches (ratio, KL). Supervised training
+    makes no such comparison and may use the whole context.
     """
     context, steady = context_length(config), min(_steady_lengths(config), default=None)
     if steady is None or (context is not None and context < steady):
@@ -34,10 +35,10 @@ def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
 
 
 def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
-    """Yield the length up to which each RoPE of a model keeps its frequencies; nothing for RoPEs that always do."""
+    """Yield, for each RoPE that changes its frequencies with the length, the longest length without a change."""
     text_config = config.get_text_config()
     settings = getattr(text_config, "rope_parameters", None) or {}
-    by_layer_type = [found for found in settings.values() if isinstance(found, dict)]
+    by_layer_type = [rope for rope in settings.values() if isinstance(rope, dict)]
     for rope in by_layer_type or [settings]:
         kind = rope.get("rope_type", "default")
         if kind == "longrope":

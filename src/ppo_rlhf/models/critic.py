@@ -1,7 +1,7 @@
-"""Critics: predict the return at every position, with a backbone of their own or on the policy's.
+"""Critics, which predict the return at every position, with their own backbone or on the policy's backbone.
 
-On disk value heads have the names of TRL's `AutoModelForCausalLMWithValueHead`. They are among the language model's own
-weights; transformers ignores them when it loads the directory.
+On disk, a value head has the weight names of TRL's `AutoModelForCausalLMWithValueHead`. Its weights lie among those of
+the language model; transformers ignores them when it loads the directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppo_rlhf.models.forward import backbone_of, width_of_states
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
-"""Makes, from a backbone, one that can be trained without changing the first."""
+"""A function that returns a trainable backbone made from a given backbone. Training does not change the given one."""
 
 
 class ValueModel(nn.Module):
@@ -38,7 +38,7 @@ class ValueModel(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Return the value of the state that ends at each position, `[B, S]`, float32 or wider.
 
-        The value at the last prompt token is V(s_0), of the state in which the first response token is chosen.
+        The value at the last prompt token is V(s_0): s_0 is the state before the first response token is chosen.
         """
         hidden_states = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
@@ -48,13 +48,13 @@ class ValueModel(nn.Module):
     def values(self, hidden_states: Tensor) -> Tensor:
         """Return the values `[…]` of the backbone's last hidden states `[…, H]`, float32 or wider."""
         head = self.value_head
-        with torch.autocast(hidden_states.device.type, enabled=False):  # 16 bits would save nothing here
+        with torch.autocast(hidden_states.device.type, enabled=False):  # the head is small: 16 bits would save nothing
             values: Tensor = head(hidden_states.to(head.weight.dtype)).squeeze(-1)
         return values.to(compute_dtype(values))
 
 
 class Critic(ValueModel):
-    """A critic with a backbone of its own."""
+    """A critic with its own backbone."""
 
     def __init__(self, backbone: PreTrainedModel, value_head: nn.Linear) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ class Critic(ValueModel):
     def from_policy(
         cls, policy: PreTrainedModel, *, value_head: nn.Linear | None = None, own_backbone: OwnBackbone | None = None
     ) -> Critic:
-        """Start from the policy's backbone, and a copy of `value_head` or zeros.
+        """Make a critic from the policy's backbone, with a copy of `value_head` (None: a head of zeros).
 
-        `own_backbone` makes the critic's backbone; None copies all weights, and all of them train.
+        `own_backbone` makes the critic's backbone from the policy's. None: a copy whose weights all train.
         """
         return cls((own_backbone or copy_to_train)(backbone_of(policy)), make_value_head(policy, value_head))
 
@@ -80,12 +80,12 @@ class Critic(ValueModel):
         own_backbone: OwnBackbone | None = None,
         setting: str = "reward_init",
     ) -> Critic:
-        """Start from the backbone and the score head of a reward model or of a stored critic, on the policy's device.
+        """Make a critic on the policy's device, from the backbone and score head of a reward model or stored critic.
 
-        `own_backbone` is as in `from_policy`, and `setting`, for errors, the value of `ppo.value_model`.
+        `own_backbone` is as in `from_policy`. `setting` is the value of `ppo.value_model`, for errors.
 
         Raises:
-            ModelError: The model has another vocabulary than the policy, or no linear score head.
+            ModelError: The model's vocabulary size differs from the policy's, or the model has no linear score head.
         """
         score = check_start(reward_model, policy.config, setting)
         head = new_value_head(score.in_features, policy)
@@ -97,16 +97,16 @@ class Critic(ValueModel):
 
 
 class SharedCritic(ValueModel):
-    """A value head on the policy's own hidden states: a shared trunk, as in TRL's models with a value head.
+    """A value head on the policy's hidden states: a shared trunk, as in TRL's models with a value head.
 
-    The policy is no submodule: the critic's parameters, and its saved weights, are those of the head.
+    The policy is not a submodule: only the head's parameters are parameters of the critic, and only they are saved.
     """
 
     def __init__(self, policy: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
-        """Put a head on the policy: a copy of `value_head`, or one that starts at zero."""
+        """Put a copy of `value_head` on the policy (None: a head of zeros)."""
         super().__init__()
         self.value_head = make_value_head(policy, value_head)
-        self._policy = (policy,)  # a tuple hides it from nn.Module
+        self._policy = (policy,)  # in a tuple, nn.Module does not register the policy as a submodule
 
     @property
     def backbone(self) -> PreTrainedModel:  # type: ignore[override]  # read-only
@@ -132,10 +132,10 @@ def freeze_attention(backbone: PreTrainedModel) -> None:
 
 
 def check_start(model: PreTrainedModel, policy: PretrainedConfig, setting: str) -> nn.Linear:
-    """Return the score head that a critic starts from.
+    """Return the score head of a model that a critic starts from.
 
     Raises:
-        ModelError: The model has another vocabulary than the policy, or no linear score head.
+        ModelError: The model's vocabulary size differs from the policy's, or the model has no linear score head.
     """
     ours, theirs = (config.get_text_config().vocab_size for config in (policy, model.config))
     if ours != theirs:
@@ -153,13 +153,13 @@ def check_start(model: PreTrainedModel, policy: PretrainedConfig, setting: str) 
 
 
 def copy_to_train(backbone: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a backbone in which every weight trains, float32 or wider."""
+    """Return a copy of a backbone, float32 or wider, whose weights all train."""
     dtype = torch.promote_types(backbone.dtype, torch.float32)
     return nn.Module.to(copy.deepcopy(backbone), dtype).requires_grad_(True)
 
 
 def new_value_head(width: int, policy: PreTrainedModel) -> nn.Linear:
-    """Return a value head of zeros on the policy's device, float32 or wider: its first values are 0 everywhere."""
+    """Return a value head of zeros on the policy's device, float32 or wider: before training, all values are 0."""
     head = nn.Linear(width, 1, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -170,7 +170,8 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
     """Return a value head that fits the policy: a copy of `start`, or zeros.
 
     Raises:
-        ModelError: `start` reads hidden states of another width, or the policy's configuration names no width.
+        ModelError: `start` has another input width than the policy's hidden states, or the policy's configuration
+            names no width.
     """
     head = new_value_head(width_of_states(policy.config), policy)
     if start is None:
@@ -185,23 +186,23 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
 
 
 def read_value_head(files: Sequence[Path]) -> nn.Linear | None:
-    """Return the value head in the safetensors of a model directory, float32 or wider; None if they have none.
+    """Return the value head in the safetensors files of a model directory, float32 or wider; None if there is none.
 
     Raises:
-        ModelError: The weights of these names are not those of a linear layer with one output.
+        ModelError: The weights with the names of a value head do not form a linear layer with one output.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as weights:
-            found |= {name: weights.get_tensor(name) for name in set(VALUE_HEAD) & set(weights.keys())}
-    if not found:
+            tensors |= {name: weights.get_tensor(name) for name in set(VALUE_HEAD) & set(weights.keys())}
+    if not tensors:
         return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     width = shapes.get(WEIGHT, (0,))[-1]
     if shapes != {WEIGHT: (1, width), BIAS: (1,)}:
         raise ModelError(
             f"{files[0].parent}: its value head has {shapes}, expected {WEIGHT} (1, width) and {BIAS} (1,)"
         )
-    head = nn.Linear(width, 1, dtype=torch.promote_types(found[WEIGHT].dtype, torch.float32))
-    head.load_state_dict({"weight": found[WEIGHT], "bias": found[BIAS]})
+    head = nn.Linear(width, 1, dtype=torch.promote_types(tensors[WEIGHT].dtype, torch.float32))
+    head.load_state_dict({"weight": tensors[WEIGHT], "bias": tensors[BIAS]})
     return head

@@ -1,6 +1,6 @@
-"""Decoding with a cache of keys and values without padding: prompts of different lengths start in column 0.
+"""Decoding with a cache of keys and values without padding: all prompts start in column 0, whatever their lengths.
 
-transformers' caches give all rows one length, so prompts of different lengths need padding that every step attends to.
+In transformers' caches all rows have the same length. Shorter prompts would need padding that every step attends to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Continues B sequences of a causal language model by one token each in a step; the `Attention` of its passes."""
+    """Extends B sequences of a causal language model by one token per step, and is the `Attention` of its passes."""
 
     def __init__(
         self,
@@ -31,18 +31,19 @@ class Decoder:
         longest: int,
         head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Take a model that packs (`forward.packs`), the prompts, and the most tokens that a sequence can get.
+        """Set the model, which must pack (`forward.packs`), the prompts, and the maximum length of a sequence.
 
-        `head` gives the logits of hidden states; None takes the model's own (`forward.logits_of`).
+        `longest` counts the tokens of prompt and response. `head` computes logits from hidden states; None: the model's
+        own head (`forward.logits_of`).
         """
         self._backbone, self._head = backbone_of(model), head or logits_of(model)
-        self._keys: list[Tensor] = []  # one entry for each call of attention in a pass, [rows, K, longest, d]
+        self._keys: list[Tensor] = []  # one tensor [rows, K, longest, d] per call of attention in a pass
         self._values: list[Tensor] = []
         self._longest = longest
         self._prompt_ids = prompt_ids
-        self._columns = [len(ids) for ids in prompt_ids]  # `lengths`, known without waiting for the device
+        self._columns = [len(ids) for ids in prompt_ids]  # the same numbers as `lengths`, read without a device sync
         self.lengths = torch.tensor(self._columns, device=model.device)  # [B] long, tokens in the cache
-        self._prompts: PackedLayout | None = None  # in the pass over the prompts only
+        self._prompts: PackedLayout | None = None  # set only during the pass over the prompts
 
     def prefill(self) -> Tensor:
         """Return the logits `[B, V]` that follow the prompts."""
@@ -55,22 +56,22 @@ class Decoder:
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
         device, self._columns = self.lengths.device, [length + 1 for length in self._columns]
-        self._calls = count()  # of attention in this pass, not layers: some attend twice
+        self._calls = count()  # numbers the calls of attention in this pass; a layer may call attention twice
         self._rows, self._width = torch.arange(len(self.lengths), device=device), max(self._columns)
-        self._mask = None  # added to the scores, as kernels take it: of a Boolean one each call would make its own
+        self._mask = None  # a float mask to add to the scores: torch would convert a Boolean mask at each call
         if min(self._columns) != self._width:
-            places = torch.arange(-(-self._width // 8) * 8, device=device)  # in rows of whole vectors
-            mask = torch.zeros(len(self.lengths), 1, 1, len(places), dtype=self._keys[0].dtype, device=device)
-            mask.masked_fill_((places > self.lengths[:, None])[:, None, None], -torch.inf)
+            columns = torch.arange(-(-self._width // 8) * 8, device=device)  # a multiple of 8, so that rows are aligned
+            mask = torch.zeros(len(self.lengths), 1, 1, len(columns), dtype=self._keys[0].dtype, device=device)
+            mask.masked_fill_((columns > self.lengths[:, None])[:, None, None], -torch.inf)
             self._mask = mask[..., : self._width]
         states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], self)
         self.lengths = self.lengths + 1
         return self._head(states)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Fill the cache and attend: within the prompts, or from one token of each sequence to all of it so far.
+        """Append keys and values to the cache and attend: within the prompts, or from one new token to its sequence.
 
-        Of a step's tokens, heads that share a key go as one.
+        In a step, query heads that share a key head are computed together, as rows of one query.
         """
         if self._prompts is not None:
             self._keys.append(self._cache(self._prompts.spread(as_autocast(key_NKD))))
@@ -87,28 +88,28 @@ class Decoder:
         return attended.reshape(rows, heads, -1).to(as_autocast(query_NHD).dtype)
 
     def _cache(self, spread_BLKD: Tensor) -> Tensor:
-        """Return `[B, K, longest, d]` that begins with these columns."""
+        """Return a cache `[B, K, longest, d]` whose first L columns hold `spread_BLKD`."""
         rows, length, heads, width = spread_BLKD.shape
         cache = spread_BLKD.new_zeros(rows, heads, self._longest, width)
         cache[:, :, :length] = spread_BLKD.transpose(1, 2)
         return cache
 
     def drop(self, ended: Sequence[bool]) -> list[int]:
-        """Remove the sequences that have ended; return the former rows of the others in their new order.
+        """Remove the sequences that have ended, and return the old row index of each remaining row.
 
-        Rows at the end move up into the freed rows, so that little is copied.
+        The last rows move up into the freed rows, so that few rows are copied.
         """
         live = [row for row, has_ended in enumerate(ended) if not has_ended]
         from_the_end = iter(reversed(live))
         order = [row if not ended[row] else next(from_the_end) for row in range(len(live))]
-        moved = [row for row, former in enumerate(order) if row != former]
+        moved = [row for row, old_row in enumerate(order) if row != old_row]
         if moved:
             rows = torch.tensor(moved, device=self.lengths.device)
-            formers = torch.tensor([order[row] for row in moved], device=self.lengths.device)
+            old_rows = torch.tensor([order[row] for row in moved], device=self.lengths.device)
             width = max(self._columns)
             for cache in (*self._keys, *self._values):
-                cache[rows, :, :width] = cache[formers, :, :width]
-            self.lengths[rows] = self.lengths[formers]
+                cache[rows, :, :width] = cache[old_rows, :, :width]
+            self.lengths[rows] = self.lengths[old_rows]
         self.lengths = self.lengths[: len(live)]
         self._columns = [self._columns[row] for row in order]
         return order
@@ -116,7 +117,7 @@ class Decoder:
 
 @probed_once
 def decodes(model: PreTrainedModel) -> bool:
-    """Return whether decoding step by step gives the hidden states of whole passes; probed at the first call."""
+    """Return whether step-by-step decoding gives the same hidden states as whole passes; probed at the first call."""
     if packs(backbone_of(model)) and _decodes_like_whole_passes(model):
         return True
     log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)
@@ -129,11 +130,11 @@ def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
     decoder = Decoder(model, [ids[:-steps].tolist() for ids in sequences], 7, head=nn.Identity())
     try:
         with probing(model):
-            found = [decoder.prefill()]
+            decoded = [decoder.prefill()]
             for step in range(-steps, 0):
-                found.append(decoder.step(torch.stack([ids[step] for ids in sequences]).to(model.device)))
+                decoded.append(decoder.step(torch.stack([ids[step] for ids in sequences]).to(model.device)))
             alone = [hidden_states_alone(backbone, ids) for ids in sequences]
     except PROBE_ERRORS:
         return False
     expected = torch.stack([states[-steps - 1 :] for states in alone], dim=1)
-    return are_close(torch.stack(found), expected)
+    return are_close(torch.stack(decoded), expected)

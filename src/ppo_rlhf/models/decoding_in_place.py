@@ -1,7 +1,7 @@
-"""Decoding in buffers that stay in their places: each step of a size is the same operations on the same addresses.
+"""Decoding in buffers at fixed addresses, so that a CUDA graph can hold a step (`models.captures`).
 
-Nothing that changes between two steps is a Python number, and the processor reads nothing from the device, so a CUDA
-graph can hold a step (`models.captures`).
+All steps of a size do the same operations on the same addresses. No Python number changes between two steps, and the
+host reads nothing from the device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
 
 FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
+"""The smallest number of sequences and of columns of a captured step."""
 CACHES_SHARE = 2
-"""Keys and values may take this part of what graphs may keep: a half, beside micro-batches."""
+"""Keys and values may take 1/2 of the memory that graphs may keep (`captures.CARDS_SHARE`)."""
 
 
 def next_size(needed: int, least: int) -> int:
-    """Return the smallest size that is not below what is needed: two sizes from one power of 2 to the next."""
+    """Return the smallest allowed size >= `needed`. Allowed are `least`, and 2^n and 3 · 2^(n − 1) above it."""
     size = least
     while size < needed:
         size = size * 3 // 2 if size & (size - 1) == 0 and size * 3 // 2 >= needed else 1 << size.bit_length()
@@ -34,24 +35,24 @@ def next_size(needed: int, least: int) -> int:
 def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> int:
     """Return the most sequences whose keys and values graphs may keep, a multiple of `FEWEST_ROWS`.
 
-    Each has so many columns; `number` is the bytes of a number, and `card` those of the GPU's memory.
+    Each sequence has `columns` tokens. `number` is the bytes of a number, and `card` the bytes of the GPU's memory.
     """
     fitting = card // (CARDS_SHARE * CACHES_SHARE) // cache_bytes(text, columns, number)
     return max(1, fitting // FEWEST_ROWS) * FEWEST_ROWS
 
 
 class InPlaceDecoder(Decoder):
-    """A decoder with room for a number of sequences and of columns, which serves many batches of prompts."""
+    """A decoder with buffers for a fixed number of sequences and columns, reused for many batches of prompts."""
 
     def __init__(
         self, model: PreTrainedModel, rows: int, columns: int, head: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Take a model that packs, the most sequences, and the most tokens that one of them can get."""
+        """Set the model, which must pack, the maximum number of sequences, and the maximum length of a sequence."""
         super().__init__(model, [()] * rows, columns, head)
         self.rows, self.columns = rows, columns
-        self._lengths_of_all = self.lengths
+        self._all_lengths = self.lengths
         self._all_rows = torch.arange(rows, device=model.device)
-        self._all_places = torch.arange(columns, device=model.device)
+        self._all_columns = torch.arange(columns, device=model.device)
 
     @property
     def bytes(self) -> int:
@@ -60,34 +61,34 @@ class InPlaceDecoder(Decoder):
 
     @property
     def width(self) -> int:
-        """Columns that the next step needs, known without waiting for the device."""
+        """Columns that the next step needs, read without a device sync."""
         return max(self._columns) + 1
 
     def start(self, prompt_ids: Sequence[Sequence[int]], rows: int) -> Tensor:
-        """Forget all sequences and take prompts; return the logits that follow them, `[prompts, V]`.
+        """Replace all sequences by new prompts; return the logits `[prompts, V]` that follow the prompts.
 
-        Steps take `rows` sequences from now on; those behind the prompts are empty, and their logits mean nothing.
+        Later steps compute `rows` sequences. The sequences after the prompts are empty, and their logits mean nothing.
         """
         self._prompt_ids = prompt_ids
         self._columns = [*(len(ids) for ids in prompt_ids), *[0] * (rows - len(prompt_ids))]
-        self.lengths = self._lengths_of_all[: len(prompt_ids)]
-        self._lengths_of_all[:rows].copy_(torch.tensor(self._columns))
+        self.lengths = self._all_lengths[: len(prompt_ids)]
+        self._all_lengths[:rows].copy_(torch.tensor(self._columns))
         for cache in (*self._keys, *self._values):
-            cache.zero_()  # a weight of 0 times what stands behind a sequence must be 0
-        self._calls = count()  # of attention in the pass over the prompts
+            cache.zero_()  # masked columns get an attention weight of 0, and 0 · NaN would be NaN
+        self._calls = count()  # numbers the calls of attention in the pass over the prompts
         logits = self.prefill()
-        self.lengths = self._lengths_of_all[:rows]
+        self.lengths = self._all_lengths[:rows]
         return logits
 
     def advance(self, token_ids: Tensor, width: int) -> Tensor:
-        """Take one token of each of the first B sequences, `[B]`, and return the logits `[B, V]` that follow it.
+        """Append one token `[B]` to each of the first B sequences, and return the logits `[B, V]` that follow.
 
-        Attention reads the first `width` columns. `count_step` tells the decoder of the step, also of one replayed.
+        Attention reads the first `width` columns. Call `count_step` after each step, also after a replayed step.
         """
         rows = len(token_ids)
-        lengths = self._lengths_of_all[:rows]
+        lengths = self._all_lengths[:rows]
         self._calls, self._rows, self._width, self.lengths = count(), self._all_rows[:rows], width, lengths
-        hidden = self._all_places[:width] > lengths[:, None]
+        hidden = self._all_columns[:width] > lengths[:, None]
         self._mask = torch.zeros(rows, 1, 1, width, dtype=self._keys[0].dtype, device=lengths.device)
         self._mask.masked_fill_(hidden[:, None, None], -torch.inf)
         states = packed_hidden_states(self._backbone, token_ids[None], lengths[None], self)
@@ -95,11 +96,11 @@ class InPlaceDecoder(Decoder):
         return self._head(states)
 
     def count_step(self) -> None:
-        """Count the tokens of the last step on the host."""
+        """Add the last step's token to the host's count of each sequence's tokens."""
         self._columns = [length + 1 for length in self._columns]
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """See `Decoder.attend`; the prompts' keys and values go into the buffers, which the first prompts make."""
+        """As `Decoder.attend`, but with fixed buffers for the prompts' keys and values, which the first call makes."""
         if self._prompts is None:
             return super().attend(query_NHD, key_NKD, value_NKD, scaling)
         call = next(self._calls)

@@ -1,6 +1,6 @@
-"""Model directories: config.json beside safetensors in one file, or in shards that an index names.
+"""Model directories: config.json and safetensors, either one file or shards with an index.
 
-Of a model on the hub single files are read, from there or from the cache.
+For a model on the hub, this module reads single files from the hub or from the local cache.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
-"""Beside an adapter that was trained on 4-bit weights."""
+"""A file in the directory of an adapter that was trained on 4-bit weights."""
 VALUE_HEAD_FILE = "value_head.safetensors"
-"""LLaMA-Factory's name for a value head beside a language model or an adapter."""
-_PATIENCE_S = 10.0  # for the hub's first answer
+"""LLaMA-Factory's name for the file of a value head in the directory of a language model or an adapter."""
+_HUB_TIMEOUT_S = 10.0
 
 
 def is_local(source: str) -> bool:
-    """Return whether `source` is, or looks like, a path rather than a hub id (`organisation/name@revision` or less).
+    """Return whether `source` is, or looks like, a path rather than a hub id (`[organisation/]name[@revision]`).
 
-    `data.sources.is_hub_name` is the rule of data sets: they have an owner, a configuration and a split, and no ending
-    of a file. `paths.restore_hub_name` undoes what Kedro does to either, before one of the two is asked.
+    Names of data sets follow another rule, `data.sources.is_hub_name`: they have an owner, a configuration and a split,
+    and no file extension. Kedro changes hub names of both kinds; `paths.restore_hub_name` must be called before either
+    function.
     """
     if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source):
         return True
@@ -47,11 +48,11 @@ def is_local(source: str) -> bool:
 
 
 def check_model_directory(source: str | Path) -> None:
-    """Raise `ModelError` unless a local `source` has a configuration and readable safetensors; ignore hub ids."""
+    """Raise `ModelError` unless a local `source` has a configuration and readable safetensors. Hub ids always pass."""
     if not is_local(str(source)):
         return
     folder = Path(source).expanduser()
-    if not os.path.isdir(folder):  # Path's raises for a name that is too long
+    if not os.path.isdir(folder):  # Path.is_dir raises an error if the name is too long
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
@@ -69,12 +70,14 @@ def check_model_directory(source: str | Path) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has a LoRA adapter and no whole model."""
+    """Return whether a folder holds a LoRA adapter and not a whole model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a model's weights, whether or not they exist, and a value head's beside them.
+    """Return the paths of the files that should hold a model's weights, which may be missing.
+
+    A value head's own file (`VALUE_HEAD_FILE`) is included if it exists.
 
     Raises:
         ModelError: The index of the shards cannot be read.
@@ -83,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
     if is_adapter(folder):
         return [folder / ADAPTER_WEIGHTS, *head]
     whole, index = folder / WEIGHTS, folder / WEIGHTS_INDEX
-    if whole.is_file() or not index.is_file():  # transformers reads no index beside the one file
+    if whole.is_file() or not index.is_file():  # as transformers, prefer the single file to an index
         return [whole, *head]
     try:
         return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()}) + head
@@ -92,7 +95,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def ends_of_weights(folder: Path) -> Iterator[bytes]:
-    """Yield each weights file's name with its size, its first and its last mebibyte."""
+    """Yield, for each weights file, its name and size, its first mebibyte, and its last mebibyte."""
     for path in weight_files(folder):
         size = path.stat().st_size
         yield f"{path.name}:{size}".encode()
@@ -103,7 +106,7 @@ def ends_of_weights(folder: Path) -> Iterator[bytes]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give a folder's safetensors files the mode of its JSON files: safetensors writes 0600 whatever the umask."""
+    """Give a folder's safetensors files the mode of its JSON files: safetensors ignores the umask and sets 0600."""
     mode = next(folder.rglob("*.json")).stat().st_mode
     for path in folder.rglob("*.safetensors"):
         path.chmod(mode)
@@ -111,24 +114,24 @@ def follow_umask(folder: Path) -> None:
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers; without an answer the cache alone is read for the rest of the process.
+    """Return whether the hub answers. If it does not, this process reads models from the local cache only.
 
-    The client repeats each question for half a minute, also for files that are in the cache.
+    Without this check, the hub's client would retry each request for half a minute, even for cached files.
     """
     try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
     except OfflineModeIsEnabled:
         return False
-    except Exception as error:  # of the client's library, which was requests and is httpx
+    except Exception as error:  # the client's HTTP library decides the type: requests in old versions, httpx in new
         log.warning("%s does not answer (%s): models are read from the cache.", constants.ENDPOINT, in_one_line(error))
         return False
     return True
 
 
 def find_file(place: str, revision: str, name: str, *, local_files_only: bool = False) -> Path | None:
-    """Return a file of a model, from the hub if need be; None if it is not there."""
+    """Return the path of a file of a model, after downloading the file if needed; None if the file does not exist."""
     try:
-        found = cached_file(
+        path = cached_file(
             place,
             name,
             revision=revision,
@@ -136,20 +139,20 @@ def find_file(place: str, revision: str, name: str, *, local_files_only: bool = 
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except OSError:  # no such repository, or a gated one: whatever reads the model says so
+    except OSError:  # no such repository, or a gated one: loading the model raises the error to show
         return None
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 def check_on_hub(place: str, revision: str) -> None:
-    """Raise `OSError` if the hub does not have a model, or does not answer and the cache has nothing of it."""
+    """Raise `OSError` if neither the hub nor the local cache has a model's configuration."""
     if not any(find_file(place, revision, name, local_files_only=True) for name in (CONFIG, ADAPTER_CONFIG)):
         cached_file(place, CONFIG, revision=revision, local_files_only=not hub_answers())
 
 
 def why_unreadable(error: Exception) -> str:
     """Return in one line why transformers could not read a model."""
-    if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
+    if "trust_remote_code=True" in str(error):  # transformers gives this advice after the first line of its message
         return (
             "Python code in the model's repository would have to run. If you trust that code, give "
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"

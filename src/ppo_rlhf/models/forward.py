@@ -1,6 +1,6 @@
 """Forward passes of a language model: hidden states of chosen tokens, and logits of chosen hidden states.
 
-Nothing here knows names of architectures. What a model can do is probed once, with a pass of a few tokens.
+No code here depends on the names of architectures. Probes of a few tokens find out once what a model can do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 def width_of_states(config: PretrainedConfig) -> int:
     """Return the width of the hidden states that a head reads; raise `ModelError` if the configuration names none."""
     text = config.get_text_config()
-    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
+    # Only OPT has word_embed_proj_dim: its smaller models project the hidden states to another width before the head.
     width = getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
     if width is None:
         raise ModelError(f"{type(text).__name__}: this configuration has no hidden_size, so no value head fits it")
@@ -50,7 +50,7 @@ def width_of_states(config: PretrainedConfig) -> int:
 def hidden_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     """Return the last hidden states of all N real tokens, `[N, H]`, sequence by sequence.
 
-    The pass is without padding where the architecture allows it (`packs`).
+    The pass computes no padding if the architecture allows that (`packs`).
     """
     if packs(backbone):
         return packed_hidden_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)
@@ -58,13 +58,13 @@ def hidden_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
 
 
 def hidden_states_at(backbone: PreTrainedModel, rows: TokenRows, tokens: Tensor) -> Tensor:
-    """Return the last hidden states `[M, H]` of M of the N real tokens; `tokens` are their indices, `[M]` long."""
+    """Return the last hidden states `[M, H]` of M of the N real tokens; `tokens` `[M]` long are indices in 0..N−1."""
     return take_rows(hidden_states(backbone, rows), tokens)
 
 
 @probed_once
 def packs(backbone: PreTrainedModel) -> bool:
-    """Return whether packed sequences get the hidden states that each gets alone; probed at the first call.
+    """Return whether sequences in a packed pass get the same hidden states as alone; probed at the first call.
 
     Raises:
         ModelError: The model needs padding, and padding changes its hidden states.
@@ -77,13 +77,13 @@ def packs(backbone: PreTrainedModel) -> bool:
 
 
 def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return the function from last hidden states `[n, H]` to logits `[n, V]`; probed at the first call.
+    """Return a function from last hidden states `[n, H]` to logits `[n, V]`; probed at the first call.
 
-    It is only the output layer. A model that scales or caps its logits runs its own forward, with the hidden states in
-    the place of its backbone's output.
+    For most models the function is the output layer. For a model that scales or caps its logits, the function runs the
+    model's forward with the hidden states in place of the backbone's output.
 
     Raises:
-        ModelError: Neither gives the model's logits.
+        ModelError: Neither of the two functions gives the model's logits.
     """
     output_class = _find_head(model)
     if output_class is None:
@@ -92,8 +92,8 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
-    """Return whether the configuration says that each layer attends to all earlier tokens, without windows."""
-    config = backbone.config.get_text_config()  # the language model's part of a model that reads images, too
+    """Return whether, by its configuration, each layer attends to all earlier tokens, without windows."""
+    config = backbone.config.get_text_config()  # of a model that also reads images, the language model's part
     if layer_types := getattr(config, "layer_types", None):
         return set(layer_types) == {"full_attention"}
     return all(getattr(config, name, None) is None for name in ("sliding_window", "attention_chunk_size"))
@@ -110,10 +110,10 @@ def _padded_hidden_states(backbone: PreTrainedModel, rows: TokenRows, *, with_po
 
 
 def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
-    """Probe packed attention, and leave it switched on if it gives what padded attention gives.
+    """Probe packed attention, and leave it switched on if it gives the same hidden states as padded attention.
 
-    Packed hidden states must be close to padded ones at the model's own positions, and must not read the other
-    sequence. They are not equal to the last bit: mixtures of experts multiply other numbers of rows.
+    Packed hidden states must be close to padded hidden states at the model's default positions, and must not depend on
+    the other sequence. They need not be equal to the bit: a mixture of experts multiplies matrices of other sizes.
     """
     rows = right_padded([probe_ids(backbone, 5).tolist(), probe_ids(backbone, 3).tolist()], 0).to(backbone.device)
     try:
@@ -121,9 +121,9 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
             expected = _padded_hidden_states(backbone, rows, with_positions=False)
             use_packed_attention(backbone)
             packed = rows.packed_ids, rows.packed_positions, rows.layout
-            found, first = packed_hidden_states(backbone, *packed), int(rows.layout.starts[1])
-            read = embedding_gradient(backbone, lambda: packed_hidden_states(backbone, *packed)[first:])[0, :first]
-            if are_close(found, expected) and not read.any():
+            states, second = packed_hidden_states(backbone, *packed), int(rows.layout.starts[1])
+            leak = embedding_gradient(backbone, lambda: packed_hidden_states(backbone, *packed)[second:])[0, :second]
+            if are_close(states, expected) and not leak.any():
                 return True
     except PROBE_ERRORS:
         pass
@@ -132,10 +132,11 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
 
 
 def _check_padding(backbone: PreTrainedModel) -> None:
-    """Probe whether a sequence beside padding gets the hidden states that it gets alone, and finite gradients.
+    """Probe whether a padded sequence gets the same hidden states as alone, and finite gradients.
 
-    Training pads on the right; the left, where sampling pads, spoils the gradients of more models. The states differ
-    where positions do not count from 0, or where padding is read.
+    Hidden states are checked with padding on both sides. Gradients are checked with padding on the right only, where
+    training pads; padding on the left, where sampling pads, spoils the gradients of more models. Hidden states differ
+    if a model does not count positions from 0, or reads padding.
 
     Raises:
         ModelError: The hidden states differ, or they or the gradients are not finite.
@@ -153,9 +154,9 @@ def _check_padding(backbone: PreTrainedModel) -> None:
         gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
     refusal = f"{type(backbone).__name__} needs padding, and"
     if backbone.dtype == torch.float64 and expected.isfinite().all() and not both.isfinite().all():
-        # transformers' eager attention masks with float64's smallest number, minus infinity in a softmax of float32
+        # transformers' eager attention masks with float64's lowest number, which its float32 softmax turns into -inf
         raise ModelError(f"{refusal} in float64 its hidden states beside padding are not finite. Set ppo.dtype=float32")
-    if not all(are_close(found, expected) for found in both):
+    if not all(are_close(states, expected) for states in both):
         raise ModelError(
             f"{refusal} padding changes its hidden states: it reads the padding, or counts positions in its own way. "
             "It cannot be trained"
@@ -166,35 +167,35 @@ def _check_padding(backbone: PreTrainedModel) -> None:
 
 @probed_once
 def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
-    """Return None where only the output layer is needed for the logits, else the class of the backbone's output."""
+    """Return None if the output layer alone gives the logits, otherwise the class of the backbone's output."""
     ids = probe_ids(model, 4)[None].to(model.device)
     problem = f"{type(model).__name__}: its logits cannot be computed from its last hidden states"
     with probing(model):
         output = backbone_of(model)(input_ids=ids, use_cache=False)
         expected = model(input_ids=ids, use_cache=False).logits
         head = model.get_output_embeddings()
-        with suppress(RuntimeError):  # Mamba's states have 32 bits beside a head of 16, and its own forward rounds them
+        with suppress(RuntimeError):  # Mamba has float32 states and a 16-bit head: a mismatch that its forward handles
             if head is not None and _same(head(output.last_hidden_state), expected):
                 return None
         try:
-            found = _logits_by_own_forward(model, output.last_hidden_state[0], type(output))[None]
+            logits = _logits_by_own_forward(model, output.last_hidden_state[0], type(output))[None]
         except PROBE_ERRORS as error:
             raise ModelError(f"{problem}: {type(error).__name__}: {error}") from error
-        if _same(found, expected):
+        if _same(logits, expected):
             return type(output)
     raise ModelError(problem)
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
-    """Return whether logits are equal to the last bit: the same products, and no cap or scale after them."""
-    return torch.equal(found.nan_to_num(), expected.nan_to_num())
+def _same(logits: Tensor, expected: Tensor) -> bool:
+    """Return whether logits are equal to the bit, so that no cap or scale follows the output layer."""
+    return torch.equal(logits.nan_to_num(), expected.nan_to_num())
 
 
 def _logits_by_own_forward(model: PreTrainedModel, states: Tensor, output_class: type[ModelOutput]) -> Tensor:
-    """Run the model's forward with hidden states `[n, H]` in the place of its backbone's output."""
+    """Run the model's forward with hidden states `[n, H]` in place of its backbone's output."""
     backbone, output = backbone_of(model), output_class(last_hidden_state=states[None])
     backbone.forward = lambda *_, **__: output
     try:
         return model(inputs_embeds=states[None], use_cache=False).logits[0]
     finally:
-        del backbone.forward  # the class's again
+        del backbone.forward  # restores the class's forward

@@ -1,6 +1,6 @@
-"""How many sequences a pass without gradients takes at a time: as many as fit into the memory that is free.
+"""How many sequences a pass without gradients takes at a time: as many as fit into the free memory.
 
-The formulas are those of `kedro doctor` (docs/memory.md).
+`kedro doctor` uses the same formulas (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.runtime.processes import process_count
 
 KEPT = 1.5
-"""Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
-(Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
+"""Peak bytes of activations, divided by the bytes of the inputs and outputs of linear layers (measured on Llama: 1.13
+in float32, 1.54 in bfloat16). Norms, position embeddings and the gradients of activations make up the difference."""
 MOST_ON_CPU = 64
-"""Sequences that a whole pass takes on a CPU: 256 of 48 tokens took 1.6 times as long together as in four passes."""
+"""The most sequences of a whole pass on a CPU: 256 sequences of 48 tokens took 1.6 times as long in one pass as in
+four."""
 USED = 0.8
-"""Share of the free memory that a pass may take: the estimate is right to a third, and a part is in pieces."""
+"""Share of the free memory that a pass may take: the estimate may be off by a third, and free memory is fragmented."""
 
 
 def sequences_at_a_time(
@@ -37,11 +38,18 @@ def sequences_at_a_time(
     used_again: int = 0,
     most: int | None = None,
 ) -> int:
-    """Return how many of `count` sequences to take at a time, in parts of equal size; at least 1.
+    """Return how many of `count` sequences to process at a time, in chunks of equal size; at least 1.
 
-    The longest has so many `tokens`. The model computes them where it is, under the caller's autocast: in whole passes,
-    or token by token after the longest prompt's `decoded_from` tokens. Bytes that are taken, and that these passes use
-    again, count as free. `most` is a limit of its own.
+    The model computes on its device under the caller's autocast, in whole passes (`decoded_from` None) or token by
+    token after a prompt.
+
+    Args:
+        model: The model whose passes need the memory.
+        count: Number of sequences.
+        tokens: Length of the longest sequence.
+        decoded_from: Length of the longest prompt, if the sequences are decoded token by token.
+        used_again: Bytes that are allocated at present, but that the passes reuse: these bytes count as free.
+        most: An upper limit of the result. None: no limit but `MOST_ON_CPU` for whole passes on a CPU.
     """
     device, text = model.device, model.config.get_text_config()
     number = number_bytes(model)
@@ -53,16 +61,16 @@ def sequences_at_a_time(
 
 
 def number_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of one number of a model's activations, keys and values, under the caller's autocast."""
+    """Return the bytes of one number in a model's activations, keys and values, under the caller's autocast."""
     device = model.device.type
     casts = torch.is_autocast_enabled(device) and model.dtype != torch.float64
     return (torch.get_autocast_dtype(device) if casts else model.dtype).itemsize
 
 
 def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> int:
-    """Return the rows of each part if `count` rows are cut into as few equal parts as fit into the free memory.
+    """Return the rows of a part if `count` rows are cut into as few equal parts as the free memory allows.
 
-    No part has more than `most` rows.
+    A part has at most `most` rows.
     """
     fitting = max(1, min(most, int(USED * free_bytes) // max(1, row_bytes)))
     parts = -(-count // fitting)
@@ -70,10 +78,10 @@ def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> in
 
 
 def activation_bytes(backbone: nn.Module, number: int) -> int:
-    """Return the bytes that the activations of one token take in all layers; `number` is the bytes of one number."""
+    """Return the bytes of one token's activations in all layers; `number` is the bytes of one number."""
     widths = 0
     for module in backbone.modules():
-        if isinstance(module, nn.Linear):  # 4-bit weights have another shape
+        if isinstance(module, nn.Linear):  # not from the weight's shape: 4-bit weights are packed into another shape
             widths += module.in_features + module.out_features
         elif isinstance(module, Conv1D):
             widths += sum(module.weight.shape)
@@ -81,23 +89,25 @@ def activation_bytes(backbone: nn.Module, number: int) -> int:
 
 
 def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_layer: int, number: int) -> int:
-    """Return the bytes of a response that is decoded: its keys and values, and its prompt's pass or a step's logits.
+    """Return the bytes to decode one response: keys and values, and the prompt's pass or a step's logits.
 
-    `tokens` are those of prompt and response, `one_layer` a token's bytes of activations, `number` those of a number.
+    Of the prompt's pass and the logits, only the larger counts, since the two do not exist at the same time. `tokens`
+    counts prompt and response. `one_layer` is the bytes of one token's activations in one layer, and `number` the bytes
+    of one number.
     """
     step = text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
     return cache_bytes(text, tokens, number) + int(max(step, prompt_length * one_layer))
 
 
 def cache_bytes(text: PretrainedConfig, tokens: int, number: int) -> int:
-    """Return the bytes of the keys and values of so many tokens; `number` is the bytes of one number."""
+    """Return the bytes of the keys and values of `tokens` tokens; `number` is the bytes of one number."""
     return int(tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number)
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's.
+    """Return the free bytes on a device and on the host, within the container's limit. On a CPU the two are equal.
 
-    Files that were read or written stay in memory as long as there is room, and count as free.
+    The page cache of files that were read or written counts as free.
     """
     host = int(psutil.virtual_memory().available)
     try:
@@ -115,21 +125,22 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still take on a device; torch's own free blocks count.
+    """Return the bytes that this process can still allocate on a device.
 
-    Those in the pool of CUDA graphs do not: only a capture can take them.
+    Free blocks of torch's allocator count as free. Free blocks in the memory pools of CUDA graphs do not: only a
+    capture can use them.
     """
     free = available_memory(device)[0]
     if device.type != "cuda":
         return free // process_count()
-    taken = torch.cuda.memory_allocated(device) + pool_bytes(device)
-    return free + torch.cuda.memory_reserved(device) - taken
+    allocated = torch.cuda.memory_allocated(device) + pool_bytes(device)
+    return free + torch.cuda.memory_reserved(device) - allocated
 
 
 def _cache_width(text: Any) -> int:
-    """Return the numbers of keys and values of one token in one layer; without heads twice the hidden width."""
+    """Return how many numbers the keys and values of one token have in one layer: without heads, 2 · hidden width."""
     heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):  # a state-space model, or heads that differ by layer
+    if not isinstance(heads, int):  # a state-space model, or numbers of heads that differ by layer
         return 2 * int(text.hidden_size)
-    shared = getattr(text, "num_key_value_heads", None) or heads
-    return 2 * int(shared) * int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * int(key_heads) * int(getattr(text, "head_dim", None) or text.hidden_size // heads)

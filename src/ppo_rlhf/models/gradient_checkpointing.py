@@ -1,7 +1,7 @@
 """Gradient checkpointing (Chen et al. 2016, arXiv:1604.06174): layers recompute their activations in the backward pass.
 
-transformers' layers checkpoint only in training mode. Their submodules stay in evaluation mode, because some draw
-noise in training mode (the routers of PhiMoE and Mixtral).
+transformers' layers checkpoint only in training mode. The submodules of the layers stay in evaluation mode, because
+some of them add noise in training mode (the routers of PhiMoE and Mixtral).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppo_rlhf.core.errors import ModelError
 
 _IS_NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")
 NAME = "activation_checkpointing" if _IS_NEW else "gradient_checkpointing"
-"""What transformers calls it: newer versions have the first."""
+"""transformers' name for gradient checkpointing; newer versions call it activation checkpointing."""
 
 
 def check_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -29,13 +29,13 @@ def check_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Let a model checkpoint within `recomputing`.
+    """Switch gradient checkpointing on. It takes effect only within a `recomputing` block.
 
     Raises:
-        ModelError: Its architecture cannot, or this version of transformers marks its layers otherwise.
+        ModelError: The architecture does not support it, or this version of transformers marks layers differently.
     """
     check_gradient_checkpointing(model)
-    # nothing random is computed, so the state of the random numbers need not be kept
+    # preserve_rng_state False: the layers draw no random numbers
     getattr(model, f"{NAME}_enable")({"use_reentrant": False, "preserve_rng_state": False})
     if not _marked(model):
         raise ModelError(
@@ -46,14 +46,14 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Let a model checkpoint no more, if it does."""
+    """Switch a model's gradient checkpointing off if it is on."""
     if getattr(model, f"is_{NAME}"):
         getattr(model, f"{NAME}_disable")()
 
 
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Let models checkpoint within the block; outside it they decode with a cache, which checkpointing forbids."""
+    """Let models checkpoint within the block only. Outside they decode with a cache, which checkpointing forbids."""
     marked = [module for model in models for module in _marked(model)]
     for module in marked:
         module.training = True

@@ -1,4 +1,4 @@
-"""What kind of model a directory or hub id has: known from its configuration and the shape of its head."""
+"""Find out the kind of model of a directory or hub id from its configuration and the shape of its head."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN
 from ppo_rlhf.models.stored_critic import is_token_classifier
 
 SCORE_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
-"""What the heads of sequence classifiers are called in their weights."""
+"""Weight names of the heads of sequence classifiers."""
 
 
 def check_generates(config: PretrainedConfig, source: str) -> None:
-    """Raise `ModelError` unless a configuration is a causal language model's, with weights not in 4 or 8 bits."""
+    """Raise `ModelError` unless a configuration belongs to a causal language model whose weights are not quantised."""
     if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
         raise ModelError(f"{source}: a reward model cannot generate. Give a causal language model.")
     if is_token_classifier(config):
@@ -44,13 +44,13 @@ def check_generates(config: PretrainedConfig, source: str) -> None:
         raise ModelError(f"{source}: {kind} configures no causal language model. Give a decoder-only model.")
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
         raise ModelError(
-            f"{source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
+            f"{source}: its weights were saved in 4 or 8 bits. Give the original, unquantised model; "
             "ppo.load_in_4bit=true quantises it while it is loaded."
         )
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a sequence classifier: transformers', ours or one of other code."""
+    """Return whether a configuration is that of a sequence classifier of transformers, this project, or remote code."""
     architecture, own_code = next(iter(config.architectures or ()), None), getattr(config, "auto_map", None) or {}
     return (
         architecture in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
@@ -60,9 +60,9 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
-    """Return how many scores the head of a classifier gives; None if none is found.
+    """Return the number of outputs of a classifier's head; None if there is no head or its file is missing.
 
-    `find` returns where a file of the model is, None if it is not there.
+    `find` maps the name of a file of the model to its path, or to None if the file is missing.
     """
     if (file := find(WEIGHTS)) is None and (index := find(WEIGHTS_INDEX)) is not None:
         shards = json.loads(index.read_bytes())["weight_map"]
@@ -76,19 +76,19 @@ def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
 
 @cache
 def rows_on_hub(name: str, revision: str) -> int | None:
-    """Return the same of a model on the hub, whose weights are not downloaded: their headers are enough."""
+    """As `rows_of_head` for a classifier on the hub. Only the headers of its weights files are downloaded."""
     if not hub_answers():
         return None
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
-    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):  # loading the weights says why
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):  # loading the weights raises the error
         return None
     heads = [file.tensors[head] for head in SCORE_HEADS for file in files if head in file.tensors]
     return heads[0].shape[0] if heads else None
 
 
 def parts_left_out(config: PretrainedConfig, model: PreTrainedModel) -> str:
-    """Return which parts of a checkpoint, such as vision, a model that was loaded as its text part does not have."""
+    """Return the names of the parts of a checkpoint, such as vision, that a model loaded from its text part lacks."""
     parts, text = config.sub_configs, type(model.config)
     if text not in parts.values():
         return ""

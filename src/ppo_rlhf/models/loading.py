@@ -1,7 +1,7 @@
-"""Models and tokenizers from a local directory or the hub: safetensors only, checked.
+"""Load and check models and tokenizers from a local directory or the hub: safetensors only.
 
 A `PretrainedHandle` is lazy: it reads weights when a node asks for them, so a run whose rewards are Python functions
-needs no reward model on disk. Nothing here writes into a user's model directory.
+needs no reward model on disk. No code in this module writes into the directory of a model that a user gave.
 """
 
 from __future__ import annotations
@@ -71,30 +71,30 @@ T = TypeVar("T")
 
 AVERAGE, CARD = "ema", "README.md"
 RECORD = "ppo_rlhf.json"
-"""How a policy was trained, as far as `generation_config.json` does not say it (`checkpoints.training_record`)."""
-SHARD = "5GB"  # the largest weights file: the hub recommends it, and an interrupted upload repeats one file
+"""How a policy was trained: what `generation_config.json` has no fields for (`checkpoints.training_record`)."""
+SHARD = "5GB"  # maximum size of a weights file: the hub recommends it, and an interrupted upload repeats only one file
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
 class PretrainedHandle:
-    """A model directory or hub id, read only when asked. A LoRA adapter stands for its base with the adapter merged."""
+    """A model directory or hub id, read only when needed. A LoRA adapter is loaded merged into its base."""
 
-    source: str  # a directory with config.json, weights and tokenizer, or with an adapter; or a hub id, @revision too
+    source: str  # a directory with a model and its tokenizer, or with an adapter; or a hub id, also with @revision
     trust_remote_code: bool = False  # whether Python code in the model's repository may run
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what its chat template reads
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)  # values for the chat template
 
     def card(self) -> str | None:
-        """Return the text of a local model's README.md; None if there is none, or for a hub id."""
+        """Return the text of a local model's README.md; None for a hub id, or if there is no README.md."""
         path = Path(self._place) / CARD
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     @cached_property
     def base(self) -> PretrainedHandle | None:
-        """The model that a LoRA adapter was trained on; None if the source is no adapter.
+        """The model that a LoRA adapter was trained on; None if the source is not an adapter.
 
         Raises:
-            ModelError: The adapter cannot be merged, or it does not name its base, or that cannot be found.
+            ModelError: The adapter cannot be merged, does not name its base, or its base cannot be found.
         """
         if self._adapter is None:
             return None
@@ -106,16 +106,18 @@ class PretrainedHandle:
         return base
 
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration, of a classifier with as many labels as its head has rows.
+        """Return the model's configuration. `num_labels` of a classifier is the number of rows of its head.
 
-        An adapter has its base's, with the adapter's own vocabulary, and one label if it brings a score head.
+        The configuration of an adapter is that of its base, with the adapter's vocabulary size, and with one label if
+        the adapter holds a score head.
         """
         if self._adapter is None or self.base is None:
             config = self._read("configuration", AutoConfig.from_pretrained)
             if is_classifier(config):
                 rows = rows_of_head(partial(self._file, local_files_only=True))
-                asks = rows is None and config.num_labels != 1 and not is_local(self.source)
-                config.num_labels = (rows_on_hub(self._place, self._revision) if asks else rows) or config.num_labels
+                asks_hub = rows is None and config.num_labels != 1 and not is_local(self.source)
+                rows = rows_on_hub(self._place, self._revision) if asks_hub else rows
+                config.num_labels = rows or config.num_labels
             return config
         check_model_directory(self.source)
         config = self.base.config()
@@ -127,7 +129,7 @@ class PretrainedHandle:
 
     @cached_property
     def _vocabulary(self) -> int | None:
-        """How many tokens an adapter knows; None if it knows those of its base."""
+        """Number of tokens in an adapter's vocabulary; None if the vocabulary is that of its base."""
         if self._adapter is None or self.base is None or not self._adapter.may_bring_tokens:
             return None
         kind = AutoModelForSequenceClassification if self._adapter.is_classifier else AutoModelForCausalLM
@@ -138,7 +140,7 @@ class PretrainedHandle:
         """The adapter; None for a whole model.
 
         Raises:
-            ModelError: It cannot be merged; or neither the hub nor the cache has the model.
+            ModelError: The adapter cannot be merged, or neither the hub nor the cache has the model.
         """
         if not is_local(self.source):
             try:
@@ -149,7 +151,7 @@ class PretrainedHandle:
         return None if path is None else SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
     def generation_config(self) -> GenerationConfig:
-        """Return the model's generation configuration, or one made from its configuration where it has none."""
+        """Return the model's generation configuration, or one made from the model's configuration if it has none."""
         if self._file("generation_config.json"):
             return self._read("generation configuration", GenerationConfig.from_pretrained)
         if self.base:
@@ -157,14 +159,14 @@ class PretrainedHandle:
         return GenerationConfig.from_model_config(self.config())
 
     def record(self) -> str | None:
-        """Return the text of a policy's `ppo_rlhf.json`; None if there is none."""
+        """Return the text of a policy's `ppo_rlhf.json`; None if the file does not exist."""
         path = self._file(RECORD)
         return None if path is None else path.read_text(encoding="utf-8")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
+        """Return the tokenizer. It pads on the left and has a pad token; its vocabulary is unchanged."""
         config = self.config()
-        if self.base and not self._file("tokenizer_config.json"):  # an adapter may have one of its own
+        if self.base and not self._file("tokenizer_config.json"):  # an adapter may have its own tokenizer
             return self.base.tokenizer()
         if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
@@ -180,16 +182,16 @@ class PretrainedHandle:
     ) -> PreTrainedModel:
         """Return the language model in eval mode, without dropout, on the CPU.
 
-        With `quantised_on` it is loaded to that device with its linear layers in 4 bits, which compute in `dtype`.
+        `quantised_on` loads the model to that device instead, with linear layers in 4 bits that compute in `dtype`.
 
         Raises:
             ConfigError: bitsandbytes is missing.
-            ModelError: The weights cannot be read, some are missing, or some are NaN or infinite; or the model reads
-                tokens that come later; or an adapter is to be quantised.
+            ModelError: The weights cannot be read, or some are missing, NaN or infinite. Or a hidden state depends on
+                later tokens. Or an adapter would have to be quantised.
         """
         self.check_causal_lm()
         self.check_quantisable(quantised_on is not None)
-        if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # its base is what it was trained on
+        if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # it was trained on 4-bit weights
             rounded_from = getattr(torch, json.loads(quantisation.read_bytes())["bnb_4bit_compute_dtype"])
             base = self.base.causal_lm(rounded_from, quantised_on=torch.device("cpu"))
             return nn.Module.to(self._merged(base), dtype)
@@ -209,7 +211,7 @@ class PretrainedHandle:
         return model
 
     def left_out(self, model: PreTrainedModel) -> str:
-        """Return which parts of the checkpoint, such as vision, a model that was loaded from it does not have."""
+        """Return the names of the checkpoint's parts, such as vision, that a model loaded from it does not have."""
         return parts_left_out(self.config(), model)
 
     def empty_causal_lm(self) -> PreTrainedModel:
@@ -221,14 +223,16 @@ class PretrainedHandle:
         try:
             with torch.device("meta"), quiet_transformers():
                 return cast(PreTrainedModel, kind.from_config(config, trust_remote_code=self.trust_remote_code))
-        except Exception as error:  # whatever a model does with a value that it does not expect
+        except Exception as error:  # a model's constructor may raise anything for a value that it does not expect
             raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
+        """Return the reward model in eval mode. Its output has `.logits` [B, 1].
 
-        One with `score_mean` in its configuration is ours: its scores have that mean taken off. A language model with
-        LLaMA-Factory's value head beside it becomes ours: that head scores the last token.
+        The model is a `CausalLMRewardModel` or a sequence classifier of transformers. If the configuration has
+        `score_mean`, the scores have that mean subtracted (`reward_model.with_mean`). A language model with
+        LLaMA-Factory's value head in its directory becomes a `CausalLMRewardModel`: the value head scores the last
+        token.
 
         Raises:
             ModelError: As `causal_lm`, or the model does not have exactly one label.
@@ -239,7 +243,8 @@ class PretrainedHandle:
             if head.in_features != (width := width_of_states(model.config)):
                 raise ModelError(f"{file}: this head reads {head.in_features} values, the model's states have {width}.")
             return self._named(CausalLMRewardModel.from_parts(cast(PreTrainedModel, model.base_model), head.to(dtype)))
-        load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)  # whatever its file says
+        # num_labels=1, as the check found it in the head: config.json may give another number.
+        load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
         model = with_mean(self._model("reward model", load, dtype))
         ensure_pad_id(model, self.tokenizer())
         return model
@@ -263,12 +268,12 @@ class PretrainedHandle:
         return self._empty(AutoModelForSequenceClassification)
 
     def value_head(self) -> nn.Linear | None:
-        """Return the value head among the model's weights (TRL's `v_head.*`) or beside them, None if there is none.
+        """Return the value head among the model's weights (TRL's `v_head.*`) or in its own file; None if there is none.
 
-        For a hub id only the cache is searched: load the model first.
+        For a hub id, only the local cache is searched: load the model first.
 
         Raises:
-            ModelError: The directory cannot be used, or the value head is not a linear layer with one output.
+            ModelError: The directory cannot be read, or the value head is not a linear layer with one output.
         """
         check_model_directory(self.source)
         names = (ADAPTER_WEIGHTS,) if self.base else (WEIGHTS, WEIGHTS_INDEX)
@@ -309,15 +314,19 @@ class PretrainedHandle:
         check_generates(self.config(), self.source)
 
     def check_quantisable(self, load_in_4bit: bool) -> None:
-        """Raise `ModelError` if the model is to be loaded in 4 bits, and is an adapter."""
+        """Raise `ModelError` if an adapter is to be loaded in 4 bits."""
         if self.base and load_in_4bit:
-            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
+            raise ModelError(
+                f"{self.source}: this is an adapter, which is merged into unquantised weights. Set "
+                "ppo.load_in_4bit=false."
+            )
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.
 
-        It covers a directory's config.json and each weights file's name, size, first and last mebibyte; for a hub id,
-        the id and the configuration; for an adapter its own files, on the hub too, and its base.
+        The fingerprint of a directory covers config.json and each weights file's name, size, first and last mebibyte.
+        For a hub id it covers the id and the configuration. For an adapter, local or on the hub, it covers the
+        adapter's files and the fingerprint of the base.
         """
         check_model_directory(self.source)
         folder = self._folder
@@ -337,7 +346,7 @@ class PretrainedHandle:
 
     @property
     def _folder(self) -> Path:
-        """The place on this machine; of an adapter on the hub the one in the cache, with its files."""
+        """The model's local folder; for an adapter on the hub, the folder of its files in the cache."""
         if not self.base or is_local(self.source):
             return Path(self._place)
         if (weights := self._file(ADAPTER_WEIGHTS)) is None:
@@ -358,13 +367,13 @@ class PretrainedHandle:
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
         if self._adapter and self.base:
-            if self._adapter.brings_head(self.base.config()):  # transformers draws one, which the adapter replaces
+            if self._adapter.brings_head(self.base.config()):  # the adapter replaces the head that transformers draws
                 with errors_only("transformers"):
                     return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True))
             return self._merged(self.base._model(what, load, dtype))
-        if not is_local(self.source) and not hub_answers():  # transformers would ask whether it is an adapter
+        if not is_local(self.source) and not hub_answers():  # transformers would ask the hub for an adapter
             load = partial(load, adapter_kwargs={"local_files_only": True})
-        with errors_only("transformers"):  # it would print a table of the weights that the model does not use
+        with errors_only("transformers"):  # transformers would print a table of the weights that the model ignores
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
             raise ModelError(
@@ -376,12 +385,12 @@ class PretrainedHandle:
         return self._named(prepare(model, self.source))
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Return the base with the adapter in its weights."""
+        """Return the base with the adapter merged into its weights."""
         merged = cast(SavedAdapter, self._adapter).merged_into(base, self._folder)
         return self._named(prepare(merged, self.source))
 
     def _named(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Let a model say where it is from: transformers names neither a revision nor an adapter that was merged."""
+        """Set a model's name to its source: transformers records neither a revision nor a merged adapter."""
         if self.base or "@" in self.source:
             model.name_or_path = model.config.name_or_path = self._place if is_local(self.source) else self.source
         return model
@@ -403,29 +412,29 @@ class PretrainedHandle:
 
 @dataclass
 class TrainedModel:
-    """A model and its parts, as the model dataset saves them."""
+    """A model with its tokenizer and companion files, as the model dataset saves it."""
 
-    model: PreTrainedModel  # a plain transformers model, or one with an adapter, which alone is saved
+    model: PreTrainedModel  # a plain transformers model, or a model with an adapter (then only the adapter is saved)
     tokenizer: PreTrainedTokenizerBase
-    value_head: nn.Linear | None = None  # on its last hidden states; saved among its weights as TRL does (`v_head.*`)
-    average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
+    value_head: nn.Linear | None = None  # a head on the last hidden states, saved among the weights as TRL's `v_head.*`
+    average: PreTrainedModel | None = None  # the model with averaged weights, saved in the folder `ema`
     card: str | None = None  # the text of README.md
-    generation_config: GenerationConfig | None = None  # instead of the model's own
-    record: str | None = None  # the text of ppo_rlhf.json, how it was trained
+    generation_config: GenerationConfig | None = None  # replaces the model's own generation configuration
+    record: str | None = None  # the text of ppo_rlhf.json, which says how the model was trained
 
     def save(self, folder: Path) -> None:
-        """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below.
+        """Write a model directory: configuration, safetensors and tokenizer. The average gets the subfolder `ema`.
 
         Raises:
-            ModelError: The folder is a file, or holds a whole model where an adapter is to be saved, or the reverse.
+            ModelError: The folder is a file. Or it holds a whole model and an adapter is to be saved, or the reverse.
         """
         only_adapter = "save_pretrained" in vars(self.model)
         other = CONFIG if only_adapter else ADAPTER_CONFIG
         if folder.is_file():
             raise ModelError(f"{folder} is a file; give a folder to save the model in.")
-        if (folder / other).is_file():  # transformers would put the adapter onto the whole weights, whichever is newer
+        if (folder / other).is_file():  # loading would apply the adapter to the whole model, even if it is an old file
             raise ModelError(
-                f"{folder} holds {other} of another model, which would change this one; give another folder."
+                f"{folder} holds {other} of another model; loading the folder would mix the two. Give another folder."
             )
         options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
         if (head := self.value_head) is not None:
@@ -443,7 +452,7 @@ class TrainedModel:
         if self.average is not None:
             replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
         elif (folder / AVERAGE / CONFIG).is_file():
-            log.warning("%s is the average of an earlier model; the one that is saved now has none.", folder / AVERAGE)
+            log.warning("%s is the average of an earlier model; the model saved now has no average.", folder / AVERAGE)
 
 
 def _some(names: list[str]) -> str:

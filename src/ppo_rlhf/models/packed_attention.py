@@ -1,12 +1,12 @@
-"""Attention for sequences without padding: B sequences follow each other in a row of N tokens, `[1, N]`.
+"""Attention for packed sequences: B sequences follow each other in one row of N tokens, `[1, N]`, without padding.
 
-All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right,
-where a causal mask is all that is needed: no token attends to a token on its right. On CUDA in 16 bits torch's
-FlashAttention for sequences of different lengths needs no padding here, too.
+All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right.
+A causal mask is enough there: a real token never attends to the padding on its right. On CUDA in 16 bits, torch's
+FlashAttention for sequences of different lengths needs no padding in attention either.
 https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 
-It works for every transformers model whose layers ask the `AttentionInterface` and pass keyword arguments on to it.
-https://huggingface.co/docs/transformers/attention_interface
+Packed attention works for every transformers model whose layers call the `AttentionInterface` and pass on keyword
+arguments. https://huggingface.co/docs/transformers/attention_interface
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 NAME = "ppo_rlhf_packed"
 PADDED = "sdpa"
-"""The attention of every pass that has no packed layout: transformers' own, torch's `scaled_dot_product_attention`."""
+"""transformers' name for torch's `scaled_dot_product_attention`, which passes without a packed layout use."""
 CAUSAL = (-1, 0)
-"""The window of FlashAttention: all tokens on the left, none on the right."""
+"""FlashAttention's window for causal attention: all tokens on the left, none on the right."""
 WIDEST_HEAD = 192
-"""FlashAttention has kernels up to 256, but wider ones than this have no backward pass on consumer GPUs."""
+"""The widest head for FlashAttention. Its kernels go up to 256, but above 192 consumer GPUs have no backward pass."""
 FIRST_CAPABILITY = (8, 0)
-"""Compute capability of the oldest GPUs that FlashAttention serves (Ampere)."""
+"""Compute capability of the oldest GPUs that FlashAttention supports (Ampere)."""
 
 
 class Attention(Protocol):
-    """Attention of one forward pass over N tokens; the pass gets it as its keyword argument `packed_layout`."""
+    """Attention of one forward pass over N tokens, which the pass takes as the keyword argument `packed_layout`."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Return the attention output of the N tokens, `[N, H, d of the values]`.
 
-        Keys and values are in K heads, and K divides H. `scaling` is the factor of the scores; None is 1 / sqrt(d).
-        Every layer calls this once or more, always in the same order.
+        Keys and values have K heads, and K divides H. The scores are multiplied by `scaling`; None: 1 / sqrt(d). Every
+        layer calls this method once or more, always in the same order.
         """
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The places of B sequences in a row of N tokens, one after the other; L is at least the longest length."""
+    """Indices between a packed row of N tokens and the padded form `[B, L]`; L is at least the longest length."""
 
     shape: tuple[int, int]  # B, L
-    slots: Tensor  # [N] long, place of each token in the padded form [B, L], flattened
-    sources: Tensor  # [B L] long, the token of each place in the padded form, 0 in the padding
-    starts: Tensor  # [B + 1] int32, index of each sequence's first token in the row, and N
+    slots: Tensor  # [N] long, index of each token in the flattened padded form [B L]
+    sources: Tensor  # [B L] long, index in the packed row of each token of the padded form, 0 in padding
+    starts: Tensor  # [B + 1] int32, index in the packed row of each sequence's first token, followed by N
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
-        """Return the layout of sequences of these lengths, on the CPU; None as L takes the longest length."""
+        """Return the layout, on the CPU, of sequences of these lengths. `width` is L; None: the longest length."""
         width = max(lengths) if width is None else width
         is_real = torch.arange(width) < torch.tensor(lengths)[:, None]
         slots = is_real.flatten().nonzero()[:, 0]
@@ -66,17 +66,17 @@ class PackedLayout:
 
     @property
     def is_full(self) -> bool:
-        """Whether all sequences have L tokens, so that spreading them moves nothing."""
+        """Whether all sequences have L tokens, so that the packed row and the padded form hold the same order."""
         rows, width = self.shape
         return len(self.slots) == rows * width
 
     def spread(self, tokens_N: Tensor) -> Tensor:
-        """Return `[B, L, …]` of `[N, …]`. The padding repeats the first token, and its gradient is left out."""
+        """Return the padded form `[B, L, …]` of `[N, …]`. Padding repeats the first token, without a gradient."""
         spread = tokens_N if self.is_full else _Spread.apply(tokens_N, self.sources, self.slots)
         return spread.reshape(*self.shape, *tokens_N.shape[1:])
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
-        """Return `[N, …]` of `[B, L, …]`: the inverse of `spread`."""
+        """Return the packed form `[N, …]` of `[B, L, …]`: the inverse of `spread`."""
         flat = tokens_BL.reshape(-1, *tokens_BL.shape[2:])
         return flat if self.is_full else take_rows(flat, self.slots)
 
@@ -84,22 +84,24 @@ class PackedLayout:
         """Attend within each sequence; see `Attention`."""
         query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if kernel_fits(query_NHD, value_NKD):
-            from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and a CPU does not need it
+            from torch.nn.attention.varlen import varlen_attn  # imported here: it takes 1 s, and a CPU does not need it
 
             kernel: Callable[..., Any] = varlen_attn
             if query_NHD.shape[1] != key_NKD.shape[1]:
-                if _takes_fewer_keys(varlen_attn):
+                if _has_grouped_queries(varlen_attn):
                     kernel = partial(varlen_attn, enable_gqa=True)
                 else:  # torch 2.11
                     repeats = query_NHD.shape[1] // key_NKD.shape[1]
                     key_NKD, value_NKD = (x.repeat_interleave(repeats, dim=1) for x in (key_NKD, value_NKD))
-            given, ends = (query_NHD, key_NKD, value_NKD), (self.starts, self.starts, self.shape[1], self.shape[1])
-            attended: Tensor = kernel(*given, *ends, scale=scaling, window_size=CAUSAL)
+            starts, longest = (self.starts, self.starts), (self.shape[1], self.shape[1])
+            attended: Tensor = kernel(
+                query_NHD, key_NKD, value_NKD, *starts, *longest, scale=scaling, window_size=CAUSAL
+            )
             return attended
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         groups = query.shape[1] // key.shape[1]
         shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
-        if groups > 1 and not shares_keys:  # else torch falls back to a kernel that holds all scores
+        if groups > 1 and not shares_keys:  # otherwise torch falls back to a kernel that stores all attention scores
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         attended = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys
@@ -108,7 +110,7 @@ class PackedLayout:
 
 
 def kernel_fits(query_NHD: Tensor, value_NKD: Tensor) -> bool:
-    """Return whether FlashAttention takes tensors of this kind: device, precision, and width of the heads."""
+    """Return whether FlashAttention supports the tensors' device, precision, and width of the heads."""
     width = query_NHD.shape[-1]
     return (
         query_NHD.is_cuda
@@ -121,7 +123,7 @@ def kernel_fits(query_NHD: Tensor, value_NKD: Tensor) -> bool:
 
 
 @cache
-def _takes_fewer_keys(kernel: Callable[..., Any]) -> bool:
+def _has_grouped_queries(kernel: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -132,28 +134,28 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model attend by the layout of a pass that has one, and as before in every other pass.
+    """Switch a model to packed attention in passes with a `packed_layout`. Other passes compute as before.
 
     Raises:
         ValueError: The model's attention is not transformers' `sdpa`, or cannot be replaced.
     """
     _register()
-    if model.config._attn_implementation == NAME:  # a copy of a model that packs
+    if model.config._attn_implementation == NAME:  # a copy of a model that was switched before
         return
     if model.config._attn_implementation != PADDED:
-        raise ValueError(f"{type(model).__name__} attends by {model.config._attn_implementation}, not {PADDED}")
+        raise ValueError(f"{type(model).__name__} uses {model.config._attn_implementation} attention, not {PADDED}")
     model.set_attn_implementation(NAME)
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Undo `use_packed_attention`; a model with another attention, such as `eager`, keeps it."""
+    """Undo `use_packed_attention`. A model with another attention, such as `eager`, is left unchanged."""
     if model.config._attn_implementation == NAME:
         model.set_attn_implementation(PADDED)
 
 
 @contextmanager
 def padded_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Attend as transformers does within the block; its own attention can be compiled as a whole, this one cannot."""
+    """Use transformers' own attention within the block: it can be compiled, packed attention cannot."""
     packs = model.config._attn_implementation == NAME
     use_padded_attention(model)
     try:
@@ -164,15 +166,16 @@ def padded_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-    """Return the last hidden states `[N, H]` of a row of tokens `[1, N]`, without a cache of transformers' own.
+    """Return the last hidden states `[N, H]` of a packed row of tokens `[1, N]`, without transformers' cache.
 
-    transformers takes a mask of four dimensions as it is, so this one keeps it from building a mask `[N, N]`.
+    transformers uses a four-dimensional mask as given. The dummy mask `[1, 1, 1, 1]` keeps it from building a mask
+    `[N, N]`.
     """
     no_mask = _no_mask(ids.device)
     output = backbone(
         input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False, packed_layout=attention
     )
-    return output.last_hidden_state.squeeze(0)  # squeeze: the backward pass of an index would fill zeros
+    return output.last_hidden_state.squeeze(0)  # not [0], whose backward pass would fill a tensor with zeros
 
 
 @cache
@@ -181,17 +184,19 @@ def _no_mask(device: torch.device) -> Tensor:
 
 
 def place_rows(rows: Tensor, slots: Tensor, *shape: int) -> Tensor:
-    """Return `[*shape, …]` with the first N `rows` at the given slots `[N]`, no slot twice, and 0 elsewhere.
+    """Return a tensor `[*shape, …]` with the first N `rows` at the N given `slots`, and 0 elsewhere.
 
-    Slots count through all of the shape. The result is no view: FSDP2 warns of those as outputs.
+    A slot is an index into the flattened shape. No slot may occur twice. The result is not a view, because FSDP2 warns
+    about outputs that are views.
     """
     return _PlaceRows.apply(rows, slots, shape)
 
 
 def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    """Return the rows at the given slots, no slot twice: the inverse of `place_rows`.
+    """Return the rows at the given `slots`: the inverse of `place_rows`. No slot may occur twice.
 
-    The backward pass of torch's `index_select` adds rows up one by one, since its index may repeat.
+    This is faster than torch's `index_select`, whose backward pass adds up the rows one by one, since its index may
+    repeat.
     """
     return _TakeRows.apply(rows, slots)
 
@@ -211,7 +216,7 @@ class _PlaceRows(torch.autograd.Function):
         placed = grad_outputs[0].reshape(-1, *grad_outputs[0].shape[ctx.dimensions :])
         if ctx.rows == len(slots):
             return placed.index_select(0, slots), None, None
-        gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])  # 0 of rows that were not placed
+        gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])  # rows that were not placed get gradient 0
         torch.index_select(placed, 0, slots, out=gradient[: len(slots)])
         return gradient, None, None
 
@@ -241,7 +246,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def as_autocast(states: Tensor) -> Tensor:
-    """Return an argument of attention in autocast's type; rotary positions, for example, leave it in float32."""
+    """Cast an argument of attention to autocast's type: rotary positions, for example, turn it into float32."""
     device = states.device.type
     casts = torch.is_autocast_enabled(device) and states.dtype != torch.float64
     return states.to(torch.get_autocast_dtype(device)) if casts else states
@@ -249,7 +254,7 @@ def as_autocast(states: Tensor) -> Tensor:
 
 @cache
 def _register() -> None:
-    """Make the attention known to transformers. torch.compile leaves it out, since it reads lengths as numbers."""
+    """Register packed attention with transformers. torch.compile skips it, since it reads lengths as Python numbers."""
     AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()[PADDED])
 
@@ -264,13 +269,13 @@ def _attend(
     packed_layout: Attention | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers asks: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
+    """Attention with transformers' signature: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
     if packed_layout is None:
         return AttentionInterface()[PADDED](module, query, key, value, attention_mask, **options)
     special = [
         name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if options.get(name) is not None
     ]
     if special or options.get("dropout") or options.get("is_causal") is False:
-        raise NotImplementedError(f"packed attention is plain causal attention; asked for: {special or 'dropout'}")
+        raise NotImplementedError(f"packed attention is plain causal attention, without {special or 'dropout'}")
     query_NHD, key_NKD, value_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return packed_layout.attend(query_NHD, key_NKD, value_NKD, options.get("scaling"))[None], None

@@ -1,4 +1,4 @@
-"""What is changed in every loaded model before it is used: no dropout, and GELU in one kernel."""
+"""Changes to every loaded model before its use: no dropout, and GELU in one kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, in modules and their configurations, so that train() computes as eval() does.
 
-    eval() is not enough: gradient checkpointing works only in train().
+    eval() alone is not enough, because gradient checkpointing needs train().
     """
     for module in model.modules():
         if isinstance(module, DROPOUT):
@@ -39,7 +39,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Compute GPT-2's `gelu_new` by torch's kernel of the same formula: transformers writes it out in eight kernels."""
+    """Replace transformers' `gelu_new` (GPT-2), which runs eight kernels, by torch's single kernel for the formula."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -48,7 +48,7 @@ def fuse_activations(model: nn.Module) -> None:
 
 def _check_finite(model: PreTrainedModel, where: str) -> None:
     for name, parameter in model.named_parameters():
-        # smallest and largest are NaN if any number is; isfinite() would copy the tensor
+        # aminmax is NaN if any number is NaN. isfinite() on the whole tensor would allocate a tensor of its size.
         if (
             parameter.numel()
             and parameter.is_floating_point()

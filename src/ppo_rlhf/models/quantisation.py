@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits by bitsandbytes: NF4, doubly quantised (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-Every linear layer except the language-model head is `bitsandbytes.nn.Linear4bit`. A pass unpacks one layer's weights at
-a time to the type of the computation. bitsandbytes is optional: it is imported only where a run asks for it.
+Every linear layer except the language-model head is a `bitsandbytes.nn.Linear4bit`. A pass dequantises the weights of
+one layer at a time. bitsandbytes is optional: it is imported only if a setting needs it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.core.errors import ConfigError
 
 NEEDED = Requirement("bitsandbytes>=0.50")
-"""The first whose passes with and without gradients multiply by the same kernel, so that the first ratio is 1."""
+"""The first version that uses one kernel with and without gradients, so that PPO's first probability ratio is 1."""
 BLOCK, BLOCK_OF_SCALES = 64, 256
-"""Weights that share a scale of 8 bits, and such scales that share one of 32 bits: (4 + 8/64 + 32/(64·256)) bits."""
+"""64 weights share a scale of 8 bits, and 256 of these scales share a scale of 32 bits. A weight thus takes
+4 + 8/64 + 32/(64·256) bits."""
 
 
 def check_bitsandbytes(settings: str) -> None:
-    """Raise `ConfigError` if bitsandbytes is not installed, or too old, for the settings that need it."""
+    """Raise `ConfigError` if bitsandbytes is missing or too old; `settings` names the settings that need it."""
     fix = f'pip install "{NEEDED}", or change the setting'
     try:
         version = importlib.metadata.version(NEEDED.name)
@@ -36,49 +37,50 @@ def check_bitsandbytes(settings: str) -> None:
 
 
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return how transformers quantises a model that computes in `dtype`."""
+    """Return transformers' configuration for loading a model in 4 bits that computes in `dtype`."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
 def prepare_quantised(model: PreTrainedModel) -> None:
-    """Prepare a model that transformers has quantised for adapters on it and on its backbone."""
+    """Prepare a model that transformers has quantised, so that adapters can be added to it and to its backbone."""
     backbone: Any = model.base_model
-    backbone.is_loaded_in_4bit = True  # peft reads it; transformers has marked only the whole model
+    backbone.is_loaded_in_4bit = True  # peft reads this mark, which transformers sets only on the whole model
     for module in model.modules():
         if is_quantised(module):
             layer: Any = module
-            # else CPUs with bfloat16 repack weights at the first pass without gradients, and then compute none
+            # Otherwise a CPU with bfloat16 repacks the weights in a pass without gradients, and later has no gradients.
             layer.support_avx512bf16_for_cpu = False
 
 
 def is_quantised(layer: nn.Module) -> bool:
-    """Return whether a layer is a linear one whose weights bitsandbytes holds in 4 bits."""
-    own = layer.parameters(recurse=False)  # peft's layers show the weight of the layer within as theirs
-    return any(getattr(parameter, "quant_state", None) is not None for parameter in own)
+    """Return whether a layer is a linear layer whose weights bitsandbytes holds in 4 bits."""
+    # Not `layer.weight`: a peft layer returns there the weight of the layer that it wraps.
+    parameters = layer.parameters(recurse=False)
+    return any(getattr(parameter, "quant_state", None) is not None for parameter in parameters)
 
 
 def quantisation_states(model: nn.Module) -> list[Any]:
-    """Return bitsandbytes' scales and shapes of all 4-bit weights: models that share weights share these too."""
+    """Return bitsandbytes' states (scales, shapes) of all 4-bit weights. Models that share weights share the states."""
     return [cast(Any, layer.weight).quant_state for layer in model.modules() if is_quantised(layer)]
 
 
 @torch.no_grad()
-def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | Conv1D:
-    """Return a plain layer, of the class that was quantised, with the weights that a 4-bit layer computes with.
+def unquantised(layer: nn.Module, delta: Tensor | None = None) -> nn.Linear | Conv1D:
+    """Return a plain layer with the dequantised weights of a 4-bit layer, plus `delta` `[outputs, inputs]`.
 
-    `summand` `[outputs, inputs]` is added to them. The layer is on the CPU, in float32: a GPU that needs 4 bits has no
-    room for it.
+    The result has the class that the layer had before it was quantised. It is on the CPU, in float32, since a GPU that
+    needs 4 bits has no room for it.
     """
     from bitsandbytes.functional import dequantize_4bit
 
     source: Any = layer
     weight = dequantize_4bit(source.weight.data, source.weight.quant_state).float()
-    weight = (weight if summand is None else weight + summand).cpu()
+    weight = (weight if delta is None else weight + delta).cpu()
     with torch.device("meta"):
         plain: Any = nn.Linear(source.in_features, source.out_features, source.bias is not None)
-        if source.source_cls is Conv1D:  # GPT-2's, which stores W transposed
+        if source.source_cls is Conv1D:  # GPT-2's class, which stores W transposed
             plain, weight = Conv1D(source.out_features, source.in_features), weight.T.contiguous()
     plain.weight = nn.Parameter(weight, requires_grad=False)
     if source.bias is not None:
@@ -87,14 +89,14 @@ def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | 
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:
-    """Remove what marks a model as quantised, once no layer is: it would be saved, and loaded, as such."""
+    """Remove the marks of a quantised model after its layers were dequantised, so that it is saved as a plain model."""
     marked: Any = model
     marked.hf_quantizer.remove_quantization_config(model)
     marked.is_loaded_in_4bit = marked.base_model.is_loaded_in_4bit = False
 
 
 def four_bit_bytes(weight: Tensor) -> int:
-    """Return the bytes that a weight takes in 4 bits, with its scales; 4.127 bits a number."""
+    """Return the bytes of a weight in 4 bits with its scales: 4.127 bits per number."""
     numbers = weight.numel()
     blocks = math.ceil(numbers / BLOCK)
     return math.ceil(numbers / 2) + blocks + 4 * math.ceil(blocks / BLOCK_OF_SCALES)

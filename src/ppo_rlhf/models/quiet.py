@@ -1,4 +1,4 @@
-"""What the log shows: blocks in which other libraries are quiet, and lines that are said once."""
+"""Keep the log short: silence other libraries within a block, and log a line only once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 log = logging.getLogger(__name__)
 
 said: set[str] = set()
-"""What was said once; a pipeline's run and a PPOTrainer begin with nothing, also in a notebook that has several."""
+"""The lines that `say_once` has logged. Each pipeline run and each PPOTrainer clears it, also within one process."""
 
 
 def say_once(line: str) -> None:
-    """Log a warning the first time in a run: the checks before it and its nodes read the same files."""
+    """Log a warning only once in a run: the checks before the run and its nodes read the same files."""
     if line not in said:
         said.add(line)
         log.warning("%s", line)
@@ -23,7 +23,7 @@ def say_once(line: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars off within the block: a run has one of its own."""
+    """Switch transformers' progress bars off within the block: a run has its own progress bar."""
     was_enabled = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -35,7 +35,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def errors_only(logger: str, least: int = logging.ERROR) -> Iterator[None]:
-    """Let only errors of a logger, or records of the level `least`, through within the block."""
+    """Within the block, drop a logger's records below the level `least` (default: ERROR)."""
     log = logging.getLogger(logger)
     before = log.level
     log.setLevel(least)

@@ -1,10 +1,10 @@
 """Reward models: a scalar head on the backbone of any causal language model, and the scores of whole sequences.
 
-transformers has sequence classifiers for some architectures only (none for BitNet), and they pool at the last id that
-is not pad, which is one position early where pad and end of text are the same token. This model pools by length, from
-the attention mask, on left- and right-padded batches. Its head has a bias, so that a normalisation of the scores can be
-folded into the weights. It is saved as transformers' classifier where that computes the same (`to_classifier`).
-`sequence_scores` gives each sequence the score that it has by itself, whatever classifier it is.
+transformers has sequence classifiers for some architectures only (none for BitNet). These classifiers pool at the last
+id that is not pad, which is one position too early if pad and end of text are the same token. `CausalLMRewardModel`
+pools at the last position of the attention mask, in left- and right-padded batches. Its head has a bias, so that a
+normalisation of the scores can be folded into the weights. It is saved as transformers' classifier if that computes the
+same scores (`to_classifier`). `sequence_scores` gives each sequence of a batch the same score as alone, for both kinds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPE = "causal_lm_reward"
 SCORE_MEAN = "score_mean"
-"""In the configuration of transformers' classifier: what its scores lie above those of `CausalLMRewardModel`."""
+"""A field in the configuration of transformers' classifier: its scores minus those of `CausalLMRewardModel`."""
 
 
 class CausalLMRewardConfig(PretrainedConfig):
@@ -59,12 +59,13 @@ class CausalLMRewardConfig(PretrainedConfig):
         if isinstance(text_config, dict):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
-        self.text_config.name_or_path = ""  # else the saved configuration names a folder of this machine
-        kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}  # so that pipelines give the score itself
+        self.text_config.name_or_path = ""  # otherwise the saved configuration would name a folder of this machine
+        # "regression": transformers' pipelines then return the score instead of its sigmoid
+        kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}
         super().__init__(**kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
-        """Return the configuration of the text model; a model that also reads images nests it one level deeper."""
+        """Return the configuration of the text model, which a model that also reads images nests one level deeper."""
         return self.text_config.get_text_config(*args, **kwargs)
 
 
@@ -77,7 +78,7 @@ class CausalLMRewardModel(PreTrainedModel):
     config_class = CausalLMRewardConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    # the backbone is built with its own configuration and checks itself what it supports
+    # True for all: the backbone is built from its own configuration and checks which attention it supports.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -85,7 +86,7 @@ class CausalLMRewardModel(PreTrainedModel):
 
     def __init__(self, config: CausalLMRewardConfig) -> None:
         super().__init__(config)
-        # through the language model, not AutoModel: this works for every architecture that has a causal LM
+        # Not by AutoModel: this way works for every architecture that has a causal LM.
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
         self.score = nn.Linear(width_of_states(config), 1)
         self._takes_positions = argument_of(self.backbone, "position_ids") is not None
@@ -95,7 +96,7 @@ class CausalLMRewardModel(PreTrainedModel):
     def from_causal_lm(cls, model: PreTrainedModel) -> CausalLMRewardModel:
         """Return a reward model with a copy of the language model's backbone and a fresh head.
 
-        The head is drawn from torch's global generator: seed that before.
+        The weights of the head come from torch's global generator: seed it before.
         """
         reward_model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(model.config)))
         reward_model.backbone.load_state_dict(model.base_model.state_dict())
@@ -103,31 +104,33 @@ class CausalLMRewardModel(PreTrainedModel):
 
     @classmethod
     def from_parts(cls, backbone: PreTrainedModel, score: nn.Linear) -> CausalLMRewardModel:
-        """Return a model over these very weights: a critic as it is stored, its value head as the score head."""
+        """Return a model that shares the weights of a backbone and a head. Critics are stored in this form."""
         with torch.device("meta"):
             model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(backbone.config)))
         model.backbone, model.score = backbone, score
         return model.eval()
 
     def to_classifier(self, pad_id: int, eos_id: int | None) -> PreTrainedModel:
-        """Return transformers' own classifier over these very weights, which any program can load.
+        """Return a sequence classifier of transformers that shares this model's weights and that any program can load.
 
-        Its head has no bias: `score_mean` in its configuration is what its scores lie above those of this model.
+        The classifier's head has no bias. Its scores minus the scores of this model are recorded as `score_mean` in its
+        configuration.
 
         Raises:
-            ModelError: No classifier has the same scores with the pad token and the end of text of these ids, and why.
+            ModelError: No classifier computes the same scores with this pad id and this end of text; with the reason.
         """
         config = copy.deepcopy(self.config.text_config)
         config.get_text_config().pad_token_id = pad_id
-        config.num_labels, config.problem_type = 1, "regression"  # so that pipelines give the score, not its sigmoid
+        config.num_labels, config.problem_type = 1, "regression"  # pipelines then return the score, not its sigmoid
         setattr(config, SCORE_MEAN, -self.score.bias.item())
         if pad_id == eos_id:
             raise ModelError("its pad token is its end of text, and transformers' classifiers score before that")
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ModelError(f"transformers has no sequence classifier of the kind {config.model_type}")
         kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        few = [token for token in probe_ids(self, 6).tolist() if token not in (pad_id, eos_id)]
-        ids = torch.tensor([[*few[:3], pad_id], [*few[:3], few[-1] if eos_id is None else eos_id]], device=self.device)
+        words = [token for token in probe_ids(self, 6).tolist() if token not in (pad_id, eos_id)]
+        ends = pad_id, words[-1] if eos_id is None else eos_id
+        ids = torch.tensor([[*words[:3], end] for end in ends], device=self.device)
         try:
             with torch.device("meta"):
                 model = kind(config).eval()
@@ -148,8 +151,8 @@ class CausalLMRewardModel(PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Return `.logits` [B, 1]: the scores of sequences [B, S] that are padded on either side.
 
-        Without `attention_mask` [B, S] all tokens are real; without `position_ids` [B, S] each row counts its real ones
-        from 0. The backbone gets the rest.
+        `attention_mask` [B, S] None: all tokens are real. `position_ids` [B, S] None: the real tokens of each row are
+        numbered from 0. The other arguments are passed on to the backbone, but `return_dict` and `labels` are ignored.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in ("return_dict", "labels")}
         if attention_mask is None:
@@ -161,13 +164,13 @@ class CausalLMRewardModel(PreTrainedModel):
         hidden_BSH = self.backbone(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
         columns_S = torch.arange(input_ids.shape[1], device=input_ids.device)
         last_B = torch.where(attention_mask.bool(), columns_S, 0).amax(dim=-1)
-        # select before the head: padded positions, NaN included, never enter the score
+        # Select the position before the head, so that padding, NaN included, never enters the score.
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
         return SequenceClassifierOutput(logits=self.score(last_hidden_BH.to(self.score.weight.dtype)))
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: of other people's classes transformers leaves some buffers of loaded models unset."""
+        """Return False, because transformers does not initialise some buffers of models of custom code when loading."""
         return False
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -178,7 +181,10 @@ class CausalLMRewardModel(PreTrainedModel):
 
 
 def with_mean(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a classifier that `to_classifier` made in our form, which takes its mean off; another one as it is."""
+    """Convert a classifier that `to_classifier` made back into a `CausalLMRewardModel`; return other models unchanged.
+
+    The bias of the result's head is −`score_mean`, so that its scores are those before the conversion.
+    """
     mean, score = getattr(model.config, SCORE_MEAN, None), cast(nn.Linear, getattr(model, "score", None))
     if mean is None:
         return model
@@ -189,7 +195,7 @@ def with_mean(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:
-    """Return what a model, by its class and configuration, is instead of a classifier with one label; else None."""
+    """Say why a model's class or configuration is not that of a classifier with one label; None if it is one."""
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
     if architecture is not None and hasattr(transformers, architecture) and architecture not in classifiers:
         return f"this is a {architecture}"
@@ -199,25 +205,25 @@ def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> s
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
     """Return the scores `[B]` of B sequences of token ids.
 
-    Our reward models score packed sequences where their backbone can. Classifiers of transformers with one label run
-    their own forward on a padded batch, or on one sequence at a time if padding changes their scores or they have no
-    pad id. `pad_id` fills up the batch unless the model's configuration names its own, by which transformers'
-    classifiers find the last token.
+    A `CausalLMRewardModel` scores packed sequences if its backbone allows that. Other classifiers run their forward on
+    a padded batch, or on one sequence at a time if padding changes their scores or they have no pad id. The batch is
+    padded with the pad id of the model's configuration, by which transformers' classifiers find the last token, or with
+    `pad_id` if the configuration names none.
     """
-    own_pad = pad_id_of(model.config)
-    ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
-    fill = ours is not None and few_shapes_are_faster(model.device, model.dtype)
-    rows = right_padded(sequences, pad_id if own_pad is None else own_pad, fill=fill).to(model.device)
-    if ours is not None:
+    config_pad_id = pad_id_of(model.config)
+    packing = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
+    fill = packing is not None and few_shapes_are_faster(model.device, model.dtype)
+    rows = right_padded(sequences, pad_id if config_pad_id is None else config_pad_id, fill=fill).to(model.device)
+    if packing is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
-        return ours.score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
-    has_pad = own_pad is not None or isinstance(model, CausalLMRewardModel)
+        return packing.score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
+    has_pad = config_pad_id is not None or isinstance(model, CausalLMRewardModel)
     return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)
 
 
 @torch.no_grad()
 def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
-    """Return whether an end of text after a sequence changes its score: classifiers of transformers skip their pad."""
+    """Return whether an end of text after a sequence changes its score. transformers' classifiers skip their pad id."""
     if eos is None or pad_id_of(model.config) != eos:
         return True
     ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
@@ -226,13 +232,13 @@ def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
 
 @probed_once
 def _ignores_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model gives a padded batch the scores that its sequences have one by one."""
+    """Return whether a model gives the sequences of a padded batch the same scores as one by one."""
     try:
         with probing(model):
             pad_id = pad_id_of(model.config) or 0
             rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
-    except PROBE_ERRORS:  # an encoder-decoder wants an end of text, which these sequences do not have
+    except PROBE_ERRORS:  # an encoder-decoder needs an end of text, which the probe's sequences do not have
         return True
     if not same:
         log.info("%s: padding changes its scores, so it scores one sequence at a time.", type(model).__name__)
@@ -240,7 +246,7 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
 
 
 def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    # without position_ids: not all models count from 0, and the padding stands on the right
+    # No position_ids: some models do not count from 0, and with padding on the right their default is correct.
     return model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, 0]
 
 

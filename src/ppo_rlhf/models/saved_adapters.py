@@ -1,4 +1,4 @@
-"""Adapters that any program saved with peft: what they ask of their base, and the base with one in its weights."""
+"""Adapters that any program saved with peft: read their settings, and merge them into the weights of their base."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model
 
-_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
+_PREFIX = "base_model.model."  # peft saves weights under the names that its wrapper module gives them
 _TOKENS = ("trainable_token_indices", "token_indices")
-"""Settings of peft that name the rows of embeddings that an adapter replaces."""
+"""peft's settings that list the rows of embeddings that an adapter replaces."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter's files."""
+    """The files of a saved adapter."""
 
-    source: str  # for errors
-    settings: Mapping[str, Any]  # of adapter_config.json
-    weights: Path | None  # adapter_model.safetensors
+    source: str  # the adapter's directory or hub id, for errors
+    settings: Mapping[str, Any]  # the content of adapter_config.json
+    weights: Path | None  # adapter_model.safetensors; None if there is none
 
     @classmethod
     def read(cls, source: str, config: Path, weights: Path | None) -> SavedAdapter:
         """Read an adapter's settings.
 
         Raises:
-            ModelError: It is of a kind that no weights can hold, such as a prompt that was tuned.
+            ModelError: The adapter is of a kind that cannot be merged into weights, such as prompt tuning.
         """
-        from peft import PEFT_TYPE_TO_TUNER_MAPPING  # heavy: few models have an adapter
+        from peft import PEFT_TYPE_TO_TUNER_MAPPING  # a slow import that few models need
 
         adapter = cls(source, json.loads(config.read_text(encoding="utf-8")), weights)
         kind: Any = adapter.settings.get("peft_type")
         if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
             raise ModelError(
                 f"{source}: an adapter of the kind {kind} cannot be merged into the weights of a model, as LoRA can. "
-                "Give a whole model, or one with a LoRA adapter."
+                "Give a whole model or a LoRA adapter."
             )
         return adapter
 
     @property
     def base(self) -> str:
-        """The path or hub id of the model that it was trained on, with the revision.
+        """The path or hub id (with the revision) of the base, the model that the adapter was trained on.
 
         Raises:
-            ModelError: The adapter does not name it.
+            ModelError: The adapter does not name its base.
         """
         named, revision = self.settings.get("base_model_name_or_path"), self.settings.get("revision")
         if not named:
@@ -63,11 +63,11 @@ class SavedAdapter:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether this is an adapter of a sequence classifier, such as a reward model."""
+        """Whether the adapter belongs to a sequence classifier, such as a reward model."""
         return self.settings.get("task_type") == "SEQ_CLS"
 
     def brings_head(self, base: PretrainedConfig) -> bool:
-        """Return whether this is a reward model's adapter with its score head, on a language model."""
+        """Return whether the adapter holds the score head of a reward model while its base is a language model."""
         if not self.is_classifier or self.weights is None:
             return False
         if why_no_reward_model(next(iter(base.architectures or ()), None), base) is None:
@@ -75,37 +75,37 @@ class SavedAdapter:
         return any(".score." in name for name in self._shapes)
 
     def vocabulary(self, base: PreTrainedModel) -> int:
-        """Return how many rows the embeddings have with the adapter, which may have been trained with new tokens."""
+        """Return the number of embedding rows that the adapter was trained with, including rows of new tokens."""
         saved = (self._rows_of(base, layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings()))
         return next(filter(None, saved), max(_rows(base), *(row + 1 for row in self._replaced), 0))
 
     def fit(self, base: PreTrainedModel) -> None:
-        """Give the embeddings of a base, and its head, the rows that the adapter was trained with.
+        """Resize the embeddings and the head of a base to the number of tokens that the adapter was trained with.
 
         Raises:
             ModelError: The adapter does not hold the rows of new tokens.
         """
-        rows, own = self.vocabulary(base), _rows(base)
-        if rows == own:
+        rows, base_rows = self.vocabulary(base), _rows(base)
+        if rows == base_rows:
             return
         base.resize_token_embeddings(rows, mean_resizing=False)
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-        is_whole = self._rows_of(base, embedding) is not None or self._replaced.issuperset(range(own, rows))
+        is_whole = self._rows_of(base, embedding) is not None or self._replaced.issuperset(range(base_rows, rows))
         is_tied = head is None or head.weight is embedding.weight
-        if rows > own and not (is_whole and (is_tied or self._rows_of(base, head) is not None)):
+        if rows > base_rows and not (is_whole and (is_tied or self._rows_of(base, head) is not None)):
             raise ModelError(
-                f"{self.source}: this adapter was trained with {rows} tokens, its base has {own}, and the new rows of "
-                "embedding and head are not all in the adapter. Merge it where it was trained (merge_and_unload), and "
-                "give the merged model."
+                f"{self.source}: this adapter was trained with {rows} tokens, its base has {base_rows}, and the "
+                "adapter lacks new rows of the embedding or the head. Merge it where it was trained "
+                "(merge_and_unload), and give the merged model."
             )
 
     def merged_into(self, base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-        """Return a base, changed in place, with the adapter of a folder in its weights.
+        """Merge the adapter in a folder into the weights of a base, in place, and return the base.
 
         Raises:
-            ModelError: The adapter does not fit.
+            ModelError: The adapter does not fit the base.
         """
-        from ppo_rlhf.models.adapters import merge_saved  # heavy: few models have an adapter
+        from ppo_rlhf.models.adapters import merge_saved  # a slow import that few models need
 
         try:
             with quiet_transformers():
@@ -113,12 +113,12 @@ class SavedAdapter:
                 return merge_saved(base, folder)
         except ModelError:
             raise
-        except Exception as error:  # peft raises errors of many kinds for an adapter of another model
+        except Exception as error:  # peft raises many types of errors if the adapter belongs to another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
 
     @property
     def may_bring_tokens(self) -> bool:
-        """Whether the adapter is more than factors of linear layers: then it may have embeddings of new tokens."""
+        """Whether the adapter holds more than LoRA factors, and therefore may hold embeddings of new tokens."""
         return bool(self._replaced) or any(map(_is_whole, self._shapes))
 
     @cached_property
@@ -131,22 +131,22 @@ class SavedAdapter:
     @cached_property
     def _replaced(self) -> set[int]:
         """The rows of the embedding that the adapter replaces one by one."""
-        named = [self.settings.get(setting) or [] for setting in _TOKENS]
-        by_layer = [each.values() if isinstance(each, dict) else [each] for each in named]
+        indices = [self.settings.get(setting) or [] for setting in _TOKENS]  # a list, or a dict of lists by layer
+        by_layer = [each.values() if isinstance(each, dict) else [each] for each in indices]
         return {row for layers in by_layer for rows in layers for row in rows}
 
     def _rows_of(self, base: PreTrainedModel, layer: nn.Module | None) -> int | None:
-        """Return how many rows the adapter has of an embedding or head; None if it has no weights for them."""
+        """Return the number of rows of the adapter's own copy of an embedding or head; None if it has no copy."""
         path = next((name for name, module in base.named_modules() if module is layer), None)
         saved = (name for name in self._shapes if name.startswith(f"{_PREFIX}{path}.") and _is_whole(name))
         return next((self._shapes[name][0] for name in saved), None)
 
 
 def _rows(model: PreTrainedModel) -> int:
-    """Return how many rows the embedding of a model has."""
+    """Return the number of rows of a model's embedding."""
     return len(cast(nn.Embedding, model.get_input_embeddings()).weight)
 
 
 def _is_whole(name: str) -> bool:
-    """Return whether a tensor of an adapter is a whole weight, not a factor of its change."""
+    """Return whether a tensor of an adapter is a whole weight rather than a LoRA factor."""
     return name.endswith(".weight") and ".lora_" not in name

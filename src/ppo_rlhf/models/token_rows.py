@@ -1,4 +1,4 @@
-"""Token sequences as a model takes them: padded, or packed one after the other."""
+"""Token sequences as inputs of a model: padded, or packed one after the other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.models.transfers import to_device
 
 LEAST_FILL = 64
-"""Tokens: packed rows that are filled up have a multiple of it. Kernels for 16 bits are chosen anew for each shape: on
-an H100 this takes a millisecond, and a matrix product of a small model 0.02 of it (docs/speed.md)."""
+"""Packed rows with fillers have a multiple of this many tokens, so that few shapes occur. The libraries choose a 16-bit
+kernel for each new shape: on an H100 the choice takes 1 ms, and a matrix product of a small model 0.02 ms
+(docs/speed.md)."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """B sequences as a model takes them, in both forms.
+    """B sequences as inputs of a model, in two forms.
 
-    Padded: `[B, S]`, padding on either side. Packed: `[1, N]`, one sequence after the other; fillers may follow, which
-    are sequences that nothing reads.
+    Padded: `[B, S]`, with padding on either side. Packed: `[1, N]`, one sequence after the other. Packed rows may end
+    with fillers: sequences whose results are not used.
     """
 
     input_ids: Tensor  # [B, S]
@@ -31,17 +32,17 @@ class TokenRows:
     position_ids: Tensor  # [B, S]
     packed_ids: Tensor  # [1, N or more]
     packed_positions: Tensor  # [1, N or more]
-    layout: PackedLayout  # with the fillers
-    slots: Tensor  # [N] long, place of each real token in the padded form, flattened
+    layout: PackedLayout  # of the packed form, including the fillers
+    slots: Tensor  # [N] long, index of each real token in the flattened padded form
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, fill: bool = False) -> TokenRows:
-        """Take the padded form, which is on the CPU; `fill` adds fillers, so that few shapes occur (`filled_size`)."""
+        """Make both forms from the padded form on the CPU. `fill` adds fillers, so that few shapes occur."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
         missing = filled_size(len(slots)) - len(slots) if fill else 0
-        if missing:  # no filler is longer than the longest sequence: attention stays as wide, and positions as they are
+        if missing:  # no filler is longer than the longest sequence: the widths of attention and positions do not grow
             fillers = [min(max(lengths), missing - done) for done in range(0, missing, max(lengths))]
             ids = torch.cat([ids, ids.new_zeros(1, missing)], dim=1)
             positions = torch.cat([positions, *(torch.arange(length)[None] for length in fillers)], dim=1)
@@ -62,34 +63,34 @@ class TokenRows:
 
 
 def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether kernels are made anew for each shape, so that rows are filled up.
+    """Return whether each new shape costs time to choose a kernel, so that rows should be filled up.
 
-    That is so on accelerators, and by oneDNN for matrix products of 16 bits on a processor (docs/speed.md).
+    That is the case on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
     """
     return device.type != "cpu" or dtype.itemsize == 2
 
 
 def filled_size(count: int) -> int:
-    """Return the next size that filled rows have: at most 16 sizes from one power of 2 to the next."""
+    """Return the smallest allowed number of tokens >= `count`: at most 16 sizes between two powers of 2."""
     step = max(LEAST_FILL, 2 ** (count.bit_length() - 5))
     return -(-count // step) * step
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:
-    """Return sequences of token ids, padded on the right; `fill` is as in `TokenRows.of`."""
+    """Return rows of token ids, padded on the right; `fill` is as in `TokenRows.of`."""
     return joined_rows([token_parts(sequences)], pad_id, fill=fill)
 
 
 def token_parts(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Return the token ids of B sequences one after the other, `[N]`, and their lengths `[B]`."""
-    ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)  # torch.tensor takes several times as long
+    ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)  # several times as fast as torch.tensor
     return torch.from_numpy(ids), torch.tensor([len(sequence) for sequence in sequences])
 
 
 def joined_rows(parts: Sequence[tuple[Tensor, Tensor]], pad_id: int, *, fill: bool = False) -> TokenRows:
-    """Return B rows, padded on the right, each of which has its piece of every part, in order.
+    """Return B rows, padded on the right; row b joins sequence b of every part, such as a prompt and its response.
 
-    A part is the ids of its B pieces one after the other, and their lengths `[B]`, on the CPU. `fill` is as in
+    A part holds B sequences: their ids one after the other, `[N]`, and their lengths `[B]`, on the CPU. `fill` is as in
     `TokenRows.of`.
     """
     ends = torch.stack([lengths for _, lengths in parts]).cumsum(0)  # [parts, B]

@@ -1,8 +1,8 @@
-"""Tensors and models on their way to a device and back.
+"""Copy tensors and models to a device.
 
-Many tensors go in one copy, since each copy costs as much as a small kernel. Models are whole on a device only while
-they compute: offloaded ones wait on the host, others are sharded. What waits stays as it is: going back drops the
-device's copies, and nothing is copied back.
+Many tensors go in one copy, since each copy costs as much as a small kernel. An offloaded or sharded model is whole on
+a device only while it computes. Its tensors on the host, or its shards, stay unchanged meanwhile: afterwards the copies
+on the device are dropped, and nothing is copied back.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Item = TypeVar("Item")
 
 
 def to_device(items: Sequence[Item], device: torch.device) -> list[Item]:
-    """Return dataclasses of tensors, which are on the CPU, on a device: one copy for each type of numbers.
+    """Copy dataclasses of CPU tensors to a device, with one transfer per dtype.
 
-    Dataclasses may hold others; fields that are no tensors stay as they are.
+    Dataclasses may be nested. Fields that are not tensors are kept.
     """
     if device.type == "cpu":
         return list(items)
@@ -35,13 +35,13 @@ def to_device(items: Sequence[Item], device: torch.device) -> list[Item]:
 
 
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of a device on the CPU: one copy, and one wait, for each type of numbers."""
+    """Copy tensors of a device to the CPU, with one transfer and one device sync per dtype."""
     return _copied(tensors, torch.device("cpu"))
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     copied: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype: None for tensor in tensors}:  # in one order in all processes
+    for dtype in {tensor.dtype: None for tensor in tensors}:  # a dict, so that the order is the same in all processes
         numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[number].flatten() for number in numbers]).to(device)
         parts = flat.split([tensors[number].numel() for number in numbers])
@@ -50,7 +50,7 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a dataclass, field by field, those of dataclasses in it among them."""
+    """Yield the tensors of a dataclass, field by field, including those of nested dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
@@ -59,22 +59,22 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def to_host(model: nn.Module) -> None:
-    """Move a frozen model into the host's memory, in place: pinned memory if there is CUDA, which copies faster."""
+    """Move a frozen model to host memory, in place. With CUDA the memory is pinned, which copies faster."""
     pin = torch.cuda.is_available()
-    made: dict[int, Tensor] = {}
+    on_host: dict[int, Tensor] = {}
     for table, name, tensor in _entries(model):
-        if id(tensor) not in made:
+        if id(tensor) not in on_host:
             host = tensor.detach().to("cpu")
-            made[id(tensor)] = _like(tensor, host.pin_memory() if pin else host)
-        table[name] = made[id(tensor)]
+            on_host[id(tensor)] = _like(tensor, host.pin_memory() if pin else host)
+        table[name] = on_host[id(tensor)]
 
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep the whole model on the device within the block: weights that are elsewhere, or sharded, are copied there.
+    """Keep the whole model on the device within the block: offloaded and sharded weights are copied to the device.
 
-    Weights that several modules share are copied once. A gradient would go to the copy. Of a sharded model all
-    processes enter the block; in it each makes its own passes.
+    Weights that several modules share are copied once. Do not train within the block: gradients would go to the copies.
+    If the model is sharded, all processes must enter the block; within the block each may run its own passes.
     """
     elsewhere = [entry for entry in _entries(model) if isinstance(entry[2], DTensor) or not _is_on(entry[2], device)]
     copies: dict[int, Tensor] = {}
@@ -91,7 +91,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refilled(*models: nn.Module) -> Iterator[None]:
-    """Let sharded models have whole weights on the host within the block, and share out what those are at its end."""
+    """Gather the weights of sharded models on the host for the block, and shard the changed weights at its end."""
     shards = [entry for model in models for entry in _entries(model) if isinstance(entry[2], DTensor)]
     with ExitStack() as stack:
         for model in models if shards else ():
@@ -104,12 +104,12 @@ def refilled(*models: nn.Module) -> Iterator[None]:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a whole copy on a device; from pinned memory the copy is asynchronous."""
+    """Return a whole copy of a tensor on a device. From pinned memory the copy is asynchronous."""
     return whole(tensor.detach()).to(device, non_blocking=True)
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return each module's table, name and tensor for every parameter and buffer."""
+    """Return every parameter and buffer as (the dictionary of its module, its name in the dictionary, the tensor)."""
     return [
         (table, name, tensor)
         for module in model.modules()

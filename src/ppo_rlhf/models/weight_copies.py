@@ -1,7 +1,8 @@
 """16-bit copies of the weights of linear layers, for passes without gradients under autocast.
 
-Autocast casts each float32 weight once in each of its contexts; in a CUDA graph that would be once in each replay. The
-copies have the numbers of autocast's casts and stay where they are, so a graph can read them, and one launch casts all.
+Autocast casts each float32 weight once per autocast context; in a CUDA graph, it would do so in each replay. The copies
+hold the same numbers as autocast's casts. They keep their addresses, so that a graph can read them, and one operation
+refreshes all of them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterator[None]:
-    """Let a model compute with 16-bit copies of its linear weights in the block, whose passes have no gradients.
+    """Replace a model's linear weights by 16-bit copies within the block, for passes without gradients under autocast.
 
-    The copies are refreshed at the start of each block, and `captures` holds them until it is released. Enter the block
-    under autocast. Nothing happens where that is off, where nothing is captured, and with a model that has no such
-    weights or would compute other numbers.
+    The copies are refreshed at the start of each block. `captures` holds them until its `release`. The block has no
+    effect if autocast is off, if nothing is captured, or if the model has no float32 linear weights or would compute
+    other results with the copies.
     """
     if captures is None or not has_copies(model, captures):
         yield
@@ -40,7 +41,7 @@ def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterato
 
 
 def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
-    """Return whether a block of `copied_weights` under this autocast has copies."""
+    """Return whether `copied_weights` would use copies under the current autocast."""
     casts = torch.is_autocast_enabled(model.device.type)
     return captures.serves(DECODING) and casts and bool(_places(model)) and computes_alike(model)
 
@@ -48,19 +49,20 @@ def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that have copies, each once: those of `nn.Linear` and transformers' `Conv1D` in float32.
 
-    What has 16 bits, or is quantised, has none. An embedding that is the head, too, gives a copy to the head alone.
+    Weights in 16 bits or quantised weights have no copies. If the embedding is tied to the head, only the head uses the
+    copy.
     """
     return list({id(place.weight): place.weight for place in _places(model)}.values())
 
 
 class WeightCopies:
-    """Copies of the linear weights of one model, in the type of autocast."""
+    """Copies of the linear weights of one model, in autocast's type."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Allocate them, without numbers; autocast is on."""
+        """Allocate the copies without filling them. Call this under autocast."""
         self.model = model
         dtype = torch.get_autocast_dtype(model.device.type)
-        self._copies = [  # apart from each other: kernels depend on how a tensor is aligned
+        self._copies = [  # separate tensors: the choice of a kernel depends on a tensor's alignment
             nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False) for weight in linear_weights(model)
         ]
 
@@ -71,10 +73,10 @@ class WeightCopies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Cast the weights as they are now, and put the copies in their places for the block."""
+        """Refresh the copies from the current weights, and let the model use the copies within the block."""
         places, weights = _places(self.model), linear_weights(self.model)
         with torch.no_grad():
-            torch._foreach_copy_(tuple(self._copies), tuple(weights))  # torch has no public one for many tensors
+            torch._foreach_copy_(tuple(self._copies), tuple(weights))  # torch has no public copy of many tensors
         copy_of = dict(zip(map(id, weights), self._copies, strict=True))
         try:
             for table, name, weight in places:
@@ -87,17 +89,17 @@ class WeightCopies:
 
 @probed_once
 def computes_alike(model: PreTrainedModel) -> bool:
-    """Return whether results are equal to the bit with copies; probed at the first call, which is under autocast.
+    """Return whether results with copies are equal to the bit; probed at the first call. Call this under autocast.
 
-    A model may read its linear weights outside of matrix products, or where it has switched autocast off.
+    They differ if a model reads its linear weights outside of matrix products, or where it has switched autocast off.
     """
-    decodes(model)  # like all other probes, with the weights as they are: without autocast copies multiply nothing
+    decodes(model)  # run the other probes first, on the float32 weights: they switch autocast off
     try:
         with torch.no_grad():
             expected = _results(model)
             with WeightCopies(model).in_place():
-                found = _results(model)
-        if all(map(torch.equal, found, expected)):
+                with_copies = _results(model)
+        if all(map(torch.equal, with_copies, expected)):
             return True
     except PROBE_ERRORS:
         pass
@@ -106,12 +108,12 @@ def computes_alike(model: PreTrainedModel) -> bool:
 
 
 def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
-    """Return the copies that the run's graphs read."""
+    """Return the model's copies that `captures` holds. If there are none, make them."""
     held = captures.held.get(WeightCopies)
     if isinstance(held, WeightCopies) and held.model is model:
         return held
     if held is not None:
-        captures.release()  # of another model
+        captures.release()  # the copies belong to another model
     copies = WeightCopies(model)
     captures.held[WeightCopies] = copies
     return copies
@@ -123,7 +125,7 @@ def _results(model: PreTrainedModel) -> list[Tensor]:
 
 
 class _Place(NamedTuple):
-    """Where a module has a weight."""
+    """A weight, and the dictionary and name under which its module holds the weight."""
 
     table: dict[str, Any]
     name: str
