@@ -1,7 +1,7 @@
-"""CUDA graphs emulated on a CPU: a replay repeats a stretch's operations on the same tensors with the same numbers.
+"""CUDA graphs emulated on a CPU: a replay repeats the captured torch operations on the same tensors.
 
-What Python does between two operations is not repeated: a replay that needs it gives other numbers than a plain run. As
-on CUDA, a capture leaves all tensors as they were, and an operation that reads from the device makes it fail.
+Python code between two operations is not repeated: if the result depends on such code, a replay differs from an eager
+run. As on CUDA, a capture leaves all tensors unchanged, and an operation that reads from the device makes it fail.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ READING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"),
     *("bincount", "repeat_interleave", "equal"),
 }
-"""Operations whose result, or its shape, the processor must know."""
+"""Operations after which the host needs the result or the shape of the result: they force a device sync."""
 
 
 def reads_from_the_device(func: Any, args: Any) -> bool:
-    """Return whether an operation makes the processor wait for the device; an index by a mask does."""
+    """Return whether an operation forces a device sync. Indexing by a mask does."""
     name = func._schema.name.removeprefix("aten::")
     by_mask = name.startswith("index") and any(index.dtype == torch.bool for index in tensors_of(args[1:2]))
     return name in READING or by_mask
 
 
 class GraphOnCPU(TorchDispatchMode):
-    """Stands in for `torch.cuda.CUDAGraph`; captures while it is a context."""
+    """Replaces `torch.cuda.CUDAGraph`; used as a context manager, it captures the operations of the block."""
 
-    replays = 0  # of all graphs
+    replays = 0  # class-wide counts, over all graphs
     captures = 0
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what is changed in place, and its values before
-        self._made: dict[int, Tensor] = {}  # by storage; kept, so that no address is given away twice
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # tensors changed in place, with their old values
+        self._created: dict[int, Tensor] = {}  # by storage; kept alive, so that no address is reused
 
     def pool(self) -> tuple[int, int]:
         return 0, 1
 
     def reset(self) -> None:
         self._calls.clear()
-        self._made.clear()
+        self._created.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,13 +60,13 @@ class GraphOnCPU(TorchDispatchMode):
             self._keep(value)
         result = func(*args, **kwargs)
         known = {_storage(tensor) for tensor in tensors_of([args, kwargs])}
-        self._made.update({at: tensor for tensor in tensors_of(result) if (at := _storage(tensor)) not in known})
+        self._created.update({at: tensor for tensor in tensors_of(result) if (at := _storage(tensor)) not in known})
         self._calls.append((func, args, kwargs, result))
         return result
 
     def _keep(self, value: Any) -> None:
         for tensor in tensors_of(value):
-            if _storage(tensor) not in self._made and _storage(tensor) not in self._before:
+            if _storage(tensor) not in self._created and _storage(tensor) not in self._before:
                 whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
                 self._before[_storage(tensor)] = whole, whole.clone()
 
@@ -79,15 +79,15 @@ class GraphOnCPU(TorchDispatchMode):
         type(self).captures += 1
 
     @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)  # the operations are those behind autocast, also of where it was off
+    @torch.autocast("cpu", enabled=False)  # the captured operations already include autocast's casts
     def replay(self) -> None:
         type(self).replays += 1
-        for func, args, kwargs, made in self._calls:
+        for func, args, kwargs, captured in self._calls:
             returns = func._schema.returns
             if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
-                continue  # a view is where it was
+                continue  # an operation that returns a view need not be repeated
             result = func(*args, **kwargs)
-            for old, new in zip(tensors_of(made), tensors_of(result), strict=True):
+            for old, new in zip(tensors_of(captured), tensors_of(result), strict=True):
                 if _storage(old) != _storage(new):
                     old.copy_(new)
 
@@ -107,7 +107,7 @@ def _storage(tensor: Tensor) -> int:
 
 @pytest.fixture
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[GraphOnCPU]:
-    """Let `Captures` capture and replay on the CPU; the class counts captures and replays."""
+    """Let `Captures` capture and replay on the CPU. The returned class counts captures and replays."""
 
     class Graph(GraphOnCPU):
         pass

@@ -1,11 +1,11 @@
-"""An accelerator that is only pretended: tensors say that they are on it, and a CPU computes them.
+"""A pretended accelerator: tensors claim to be on the device, and the CPU computes them.
 
-What a small model waits for on a GPU can be counted so on any machine: operations (each at least one kernel), waits of
-the processor for the device, and copies between the two. An operation on tensors of both sides raises, as on a GPU.
-torch's hooks for a backend in Python are experimental: where they are missing, `reason_to_skip` says so.
+Tests can so count, on any machine, the costs of a small model on a GPU: operations (each at least one kernel), device
+syncs, and copies between host and device. An operation on tensors of both raises an error, as on a GPU. torch's hooks
+for a backend in Python are experimental: if they are missing, `reason_to_skip` says so.
 
-An operation is what torch dispatches below autograd: a fused kernel such as AdamW's or attention's is one. The numbers
-are those of this torch and transformers, so tests bound them and do not pin them.
+An operation is what torch dispatches below autograd: a fused kernel, such as AdamW's or attention's, is one operation.
+The counts depend on the versions of torch and transformers, so tests bound them instead of pinning them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ NAME = "pretended"
 setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 reason_to_skip = None if setup else f"torch {torch.__version__} has no backends in Python"
 aten = torch.ops.aten
-LOOKS = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
-"""Operations whose result's shape depends on numbers, so that the processor waits for them."""
+SYNCING = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+"""Operations whose result's shape depends on values, which forces a device sync."""
 
 
 class MixedDevicesError(RuntimeError):
-    """One operation got tensors of both devices."""
+    """An operation got tensors of the device and of the CPU."""
 
 
 @dataclass
 class Counts:
-    """What one stretch of a program asked of the device, by the line of this project that asked."""
+    """Operations, syncs and copies of a block of code, by the line of this project that caused them."""
 
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # (operation, line)
     waits: Counter[str] = field(default_factory=Counter)
@@ -59,12 +59,12 @@ class Counts:
 
 
 counts: list[Counts] = []
-"""The counts of every stretch that is being counted; an event counts in all of them."""
+"""The counts of all open `counting` blocks; an event is added to each of them."""
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what the block asks of the device."""
+    """Count the operations, syncs and copies of the block."""
     counts.append(Counts())
     try:
         yield counts[-1]
@@ -80,7 +80,7 @@ def note(kind: str, what: str = "") -> None:
 
 
 def where() -> str:
-    """Return the two innermost lines of this project that led here; a backward pass has none."""
+    """Return the two innermost lines of this project in the call stack; a backward pass has none."""
     frame, lines = sys._getframe(2), list[str]()
     while frame is not None and len(lines) < 2:
         _, found, path = frame.f_code.co_filename.rpartition("/ppo_rlhf/")
@@ -90,7 +90,7 @@ def where() -> str:
 
 
 class OnDevice(Tensor):
-    """A tensor that says that it is on the pretended device; `raw` has its numbers."""
+    """A tensor that claims to be on the pretended device; `raw` is the CPU tensor with its values."""
 
     raw: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -120,7 +120,7 @@ class OnDevice(Tensor):
 
 
 class Dispatch(TorchDispatchMode):
-    """Sends every operation through `dispatch`, also those that make tensors from nothing."""
+    """Sends every operation through `dispatch`, including operations without tensor arguments, such as torch.zeros."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
@@ -151,7 +151,7 @@ def is_pretended(device: Any) -> bool:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operation on the CPU, and count it if it is the device's."""
+    """Compute an operation on the CPU, and count the operation if it belongs to the pretended device."""
     name, leaves = func._schema.name.removeprefix("aten::"), list(tensors_in([*args, *kwargs.values()]))
     ours = [leaf for leaf in leaves if isinstance(leaf, OnDevice)]
     device = kwargs.get("device")
@@ -168,8 +168,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if not ours and not is_pretended(device):
         return func(*args, **kwargs)
-    others = [leaf for leaf in leaves if not isinstance(leaf, OnDevice) and leaf.dim()]
-    if name in LOOKS:
+    on_cpu = [leaf for leaf in leaves if not isinstance(leaf, OnDevice) and leaf.dim()]
+    if name in SYNCING:
         note("waits", name)
     if name in ("index", "index_put_", "index_put"):
         indices = [index for index in args[1] if isinstance(index, Tensor)]
@@ -178,17 +178,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 note("waits", "index by a mask")
             if not isinstance(index, OnDevice):
                 note("copies", "index")
-        others = [other for other in others if not any(other is index for index in indices)]
-    if others:
-        shapes = [list(tensor.shape) for tensor in ours], [list(tensor.shape) for tensor in others]
+        on_cpu = [tensor for tensor in on_cpu if not any(tensor is index for index in indices)]
+    if on_cpu:
+        shapes = [list(tensor.shape) for tensor in ours], [list(tensor.shape) for tensor in on_cpu]
         raise MixedDevicesError(f"{name}: {shapes[0]} are on the device, {shapes[1]} on the CPU, at {where()}")
     if is_pretended(device):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    found = func(*map(raw, args), **{name: raw(value) for name, value in kwargs.items()})
+    result = func(*map(raw, args), **{name: raw(value) for name, value in kwargs.items()})
     returns = func._schema.returns
-    written = [result.alias_info is not None and result.alias_info.is_write for result in returns]
-    if not any(result.alias_info is not None and not result.alias_info.is_write for result in returns):  # no view
+    written = [each.alias_info is not None and each.alias_info.is_write for each in returns]
+    if not any(each.alias_info is not None and not each.alias_info.is_write for each in returns):  # not a view
         note("launches", name)
     if returns and all(written):
         given = zip(func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False)
@@ -198,11 +198,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         return outputs[0] if len(returns) == 1 else tuple(outputs)
-    return found if device is not None and not is_pretended(device) else on_device(found)
+    return result if device is not None and not is_pretended(device) else on_device(result)
 
 
 def copy_to(source: Tensor, to_device: bool, options: dict[str, Any]) -> Tensor:
-    """Copy or convert a tensor; a copy to the CPU makes the processor wait."""
+    """Copy or convert a tensor; a copy to the CPU counts as a device sync."""
     options = {k: v for k, v in options.items() if k not in ("device", "pin_memory", "non_blocking")}
     made = aten._to_copy.default(raw(source), **options)
     if isinstance(source, OnDevice) and to_device:
@@ -216,7 +216,7 @@ def copy_to(source: Tensor, to_device: bool, options: dict[str, Any]) -> Tensor:
 
 
 class FusedAttention(torch.autograd.Function):
-    """Attention as one operation forward and one backward, as a GPU has it."""
+    """Attention as one operation in the forward and one in the backward pass, as on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]) -> Tensor:
@@ -246,8 +246,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 
 
 def move_module(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` for tensors that are a class of Python: new parameters instead of new numbers in old ones."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself: a freed one's id would be given away
+    """Replaces `nn.Module._apply`: sets new parameters instead of changing the data of the old ones."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the tensor is kept alive, so that its id is not reused
     for part in module.modules():
         for store in (part._parameters, part._buffers):
             for name, tensor in store.items():
@@ -266,14 +266,14 @@ def move_module(module: nn.Module, change: Any, recurse: bool = True) -> nn.Modu
 
 
 class Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
-    """What torch and accelerate ask of `torch.pretended`."""
+    """The functions that torch and accelerate call in `torch.pretended`."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
 
 def make_tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
-    """`torch.tensor`, which writes the numbers of a list without dispatching."""
+    """Replaces `torch.tensor`, which fills a tensor from a list without dispatching an operation."""
     made = tensor_on_cpu(data, *args, **options)
     return made.to(device) if device is not None else made
 
@@ -283,10 +283,12 @@ _library: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Make the device known to torch, once a process: it cannot be taken back."""
+    """Register the device with torch, once per process: a registration cannot be undone."""
     if _library:
         return
-    with TemporaryDirectory() as folder:  # transformers fills no buffers if a process's first load is under `Dispatch`
+    with (
+        TemporaryDirectory() as folder
+    ):  # if a process's first load were under `Dispatch`, transformers would fill no buffers
         tiny_model("llama").save_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(folder)
     assert setup is not None
@@ -315,7 +317,7 @@ def register() -> None:
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """Let the block have the device: `ppo.device` may name it."""
+    """Provide the device within the block: `ppo.device` may name it."""
     register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "_apply", move_module)

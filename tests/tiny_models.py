@@ -1,6 +1,6 @@
-"""Tiny models, adapters and tokenizers, made on the fly: random weights of full size, so that outputs differ clearly.
+"""Tiny models, adapters and tokenizers for tests, with large random weights, so that outputs differ clearly.
 
-All tests take them from here; those of runs of PPO by `ppo_runs`, with fewer words and in float64.
+Tests of PPO runs use these models through `ppo_runs`, with a smaller vocabulary and in float64.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAMBA = MambaConfig(vocab_size=25, hidden_size=16, state_size=4, num_hidden_laye
 def word_tokenizer(
     *, vocabulary: list[str] = VOCABULARY, prepend_begin: bool = False, **options: Any
 ) -> PreTrainedTokenizerFast:
-    """One id a word; `prepend_begin` puts <s> before every text, as many real tokenizers do."""
+    """Return a tokenizer with one id per word. `prepend_begin` adds <s> before every text, as real tokenizers may."""
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     if prepend_begin:
@@ -71,7 +71,7 @@ def word_tokenizer(
 
 
 def spaced_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    """Llama's kind: each word has the space before it, and the decoder drops the one at the start of a text."""
+    """Return a tokenizer like Llama's: a token includes the space before its word; decoding drops the first space."""
     names = [word if word.startswith("<") else f"▁{word}" for word in VOCABULARY]
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = Metaspace()
@@ -82,14 +82,14 @@ def spaced_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    """GPT-2's kind without merges: one id a byte, whose text is the same wherever it stands."""
+    """Return a tokenizer like GPT-2's without merges: one id per byte, decoded the same way at every position."""
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, **options})
 
 
 def set_today(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
-    """Let transformers' chat templates find that today is a day of May."""
+    """Set the date that transformers' chat templates see to this day of May 2031."""
     today = SimpleNamespace(now=lambda: datetime(2031, 5, day, 12, 0))
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
 
@@ -97,7 +97,7 @@ def set_today(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
 def tiny_model(
     kind: str = "llama", *, seed: int = 0, spread: float = 0.3, reward: bool = False, **overrides: Any
 ) -> PreTrainedModel:
-    """A causal LM of two layers, 16 wide, matrices of standard deviation `spread`; with `reward` a GPT-2 classifier."""
+    """Return a causal LM (`reward`: a GPT-2 classifier) of two layers, width 16 and weights of deviation `spread`."""
     ids = {"vocab_size": len(VOCABULARY), "bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": None}
     llama_shape = {
         "hidden_size": 16,
@@ -118,7 +118,7 @@ def tiny_model(
 
 
 def draw_weights(model: PreTrainedModel, deviation: float, *, seed: int = 0) -> PreTrainedModel:
-    """Return the model with matrices drawn anew, in place: wide enough that what is read shows in what comes out."""
+    """Draw new matrices for a model, in place, large enough that outputs depend clearly on inputs; return the model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,7 +128,7 @@ def draw_weights(model: PreTrainedModel, deviation: float, *, seed: int = 0) -> 
 
 
 def named_model(name: str, **sizes: Any) -> PreTrainedModel:
-    """A new causal LM of transformers' architecture of this name: two layers, 16 wide, two experts a token."""
+    """Return a new causal LM of the named transformers architecture: two layers, width 16, two experts per token."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     ids = {"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
@@ -138,8 +138,8 @@ def named_model(name: str, **sizes: Any) -> PreTrainedModel:
 
 
 def with_trained_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PreTrainedModel:
-    """Return our adapter on this model, over the same weights, as training leaves it: B is not 0."""
-    from ppo_rlhf.models.adapters import with_adapter  # loads peft, which takes seconds
+    """Return a model with our adapter, sharing the weights of `model`, as if trained: B is not 0."""
+    from ppo_rlhf.models.adapters import with_adapter  # imported here: it loads peft, which takes seconds
     from ppo_rlhf.models.averages import trained_parameters
 
     model = with_adapter(model, settings, torch.Generator().manual_seed(seed))
@@ -153,8 +153,8 @@ def with_trained_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed
 def adapter_of(
     base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", *, seed: int = 1, **options: Any
 ) -> PeftModel:
-    """Save an adapter of peft whose matrices are not zero, and return a copy of the base with it."""
-    from peft import LoraConfig, get_peft_model  # seconds
+    """Save a peft adapter with non-zero matrices, and return a copy of the base with the adapter."""
+    from peft import LoraConfig, get_peft_model  # imported here: it takes seconds
 
     adapted: Any = get_peft_model(copy.deepcopy(base), LoraConfig(**{"r": 2, "target_modules": [layer], **options}))
     torch.manual_seed(seed)
@@ -168,14 +168,14 @@ def adapter_of(
 
 
 def with_a_block_twice() -> PreTrainedModel:
-    """A Llama of three layers, the first of which is the second one, too."""
+    """Return a Llama of three layers whose first two layers are the same module."""
     model = tiny_model("llama", num_hidden_layers=3)
     model.model.layers[1] = model.model.layers[0]
     return model
 
 
 def not_causal_models() -> dict[str, PreTrainedModel]:
-    """Models whose states read later tokens, with the small weights of new models: a BERT, and a Gemma 3."""
+    """Return models whose hidden states depend on later tokens, with small new weights: a BERT and a Gemma 3."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": 64, "pad_token_id": PAD}
     gemma = {"head_dim": 8, "num_key_value_heads": 1, "use_bidirectional_attention": True, "eos_token_id": END}
@@ -187,7 +187,7 @@ def not_causal_models() -> dict[str, PreTrainedModel]:
 
 
 def composite_config(**text: Any) -> Gemma3Config:
-    """A Gemma 3 that reads images, too: what its language model is like stands in a configuration within."""
+    """Return the configuration of a Gemma 3 that also reads images: its language model has a nested configuration."""
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     return Gemma3Config(
         text_config=text, vision_config={**vision, "image_size": 8, "patch_size": 4}, mm_tokens_per_image=4
@@ -195,7 +195,7 @@ def composite_config(**text: Any) -> Gemma3Config:
 
 
 def vision_model() -> PreTrainedModel:
-    """A Qwen 3.5 that reads images, too; transformers' causal language model is only its text part."""
+    """Return a Qwen 3.5 that also reads images. transformers' causal language model is only its text part."""
     shape = {"hidden_size": 16, "intermediate_size": 24}
     text = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "full_attention_interval": 2}
@@ -208,7 +208,7 @@ def vision_model() -> PreTrainedModel:
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> str:
-    """Save both as a plain Hugging Face directory and return its path."""
+    """Save a model and a tokenizer as a plain Hugging Face directory and return its path."""
     model.save_pretrained(folder)
     (tokenizer or word_tokenizer()).save_pretrained(folder)
     return str(folder)

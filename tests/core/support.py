@@ -12,7 +12,7 @@ from torch import Tensor
 NAN = float("nan")
 FILES_READ: set[str] = set()
 CONFORMANCE = Path(__file__).parents[1] / "data" / "conformance"
-# the peers' names for what we have too
+# the peers' names of our own aggregations
 OUR_ESTIMATOR = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 OUR_AGGREGATION = {
     "token-mean": "token_mean",
@@ -24,18 +24,18 @@ MASK_NAMES = {"mask", "value_mask", "attention_mask"}
 
 
 def poison(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with NaN wherever `mask` is False, detached."""
+    """Return `x`, detached, with NaN where `mask` is False."""
     return x.detach().masked_fill(~mask, NAN)
 
 
 def prefix_mask(lengths: list[int], width: int) -> Tensor:
-    """True on the first `lengths[b]` columns, written without the code under test."""
+    """Return a mask that is True on the first `lengths[b]` columns, without calling the code under test."""
     return torch.tensor([[column < length for column in range(width)] for length in lengths], dtype=torch.bool)
 
 
 @dataclass
 class Case:
-    """One recorded call of a peer: `i` inputs and `o` outputs, lists turned into tensors (masks into bool)."""
+    """One recorded call of a peer library: `i` are inputs, `o` outputs; lists became tensors (masks: bool)."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Case:
         return self.name.split("/")[-1]
 
     def check(self, actual: Tensor, expected: str | Tensor | float, where: Tensor | None = None) -> None:
-        """Compare with an output (by name, or given), only `where` True if given, within the peer's tolerance."""
+        """Compare with an output, given by name or as a value, within the case's tolerance; `where` selects entries."""
         wanted = self.o[expected] if isinstance(expected, str) else expected
         wanted = torch.as_tensor(wanted, dtype=actual.dtype)
         if where is not None:
@@ -62,15 +62,15 @@ class Case:
         return poison(self.i[name], mask)
 
     def leaf(self, name: str, mask: Tensor | None = None) -> Tensor:
-        """The input as an autograd leaf, NaN in padding if `mask` is given."""
+        """Return an input as an autograd leaf, with NaN in padding if `mask` is given."""
         x: Tensor = self.i[name].clone() if mask is None else self.poisoned(name, mask)
         return x.requires_grad_()
 
 
 def cases(topic: str, *sources: str, skip: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrise `case` over a topic's files: the first case of each by default, the rest as slow tests.
+    """Parametrise `case` over the files of a topic: the first case of each file is a default test, the rest are slow.
 
-    `skip` names variants (each test's docstring says why).
+    `skip` names variants to leave out; the docstring of the test says why.
     """
     found, marks, skipped = [], [], set()
     for source in sources:

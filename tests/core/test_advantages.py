@@ -57,19 +57,19 @@ def test_each_row_can_have_a_lambda_of_its_own():
 
 
 def test_lambda_by_length_by_hand_is_zero_up_to_one_by_alpha_tokens():
-    """alpha 1/20 (VAPO): 1 − 20 / length; the weights 1 + λ + λ² + … then add up to length / 20."""
+    """With alpha 1/20 (VAPO), λ = 1 − 20 / length, and the weights 1 + λ + λ² + … add up to length / 20."""
     lengths = torch.tensor([0, 1, 20, 25, 40, 100, 2000])
     found = length_adaptive_lambda(lengths, 0.05)
     assert_close(found, torch.tensor([0.0, 0.0, 0.0, 0.2, 0.5, 0.8, 0.99]).double(), rtol=0.0, atol=1e-7)
     assert_close(1 / (1 - found[3:]), lengths[3:].double() / 20, rtol=1e-9, atol=0.0)
-    with pytest.raises(ConfigError, match=r"alpha=0\.0; it must be finite and > 0"):
+    with pytest.raises(ConfigError, match=r"alpha=0\.0.*> 0"):
         length_adaptive_lambda(lengths, 0.0)
-    with pytest.raises(ShapeError, match=r"lengths has shape \[1, 7\]"):
+    with pytest.raises(ShapeError, match=r"lengths.*\[1, 7\]"):
         length_adaptive_lambda(lengths[None], 0.05)
 
 
 def test_a_perfect_critic_has_no_advantage():
-    """V_t = γ^(L−t) · final reward satisfies Bellman's equation: every δ is 0 and every return is the value."""
+    """V_t = γ^(L−t) · final reward satisfies Bellman's equation: every δ is 0, and every return equals its value."""
     values = torch.tensor([[0.9**3 * 2, 0.9**2 * 2, 0.9 * 2, 2.0]], dtype=torch.float64)
     rewards = torch.tensor([[0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
     advantages, returns = generalized_advantage_estimate(rewards, values, prefix_mask([4], 4), 0.9, 0.95)
@@ -87,11 +87,11 @@ def test_empty_tensors_are_fine():
 
 def test_wrong_shapes_and_options_are_refused():
     x, mask = torch.ones(2, 3), prefix_mask([3, 3], 3)
-    with pytest.raises(ShapeError, match=r"got rewards \[2, 3\], values \[2, 4\], mask \[2, 3\]"):
+    with pytest.raises(ShapeError, match=r"rewards \[2, 3\], values \[2, 4\], mask \[2, 3\]"):
         generalized_advantage_estimate(x, torch.ones(2, 4), mask, 1.0, 0.95)
-    with pytest.raises(ShapeError, match=r"bootstrap_values has shape \[2, 1\]; it must be \[2\]"):
+    with pytest.raises(ShapeError, match=r"bootstrap_values.*\[2, 1\].*\[2\]"):
         generalized_advantage_estimate(x, x, mask, 1.0, 0.95, bootstrap_values=torch.ones(2, 1))
-    with pytest.raises(ShapeError, match=r"lam has shape \[3\]; it must be \[2\]"):
+    with pytest.raises(ShapeError, match=r"lam.*\[3\].*\[2\]"):
         generalized_advantage_estimate(x, x, mask, 1.0, torch.ones(3))
-    with pytest.raises(ConfigError, match=r"gamma=1\.1; it must be finite and >= 0 and <= 1"):
+    with pytest.raises(ConfigError, match=r"gamma=1\.1.*>= 0.*<= 1"):
         generalized_advantage_estimate(x, x, mask, 1.1, 0.95)

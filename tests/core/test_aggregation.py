@@ -24,7 +24,7 @@ MASK = prefix_mask([2, 0, 3, 1], 3)
     ],
 )
 def test_each_mode_by_hand(mode: str, expected: float, count: int):
-    """An empty row is no sequence."""
+    """A row without tokens does not count as a sequence."""
     assert aggregate_loss(LOSS, MASK, mode).item() == pytest.approx(expected, abs=1e-12)
     assert aggregation_count(MASK, mode).item() == count
 
@@ -54,7 +54,7 @@ def minibatch(seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_trimming_and_reordering_micro_batches_changes_nothing(mode: str):
-    """Micro-batches sorted by length and cut to their own widest row, as the update does it."""
+    """Micro-batches are sorted by length and cut to their longest row, as in the update."""
     loss, mask = minibatch(1)
     expected = aggregate_loss(loss, mask, mode).item()
     count = int(aggregation_count(mask, mode, fixed_length=7))
@@ -77,7 +77,7 @@ def test_an_empty_mask_gives_zero_with_zero_gradient(mode: str, denominator: int
 
 
 def test_half_precision_is_summed_in_float32():
-    """4096 times 1: bfloat16 sums would stop at 256."""
+    """Sum 4096 ones: a sum in bfloat16 would stop at 256."""
     loss = torch.ones(1, 4096, dtype=torch.bfloat16)
     total = aggregate_loss(loss, torch.ones(1, 4096, dtype=torch.bool), "seq_mean_token_sum")
     assert total.dtype == torch.float32
@@ -85,9 +85,9 @@ def test_half_precision_is_summed_in_float32():
 
 
 def test_wrong_options_and_shapes_are_refused():
-    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown\. Choose one of: token_mean, seq_mean"):
+    with pytest.raises(ConfigError, match=r"loss_aggregation='mean'.*token_mean, seq_mean"):
         aggregate_loss(LOSS, MASK, "mean")
-    with pytest.raises(ConfigError, match=r"denominator=-1; it must be finite and >= 0"):
+    with pytest.raises(ConfigError, match=r"denominator=-1.*>= 0"):
         aggregate_loss(LOSS, MASK, denominator=-1)
     with pytest.raises(ShapeError, match=r"token_loss \[4, 3\], mask \[3, 3\]"):
         aggregate_loss(LOSS, MASK[:3])

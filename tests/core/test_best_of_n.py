@@ -29,7 +29,7 @@ def test_best_of_n_is_the_mean_over_all_subsets(n: int, ties: bool) -> None:
     rewards, values = (torch.randn(3, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     if ties:
         rewards = rewards.round()
-        rewards[2] = 1.0  # nothing to choose by
+        rewards[2] = 1.0  # all rewards are equal
     found = best_of_n_mean(rewards, values, n)
     expected = [over_all_subsets(r, v, n) for r, v in zip(rewards.tolist(), values.tolist(), strict=True)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)

@@ -32,7 +32,7 @@ def test_a_message_says_where_what_was_given_the_rule_and_the_fix():
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_out_of_every_range(value: float):
-    with pytest.raises(ConfigError, match="it must be finite"):
+    with pytest.raises(ConfigError, match="finite"):
         check_range("f", x=value)
 
 

@@ -43,7 +43,7 @@ def test_token_entropy_agrees_with_peers(case: Case):
 
 @cases("truncate", "trl_0.14.0", skip=("no_stop_token",))
 def test_response_lengths_agree_with_trl(case: Case):
-    """`no_stop_token` is skipped: there TRL takes the first pad id for the end, and here only a stop token ends it."""
+    """`no_stop_token` is skipped: there TRL ends a response at the first pad id, and ours only at a stop token."""
     lengths, terminated = response_lengths(case.i["responses"], (case.i["stop_token_id"],))
     assert torch.equal(lengths - 1, case.o["last_index"])
     assert torch.equal(terminated.long(), case.o["contains_eos"])
@@ -52,7 +52,7 @@ def test_response_lengths_agree_with_trl(case: Case):
 
 @cases("first_true", "trl_0.14.0")
 def test_the_first_stop_token_is_where_trl_finds_it(case: Case):
-    """TRL gives the row's length where there is none; ours says so with `terminated`."""
+    """For a row without a stop token TRL returns the row's length; ours also returns `terminated` False."""
     lengths, terminated = response_lengths(case.i["flags"], (1,))
     assert torch.equal(torch.where(terminated, lengths - 1, lengths), case.o["index"])
 
@@ -72,7 +72,7 @@ def test_kl_and_its_gradient_agree_with_openrlhf(case: Case):
 
 @cases("kl", "verl", skip=tuple(f"seed{s}_abs" for s in (1, 2, 3, 4)))
 def test_kl_and_its_gradient_agree_with_verl(case: Case):
-    """`abs` is no estimator of ours."""
+    """`abs` is skipped: we have no such estimator."""
     _check_kl_with_gradient(case)
 
 
@@ -83,9 +83,9 @@ def test_kl_and_its_gradient_agree_with_verl(case: Case):
     skip=(*(f"seed{s}_abs" for s in (1, 2, 3, 4)), "large_gap_abs"),
 )
 def test_kl_agrees_with_trl_head_and_legacy_trl(case: Case):
-    """`abs` is no estimator of ours. TRL takes rows of log-probabilities for `full`, which are logits, too.
+    """`abs` is skipped: we have no such estimator. For `full` TRL takes log-probabilities, which are valid logits.
 
-    The recorded rows have nine digits, so their probabilities add up to 1 only within 1e-9. TRL takes them as they are,
+    The recorded rows have nine digits, so their probabilities add up to 1 only within 1e-9. TRL uses them as given,
     and `token_kl` divides them by their sums: KL = KL(TRL) / sum p - log(sum p) + log(sum q).
     """
     if case.i["mode"] == "full":
@@ -116,7 +116,7 @@ def test_adaptive_controller_follows_the_recorded_traces(case: Case):
 
 @cases("masked_mean", "openrlhf", "trl_0.14.0", "verl")
 def test_masked_mean_agrees_with_peers(case: Case):
-    """Row means are compared where a row has a token: an empty row is NaN in TRL and OpenRLHF, 0 in verl and here."""
+    """Means of rows with a token are compared: that of an empty row is NaN in TRL and OpenRLHF, 0 in verl and here."""
     mask, values = case.i["mask"], case.poisoned("values", case.i["mask"])
     case.check(masked_mean(values, mask), "mean_all")
     rows = torch.stack([masked_mean(*row) for row in zip(values, mask, strict=True)])
@@ -125,7 +125,7 @@ def test_masked_mean_agrees_with_peers(case: Case):
 
 @cases("whiten", "trl_0.14.0", "trl_legacy_0.11.4", "verl")
 def test_whitening_agrees_with_peers_on_real_tokens(case: Case):
-    """Padding is compared with 0, our convention: peers leave shifted numbers there."""
+    """Padding is compared with 0, our convention: the peers leave shifted numbers in padding."""
     mask, values = case.i["mask"], case.poisoned("values", case.i["mask"])
     whitened = masked_whiten(values, mask, shift_mean=case.i["shift_mean"])
     case.check(whitened, "whitened", where=mask)
@@ -143,7 +143,7 @@ def test_whitening_without_padding_agrees_with_legacy_trl(case: Case):
 
 @cases("whiten", "openrlhf")
 def test_given_the_population_variance_whitening_agrees_with_openrlhf_on_real_tokens(case: Case):
-    """OpenRLHF divides the variance by n and floors it at 1e-8; ours takes moments, and adds 1e-8 to the variance."""
+    """OpenRLHF divides the variance by n and floors it at 1e-8. Ours gets these moments, and adds 1e-8 to them."""
     mask, values = case.i["mask"], case.poisoned("values", case.i["mask"])
     mean = masked_mean(values, mask)
     if case.i["no_std_norm"]:
@@ -167,7 +167,7 @@ def test_given_each_rows_population_variance_whitening_agrees_with_openrlhf_ever
 def test_shaped_rewards_agree_with_openrlhf_on_real_tokens(case: Case):
     """OpenRLHF leaves KL in padding, so only real tokens are compared; its mask with a hole is refused here.
 
-    Its clip may be lopsided (−1..3), ours is symmetric: then the score is clipped before it is handed over.
+    OpenRLHF's clip may be asymmetric (−1..3), ours is symmetric: then the test clips the score before the call.
     """
     low, high = case.i.get("clip_range") if case.i.get("clip_range") is not None else (None, None)
     symmetric = high is not None and low == -high
@@ -178,7 +178,7 @@ def test_shaped_rewards_agree_with_openrlhf_on_real_tokens(case: Case):
 
 @cases("rewards", "trl_legacy_0.11.4", skip=("mask_hole", *ABS_REWARDS))
 def test_shaped_rewards_agree_with_legacy_trl_on_real_tokens(case: Case):
-    """Legacy TRL leaves KL in padding; `abs` is no estimator of ours; a mask with a hole is refused here."""
+    """Legacy TRL leaves KL in padding. `abs` is skipped: we have no such estimator. Ours refuses a mask with a hole."""
     _check_rewards(case, case.i["kl_coef"], case.i["score_clip"])
 
 
@@ -192,7 +192,7 @@ def _check_rewards(case: Case, kl_coef: float, reward_clip: float | None) -> Non
 
 @cases("rewards", "verl", skip=("large_gap_low_var",))
 def test_shaped_rewards_agree_with_verl_everywhere(case: Case):
-    """The score is taken from where verl's reward manager put it. The large gap is skipped: verl clamps k3 to ±10.
+    """The score is read where verl's reward manager put it. The large gap is skipped: verl clamps k3 to ±10.
 
     verl feeds its controller the mean over rows of the mean KL; given the same number, ours does the same.
     """
@@ -216,7 +216,7 @@ def test_gae_agrees_with_openrlhf_everywhere(case: Case):
 
 @cases("gae", "trl_legacy_0.11.4", skip=("mask_hole", *(f"seed{s}_g0.99_l0.95" for s in (1, 2, 3, 4))))
 def test_gae_with_whitening_agrees_with_legacy_trl_on_real_tokens(case: Case):
-    """Skipped: with whiten_rewards legacy TRL turns the zero rewards in padding into others and discounts them back."""
+    """whiten_rewards is skipped: legacy TRL makes the zero rewards in padding non-zero and discounts them back."""
     mask = case.i["mask"]
     assert not case.i["whiten_rewards"]
     advantages, returns = _gae(case, mask)
@@ -234,7 +234,7 @@ def test_gae_with_whitening_agrees_with_verl_on_real_tokens(case: Case):
 
 @cases("gae", "trl_0.14.0")
 def test_gae_with_whitening_agrees_with_trl_given_its_extra_slot(case: Case):
-    """TRL's recursion takes in the first pad slot of each row: our mask is widened by that one slot."""
+    """TRL's recursion includes the first pad position of each row: our mask is extended by this position."""
     mask = case.i["mask"]
     advantages, returns = _gae(case, _with_next_slot(mask))
     case.check(masked_whiten(poison(advantages, mask), mask), "advantages")
@@ -264,7 +264,7 @@ def _with_next_slot(mask: torch.Tensor) -> torch.Tensor:
 def test_only_masks_without_holes_are_taken(case: Case):
     """Peers disagree about a hole in the mask (DISAGREEMENTS, 4), so we refuse it."""
     if case.variant == "mask_hole":
-        with pytest.raises(ShapeError, match="row 0 of mask is True after a False"):
+        with pytest.raises(ShapeError, match="row 0 of mask"):
             _gae(case, case.i["mask"])
     else:
         _gae(case, case.i["mask"])
@@ -278,7 +278,7 @@ def test_rewards_to_advantages_agree_with_verl_on_real_tokens(case: Case):
 
 @cases("pipeline_advantages", "trl_legacy_0.11.4", skip=tuple(f"seed{s}_1" for s in (1, 2, 3, 4)))
 def test_rewards_to_advantages_agree_with_legacy_trl_on_real_tokens(case: Case):
-    """Skipped: whiten_rewards, which lets rewards leak out of padding there (and `abs`, no estimator of ours)."""
+    """whiten_rewards is skipped: it leaks rewards out of padding there. `abs` is skipped: we have no such estimator."""
     _check_pipeline(case, case.i["scores"], case.i["mask"])
 
 
@@ -295,7 +295,7 @@ def _check_pipeline(case: Case, scores: torch.Tensor, mask: torch.Tensor) -> Non
 
 @cases("pipeline_advantages", "openrlhf")
 def test_rewards_to_returns_agree_with_openrlhf(case: Case):
-    """Advantages are not compared: the population variance there, Bessel's here."""
+    """Advantages are not compared: the peer whitens with the population variance, we with Bessel's correction."""
     mask, clip = case.i["mask"], case.i.get("clip_range")
     reward_clip = None if clip is None else float(clip[1])
     assert clip is None or clip[0] == -clip[1]
@@ -310,7 +310,7 @@ def test_rewards_to_returns_agree_with_openrlhf(case: Case):
 def test_rewards_to_advantages_agree_with_trl_given_its_extra_slot(case: Case):
     """TRL puts the score one slot after the last token and bootstraps from the value there.
 
-    Its numbers are ours for a response one slot longer, in which that slot has KL 0.
+    TRL's numbers equal ours for a response that is one token longer, with KL 0 at the extra token.
     """
     mask, value_mask = case.o["mask"], case.o["value_mask"]
     kl = kl_estimate(case.i["logprobs"], case.i["ref_logprobs"], "k1").masked_fill(~mask, 0.0)
@@ -340,7 +340,7 @@ def test_shaped_rewards_agree_with_trl_given_its_extra_slot(case: Case):
 
 @cases("rewards", "deepspeed_chat")
 def test_shaped_rewards_agree_with_deepspeed_chat_given_its_extra_slot(case: Case):
-    """DeepSpeed's score too sits one slot late, over an unmasked KL: compared on the response and that slot."""
+    """DeepSpeed's score also sits one slot late, over an unmasked KL. The response and this slot are compared."""
     start = case.i["prompt_length"] - 1
     mask = _with_next_slot(case.i["mask"][:, start:])
     kl = kl_estimate(case.i["logprobs"], case.i["ref_logprobs"], "k1")[:, start:]
@@ -351,7 +351,7 @@ def test_shaped_rewards_agree_with_deepspeed_chat_given_its_extra_slot(case: Cas
 
 @cases("length_penalty", "openrlhf", skip=("stop_scale", "stop_override"))
 def test_overlong_responses_pay_what_they_pay_in_openrlhf(case: Case):
-    """The two `stop` cases are about cut-off responses, which `core` does not know."""
+    """The two `stop` cases are skipped: they are about cut-off responses, which `core` does not handle."""
     penalty = overlong_penalty(case.i["lengths"], case.i["max_new_tokens"], int(case.i["buffer_len"]))
     case.check(case.i["scores"] - case.i["factor"] * penalty.float(), "scores")
     assert int((penalty > 0).sum()) == case.o["count"]

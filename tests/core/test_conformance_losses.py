@@ -28,7 +28,7 @@ def _fixed_length_denominator(case: Case) -> float | None:
 
 
 def _aggregation(case: Case) -> str:
-    """verl and OpenRLHF name it each in its way; the others take the mean over tokens."""
+    """Return the aggregation of a case: verl and OpenRLHF name it differently, the other peers average over tokens."""
     per_sequence = "seq_mean_token_mean" if case.i.get("token_level") is False else "token_mean"
     return OUR_AGGREGATION[case.i["agg_mode"]] if "agg_mode" in case.i else per_sequence
 
@@ -80,7 +80,7 @@ def test_policy_loss_and_its_gradient_agree_with_verl_and_openrlhf(case: Case):
 
 @cases("policy_loss", "trl_0.14.0", "deepspeed_chat")
 def test_policy_loss_and_its_gradient_agree_with_trl_and_deepspeed_chat(case: Case):
-    """TRL's approxkl and mean ratio run over padding (as 0 and 1): ours are brought to that denominator."""
+    """TRL's approxkl and mean ratio include padding (as 0 and 1): the test rescales ours to TRL's denominator."""
     mask = case.i["mask"]
     logprobs = case.leaf("logprobs", mask)
     result = clipped_policy_loss(
@@ -102,7 +102,7 @@ def test_policy_loss_and_its_gradient_agree_with_trl_and_deepspeed_chat(case: Ca
 
 @cases("value_loss", "verl", "openrlhf", "deepspeed_chat", "trl_0.14.0")
 def test_value_loss_and_its_gradient_agree_with_peers(case: Case):
-    """TRL's value mask has one slot more than its policy mask; a mask is a mask to us."""
+    """TRL's value mask has one position more than its policy mask; ours accepts any mask."""
     mask = case.i.get("mask", case.i.get("value_mask"))
     values = case.leaf("values", mask)
     result = clipped_value_loss(

@@ -30,7 +30,7 @@ def long(completions: list[str]) -> list[float]:
 
 
 class Thing:
-    """Its `repr` holds its address."""
+    """The `repr` of the object holds its address."""
 
 
 class Scorer:
@@ -70,7 +70,7 @@ def test_different_data_have_different_fingerprints(one: Any, other: Any):
 
 @pytest.mark.slow
 def test_another_process_gives_the_same_fingerprint():
-    """Objects have other addresses there."""
+    """In another process objects have other addresses."""
     code = "from tests.core.test_fingerprints import *; print(fingerprint([Thing(), Scorer(), short, linear(0), len]))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == fingerprint([Thing(), Scorer(), short, linear(0), len])

@@ -74,14 +74,14 @@ def test_padding_is_passed_through_and_sends_no_gradient_once_masked(estimator: 
 
 
 def test_unknown_estimators_and_unequal_shapes_are_refused():
-    with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4' is unknown\. Choose one of: k1, k2, k3, k3\+"):
+    with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4'.*k1, k2, k3, k3\+"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
-    with pytest.raises(ShapeError, match=r"kl_estimate: got logprobs \[2\], reference_logprobs \[3\]"):
+    with pytest.raises(ShapeError, match=r"kl_estimate.*logprobs \[2\], reference_logprobs \[3\]"):
         kl_estimate(torch.zeros(2), torch.zeros(3))
 
 
 def test_the_adaptive_controller_moves_towards_its_target_by_the_clipped_error():
-    """Target 6, 100 episodes of a horizon of 1000: on target nothing; 10 % above 1 %; far off ± 2 %."""
+    """Target 6, 100 episodes, horizon 1000: no change on target; + 1 % if 10 % above the target; ± 2 % far from it."""
     for observed, factor in ((6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (INF, 1.02), (0.0, 0.98), (-5.0, 0.98)):
         controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
         controller.update(observed, 100)
@@ -112,18 +112,18 @@ def test_controllers_resume_from_their_state():
 
 def test_a_foreign_state_is_refused():
     for controller in (FixedKLController(0.1), AdaptiveKLController(0.1, 6.0, 100)):
-        with pytest.raises(CheckpointError, match=r"load_state_dict: got the keys \['count'\]; exactly 'kl_coef'"):
+        with pytest.raises(CheckpointError, match=r"load_state_dict.*\['count'\].*'kl_coef'"):
             controller.load_state_dict({"count": 1})
 
 
 def test_controllers_refuse_what_they_cannot_follow():
-    with pytest.raises(ConfigError, match=r"FixedKLController: kl_coef=-0\.1; it must be finite and >= 0"):
+    with pytest.raises(ConfigError, match=r"FixedKLController: kl_coef=-0\.1.*>= 0"):
         FixedKLController(-0.1)
     for arguments in ((0.0, 6.0, 100), (0.1, 0.0, 100), (0.1, 6.0, 0), (NAN, 6.0, 100)):
-        with pytest.raises(ConfigError, match=r"AdaptiveKLController: \w+=.*; it must be finite and > 0"):
+        with pytest.raises(ConfigError, match=r"AdaptiveKLController: \w+=.*> 0"):
             AdaptiveKLController(*arguments)
     controller = AdaptiveKLController(0.1, 6.0, 100)
-    with pytest.raises(TrainingError, match="observed_kl is NaN"):
+    with pytest.raises(TrainingError, match=r"observed_kl.*NaN"):
         controller.update(NAN, 10)
     with pytest.raises(ConfigError, match="num_episodes=-1"):
         controller.update(6.0, -1)

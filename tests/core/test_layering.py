@@ -5,7 +5,7 @@ import sys
 
 
 def test_importing_all_of_core_loads_no_other_layer_and_no_framework():
-    """In a fresh interpreter; `ppo_rlhf` itself is the empty top package."""
+    """Checked in a new interpreter. `ppo_rlhf` itself is allowed: it is the empty top package."""
     code = (
         "import pkgutil, importlib, sys, ppo_rlhf.core\n"
         "for m in pkgutil.iter_modules(ppo_rlhf.core.__path__): importlib.import_module('ppo_rlhf.core.' + m.name)\n"

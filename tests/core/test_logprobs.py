@@ -103,7 +103,7 @@ def test_entropy_gradient_is_finite_where_logits_are_minus_infinity():
 
 @pytest.mark.parametrize("block_elements", [1, 7, 40, 10**9])
 def test_results_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch, block_elements: int):
-    """Blocks of one token, of part of a row, of several rows, and one block for all: the same bits."""
+    """Results are equal to the bit for blocks of one token, part of a row, several rows, and all rows."""
     logits, tokens = random_logits(8, 5, 4, 3), random_tokens(8, 5, 4, vocabulary=3)
     reference = random_logits(18, 5, 4, 3)
     results = []
@@ -164,7 +164,7 @@ def test_half_precision_logits_are_widened_to_float32_and_their_gradient_is_not(
 
 
 def test_no_probability_matrix_is_kept_for_the_backward_pass():
-    """Autograd keeps what was given and nothing of the size of the logits beside it."""
+    """Autograd keeps the inputs, and no other tensor of the size of the logits."""
     logits, tokens = random_logits(14, 2, 3, 5).requires_grad_(), random_tokens(14, 2, 3, vocabulary=5)
     reference, kept = random_logits(15, 2, 3, 5), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -177,12 +177,12 @@ def test_no_probability_matrix_is_kept_for_the_backward_pass():
 
 def test_wrong_shapes_and_temperatures_are_refused():
     logits, tokens = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
-    with pytest.raises(ShapeError, match=r"token_logprobs: logits has shape \[3, 5\]; it must be \[B, T, V\]"):
+    with pytest.raises(ShapeError, match=r"token_logprobs: logits.*\[3, 5\].*\[B, T, V\]"):
         token_logprobs(logits[0], tokens[0])
     with pytest.raises(ShapeError, match=r"logits_without_vocabulary \[2, 3\], tokens \[2, 2\]"):
         token_logprobs(logits, tokens[:, :2])
     for temperature in (0.0, -1.0, NAN, INF):
-        with pytest.raises(ConfigError, match=r"token_logprobs: temperature=.*; it must be finite and > 0"):
+        with pytest.raises(ConfigError, match=r"token_logprobs: temperature=.*> 0"):
             token_logprobs(logits, tokens, temperature)
         with pytest.raises(ConfigError, match="token_entropy: temperature="):
             token_entropy(logits, temperature)

@@ -68,7 +68,10 @@ def test_policy_statistics_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_before_any_update_the_ratio_is_exactly_one_in_every_dtype(dtype: torch.dtype):
-    """Rule 1; 997 tokens, so that a mean by a rounded reciprocal would be off. The loss is minus the mean advantage."""
+    """The first ratio is exactly 1, and the loss is minus the mean advantage.
+
+    With 997 tokens, a mean computed with a rounded reciprocal would not be 1.
+    """
     generator = torch.Generator().manual_seed(0)
     logp = torch.randn(1, 997, generator=generator).to(dtype).requires_grad_()
     advantages = torch.randn(1, 997, generator=generator).to(dtype)
@@ -162,7 +165,7 @@ def test_gradients_agree_with_finite_differences():
 def test_wrong_options_and_shapes_are_refused():
     x, mask = torch.zeros(2, 3), prefix_mask([3, 1], 3)
     for option in ({"cliprange": 0.0}, {"cliprange_high": -0.1}, {"dual_clip": 1.0}):
-        with pytest.raises(ConfigError, match=r"clipped_policy_loss: \w+=.*; it must be finite and > "):
+        with pytest.raises(ConfigError, match=r"clipped_policy_loss: \w+=.*> "):
             clipped_policy_loss(x, x, x, mask, **option)
     with pytest.raises(ConfigError, match=r"clipped_value_loss: cliprange_value=0\.0"):
         clipped_value_loss(x, x, x, mask, cliprange_value=0.0)
@@ -172,7 +175,7 @@ def test_wrong_options_and_shapes_are_refused():
     for loss in (clipped_policy_loss, clipped_value_loss, LOSSES["masked policy"]):
         with pytest.raises(ConfigError, match="loss_aggregation='sum' is unknown"):
             loss(x, x, x, mask, loss_aggregation="sum")
-        with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 2\].*; all must have the same shape"):
+        with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 2\]"):
             loss(x, x, x[:, :2], mask)
 
 
@@ -236,7 +239,7 @@ def test_the_masked_loss_is_divided_by_all_tokens_that_count_and_its_means_are_o
 
 
 def test_importance_weights_are_probability_ratios_up_to_the_cap():
-    """pi_old / pi_sampler = 1/2, 1, 1.5 and 4 (capped at 2); 0 in padding, whatever stands there."""
+    """pi_old / pi_sampler = 1/2, 1, 1.5 and 4 (capped at 2); 0 in padding, whatever it holds."""
     ratios, mask = [0.5, 1.0, 1.5, 4.0], prefix_mask([4], 5)
     old = torch.tensor([[*(math.log(0.1 * ratio) for ratio in ratios), NAN]], dtype=torch.float64)
     sampler = torch.tensor([[*[math.log(0.1)] * 4, NAN]], dtype=torch.float64)

@@ -43,7 +43,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
 
 
 def batch(lengths: list[int], seed: int, count: int, padding: int = 0) -> tuple[Tensor, ...]:
-    """A mask of the given lengths with `padding` more columns, and `count` tensors with NaN where it is False."""
+    """Return a mask of these lengths with `padding` more columns, and `count` tensors with NaN outside the mask."""
     width = max(lengths) + padding
     mask = prefix_mask(lengths, width)
     numbers = [torch.full((len(lengths), width), NAN, dtype=torch.float64) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Randomness is a pure function of (seed, stream, index): nothing else, and nothing of the process."""
+"""Randomness is a pure function of (seed, stream, index) and does not depend on the process."""
 
 import json
 import random

@@ -15,7 +15,7 @@ def test_a_response_ends_with_its_first_stop_token_which_counts():
 
 
 def test_what_follows_the_stop_token_does_not_matter_even_if_padding_is_the_stop_token():
-    """Rule 2: a tokenizer whose pad is its EOS gives the same result."""
+    """A tokenizer whose pad is its end of text gives the same result, since masks come from lengths."""
     tail_eos = torch.tensor([[5, 2, 2, 2], [5, 6, 2, 2]])
     tail_pad = torch.tensor([[5, 2, 0, 0], [5, 6, 2, 0]])
     for a, b in zip(response_lengths(tail_eos, [2]), response_lengths(tail_pad, [2]), strict=True):
@@ -29,11 +29,11 @@ def test_length_mask_is_true_on_the_first_tokens_of_each_row():
 
 
 def test_wrong_shapes_and_lengths_are_refused_with_a_message_that_says_what_to_do():
-    with pytest.raises(ShapeError, match=r"response_lengths: response_ids has shape \[3\]; it must be \[B, T\]"):
+    with pytest.raises(ShapeError, match=r"response_lengths: response_ids.*\[3\].*\[B, T\]"):
         response_lengths(torch.tensor([1, 2, 3]), [2])
-    with pytest.raises(ShapeError, match=r"length_mask: lengths has shape \[1, 1\]; it must be \[B\]"):
+    with pytest.raises(ShapeError, match=r"length_mask: lengths.*\[1, 1\].*\[B\]"):
         length_mask(torch.tensor([[1]]), 3)
-    with pytest.raises(ShapeError, match=r"lengths span 1\.\.4; they must be in 0\.\.width=3"):
+    with pytest.raises(ShapeError, match=r"lengths.*1\.\.4.*0\.\.width=3"):
         length_mask(torch.tensor([1, 4]), 3)
-    with pytest.raises(ShapeError, match=r"lengths span -1\.\.2"):
+    with pytest.raises(ShapeError, match=r"lengths.*-1\.\.2"):
         length_mask(torch.tensor([-1, 2]), 3)

@@ -41,24 +41,22 @@ def test_last_token_mask_marks_one_token_a_row_and_none_in_empty_rows():
 
 @pytest.mark.parametrize("mask", [[[True, False, True]], [[False, True, True]]], ids=["hole", "left-padded"])
 def test_masks_that_are_no_prefix_are_refused(mask: list[list[bool]]):
-    with pytest.raises(
-        ShapeError, match="shape_rewards: row 0 of mask is True after a False; responses must be right-padded"
-    ):
+    with pytest.raises(ShapeError, match="shape_rewards: row 0 of mask"):
         shape_rewards(torch.ones(1), torch.ones(1, 3), torch.tensor(mask), 0.1)
 
 
 def test_wrong_shapes_and_options_are_refused():
     mask, kl, scores = prefix_mask([2], 2), torch.ones(1, 2), torch.ones(1)
-    with pytest.raises(ShapeError, match=r"scores has shape \[2\]; it must be \[1\]"):
+    with pytest.raises(ShapeError, match=r"scores.*\[2\].*\[1\]"):
         shape_rewards(torch.ones(2), kl, mask, 0.1)
-    with pytest.raises(ConfigError, match=r"kl_coef=-0\.1; it must be finite and >= 0"):
+    with pytest.raises(ConfigError, match=r"kl_coef=-0\.1.*>= 0"):
         shape_rewards(scores, kl, mask, -0.1)
-    with pytest.raises(ConfigError, match=r"reward_clip=0\.0; it must be finite and > 0"):
+    with pytest.raises(ConfigError, match=r"reward_clip=0\.0.*> 0"):
         shape_rewards(scores, kl, mask, 0.1, reward_clip=0.0)
 
 
 def test_the_overlong_penalty_rises_in_a_line_over_the_buffer():
-    """At most 10 tokens, the last 4 of them cost a quarter each."""
+    """Of at most 10 tokens, each of the last 4 adds a quarter to the penalty."""
     penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 8, 9, 10]), 10, 4)
     assert penalty.tolist() == [0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     assert penalty.dtype == torch.float64
@@ -67,7 +65,7 @@ def test_the_overlong_penalty_rises_in_a_line_over_the_buffer():
 
 def test_the_overlong_penalty_refuses_a_buffer_that_does_not_fit():
     for buffer in (0, 11):
-        with pytest.raises(ConfigError, match=rf"overlong_penalty: buffer={buffer}; it must be .* >= 1 and <= 10"):
+        with pytest.raises(ConfigError, match=rf"overlong_penalty: buffer={buffer}.*>= 1.*<= 10"):
             overlong_penalty(torch.tensor([3]), 10, buffer)
-    with pytest.raises(ShapeError, match=r"lengths has shape \[1, 2\]; it must be \[B\]"):
+    with pytest.raises(ShapeError, match=r"lengths.*\[1, 2\].*\[B\]"):
         overlong_penalty(torch.ones(1, 2), 10, 4)

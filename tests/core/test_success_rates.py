@@ -20,7 +20,7 @@ def test_it_is_the_share_of_subsets_with_a_right_response(n: int, k: int) -> Non
 
 
 def test_many_responses_do_not_overflow() -> None:
-    """Of 2,000 one is right: it is among 500 with probability 500 / 2000."""
+    """One of 2,000 responses is right: 500 drawn responses include it with probability 500 / 2000."""
     assert pass_at_k(torch.tensor([1]), 2000, 500).item() == pytest.approx(0.25, rel=1e-12)
 
 

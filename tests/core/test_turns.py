@@ -1,4 +1,4 @@
-"""Tokens of several turns: taken together, put back, and GAE over them."""
+"""Tokens of several turns: compacting, spreading back, and GAE over compacted tokens."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Texts that a terminal would obey are written out."""
+"""Control characters, which a terminal would obey, are escaped."""
 
 from ppo_rlhf.core.visible import visible
 

@@ -58,7 +58,7 @@ def test_an_adapted_layer_computes_w_x_plus_the_scaled_product_of_its_factors():
 def test_adapters_sit_on_all_linear_layers_with_or_without_the_head_or_on_those_that_are_named(kind, overrides):
     model = tiny_model(kind, **overrides)
     linear = adapted_layers(model, SETTINGS)
-    assert len(linear) == 2 * {"gpt2": 4}.get(kind, 7)  # two blocks
+    assert len(linear) == 2 * {"gpt2": 4}.get(kind, 7)  # the model has two blocks
     assert adapted_layers(model, WITH_HEAD) - linear == {"lm_head"}
     assert adapted_layers(model.base_model, WITH_HEAD) == adapted_layers(model.base_model, SETTINGS) != set()
     if kind == "llama":
@@ -108,14 +108,14 @@ def test_a_fresh_adapter_changes_nothing_and_training_it_changes_no_other_model(
     assert torch.equal(critic(IDS).last_hidden_state, hidden)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # peft's on tied heads and on GPT-2's two layouts of W
+@pytest.mark.filterwarnings("error::UserWarning")  # of peft, about tied heads and GPT-2's two layouts of W
 @pytest.mark.parametrize(
     ("kind", "overrides", "settings"),
     [("gpt2", {}, WITH_HEAD), ("llama", {}, SETTINGS), ("llama", TIED, WITH_HEAD), ("bitnet", TIED, SETTINGS)],
     ids=["gpt2 with its tied head", "llama", "llama with a tied head", "bitnet"],
 )
 def test_an_adapter_is_merged_and_saved_with_the_embeddings_as_they_were(tmp_path, kind, overrides, settings):
-    """Merged into a tied head it would change the embeddings too, and with them every hidden state."""
+    """An adapter merged into a tied head would also change the embeddings, and with them every hidden state."""
     base = PretrainedHandle(save(tmp_path / "base", tiny_model(kind, **overrides))).causal_lm()
     policy = adapted(base, settings=settings)
     before, embeddings = policy(IDS).logits, base.get_input_embeddings().weight
@@ -153,13 +153,15 @@ def test_peft_loads_the_saved_adapter_and_switched_off_it_is_our_reference(tmp_p
     assert_close(theirs.eval()(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
     with theirs.disable_adapter():
         assert_close(theirs(IDS).logits, without_adapter(policy)(IDS).logits, rtol=0.0, atol=1e-5)
-    by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # the adapter knows its base's directory
+    by_name = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "adapter"
+    )  # adapter_config.json names the directory of the base
     assert_close(by_name.eval()(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["policy", "its backbone", "critic's backbone"])
 def test_an_adapted_model_saves_only_its_adapter_by_its_own_save_pretrained(tmp_path, part):
-    """transformers' would write the names of the layers below the adapter, which load as random weights."""
+    """transformers' `save_pretrained` would write names of inner layers, which then load as random weights."""
     base = AutoModelForCausalLM.from_pretrained(save(tmp_path / "base", tiny_model()))
     model = adapted(base if part != "critic's backbone" else base.base_model)
     saved = model.base_model if part == "its backbone" else model
@@ -211,14 +213,14 @@ def test_names_that_are_none_of_the_models_layers_are_refused_with_those_that_it
             check_targets(model, LoraSettings(3, 6, targets))
     for settings in (SETTINGS, WITH_HEAD, LoraSettings(3, 6, "layers.0.self_attn.q_proj, lm_head")):
         check_targets(model, settings)
-    assert list(model.state_dict()) == names  # the check leaves no adapter
+    assert list(model.state_dict()) == names  # the check adds no adapter to the model
     check_critic_targets(model.base_model, LoraSettings(3, 6, "q_proj, lm_head"))
     with pytest.raises(ModelError, match="LlamaModel"):
         check_critic_targets(model.base_model, LoraSettings(3, 6, "lm_head"))
 
 
 class Scaled(nn.Linear):
-    """Stands for layers that quantise their weights: W + B A is not what an adapter beside them adds up to."""
+    """A layer that quantises its weights: merging W + B A is not the same as adding the adapter's output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.sign())

@@ -71,7 +71,7 @@ def test_the_averaged_model_computes_with_the_averaged_weights_and_the_model_wit
     after = model(IDS).logits
     averaged = average.applied_to(model)(IDS).logits
     assert torch.equal(model(IDS).logits, after)
-    shift(model, -0.1)  # half-way back is the average
+    shift(model, -0.1)  # half of the way back
     assert_close(averaged, model(IDS).logits, rtol=0.0, atol=1e-10)
 
 

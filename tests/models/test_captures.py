@@ -1,4 +1,4 @@
-"""Stretches of work that run plainly once, are captured, and then replayed."""
+"""Functions that run eagerly once, are captured, and are then replayed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Buffers:
 
 
 class Counter:
-    """Adds `summand` to a buffer; the Python number `calls` is no part of a graph."""
+    """Adds `summand` to a buffer. The Python number `calls` is not part of a graph."""
 
     def __init__(self) -> None:
         self.total, self.summand, self.calls = torch.zeros(3), torch.ones(3), 0
@@ -74,15 +74,15 @@ def test_without_captures_every_run_is_plain(how, request):
 
 
 def test_a_python_number_that_changes_between_runs_is_not_repeated(graphs_on_cpu):
-    """What the emulation is for: it shows a function that must not be captured."""
+    """The emulation shows that a function with changing Python state must not be captured."""
     captures, total, number = Captures(CPU), torch.zeros(1), iter(range(10))
     for _ in range(4):
         captures.run(("count",), lambda: total.add_(next(number)))
-    assert total.item() == 0 + 1 + 1 + 1  # plain runs would give 0 + 1 + 2 + 3
+    assert total.item() == 0 + 1 + 1 + 1  # eager runs would give 0 + 1 + 2 + 3
 
 
 def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plain(graphs_on_cpu, caplog):
-    """Other kinds of work go on, and are captured anew."""
+    """Other kinds of work continue, and are captured again."""
     captures, add, total = Captures(CPU), Counter(), torch.zeros(2)
     captures.held["reads"] = Buffers(total)
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_where_a_function_cannot_be_captured_its_run_and_all_later_ones_are_plai
 
 
 def test_what_a_failed_capture_made_is_gone_before_the_plain_run(graphs_on_cpu):
-    """Else its activations would be on the device twice, where the memory did not do for them once."""
+    """Otherwise its activations would be on the device twice, although memory did not suffice for one copy."""
     captures, made, alive = Captures(CPU), [], []
 
     def reads() -> None:
@@ -118,7 +118,7 @@ def test_what_a_failed_capture_made_is_gone_before_the_plain_run(graphs_on_cpu):
 
     for _ in range(2):
         captures.run(("reads",), reads)
-    assert alive == [[], [False], [False, False]]  # plain, captured in vain, plain
+    assert alive == [[], [False], [False, False]]  # eager run, failed capture, eager run
 
 
 def test_what_is_released_can_be_captured_again(graphs_on_cpu, caplog):
@@ -156,7 +156,7 @@ def test_behind_training_nothing_is_captured_until_there_is_another(graphs_on_cp
         captures.run(("add",), add)
     assert add.calls == 2 * (2 + 1)
     assert add.total.tolist() == [16.0] * 3
-    assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]  # the second training had no more
+    assert caplog.messages == ["captured: 1 graphs, 0.2 GiB"]  # the second training captured no more graphs
 
 
 def test_one_kind_of_work_can_be_released_alone(graphs_on_cpu):
@@ -174,7 +174,10 @@ def test_one_kind_of_work_can_be_released_alone(graphs_on_cpu):
 
 
 def test_a_pool_without_graphs_is_not_used_again(graphs_on_cpu, monkeypatch):
-    """torch refuses a capture into one, as long as a tensor of it is alive; a key that ran once has no graph yet."""
+    """torch refuses a capture into a pool without graphs while a tensor of the pool is alive.
+
+    A key that ran only once has no graph yet.
+    """
     captures, add, pools = Captures(CPU), Counter(), []
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: pools.append(how["pool"]) or graph)
     for key in ("a", "a", "b", "b"):
@@ -196,7 +199,7 @@ def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):
 
 
 def test_graphs_that_would_keep_more_than_a_quarter_of_the_card_are_given_up(graphs_on_cpu, monkeypatch, caplog):
-    """Before a capture the buffers count, and after it the pool, too: a run is then plain, and not lost."""
+    """Before a capture the buffers count, and after it also the pool. A run over the limit is eager and completes."""
     monkeypatch.setattr(module, "card_bytes", lambda device: 4 * 100)
     given_up = []
     for buffer, pool in ((60, 40), (60, 44), (104, 0)):
@@ -259,7 +262,7 @@ def test_on_a_gpu_a_capture_that_fails_leaves_stream_and_numbers_as_they_were():
     for _ in range(4):
         captures.run(("reads",), reads)
     assert not captures.serves("reads")
-    for _ in range(3):  # torch's allocator takes no second capture into the pool of one that failed
+    for _ in range(3):  # torch's allocator accepts no capture into a pool after a capture into it failed
         captures.run(("adds",), lambda: total.add_(0))
     assert (len(captures), captures.serves("adds")) == (1, True)
     assert total.tolist() == [8.0, 8.0]

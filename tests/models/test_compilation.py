@@ -82,7 +82,7 @@ def test_a_torch_that_has_one_limit_of_compiled_forms_gets_that_one_raised(monke
         calls.append((dynamic, backend))
         return model
 
-    compile_layers(tiny_model("gpt2"))  # this torch's own takes the limit with the layer
+    compile_layers(tiny_model("gpt2"))  # newer torch takes the limit per layer
     assert torch.compiler.config.recompile_limit < compilation.MOST_FORMS
     monkeypatch.setattr(torch, "compile", older)
     with torch._dynamo.config.patch(recompile_limit=8):
@@ -116,7 +116,7 @@ def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch:
     assert str(caught.value).startswith("ppo.compile=true: ")
     assert "no-such-compiler" in str(caught.value)
     assert "\n" not in str(caught.value)
-    check_compiler(CPU)  # with its own compiler
+    check_compiler(CPU)  # with the machine's own compiler
 
 
 def test_generate_goes_on_without_compiled_layers_where_nothing_can_be_compiled_and_says_so_once(monkeypatch, caplog):

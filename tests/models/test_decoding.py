@@ -74,7 +74,7 @@ def test_other_architectures_are_decoded_as_whole_passes_are(name):
 
 
 def test_under_autocast_the_cache_is_in_its_type_and_the_logits_are_those_of_float32_up_to_rounding():
-    """Rotary positions, which autocast leaves in float32, widen keys and not values."""
+    """Rotary positions turn keys, but not values, into float32 under autocast."""
     model, sequences = tiny_model("llama"), [list(ids) for ids in PROMPTS]
     assert decodes(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

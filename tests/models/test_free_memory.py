@@ -1,4 +1,4 @@
-"""How many sequences go together where no setting limits it: worked out by hand."""
+"""How many sequences are processed at a time without a setting that limits them. Oracle: worked out by hand."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_blocks_that_torch_keeps_free_on_a_gpu_count(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
     assert free_memory.free_bytes(torch.device("cuda")) == 130
     assert free_memory.free_bytes(torch.device("cpu")) == 100
-    captures = Captures(torch.device("cuda"))  # whose pool no other pass can take
+    captures = Captures(torch.device("cuda"))  # no other pass can use the pool of its graphs
     captures._pool_bytes = 7
     assert free_memory.free_bytes(torch.device("cuda")) == 123
     captures.release()

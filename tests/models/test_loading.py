@@ -1,4 +1,4 @@
-"""Loading: what is refused, what a loaded model computes, and how long sequences may be."""
+"""Loading models: refusals, the outputs of loaded models, and the lengths of sequences."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def test_a_loaded_model_gives_the_saved_models_logits(tmp_path, kind):
 @pytest.mark.parametrize("name", ["bert", "gemma 3"])
 def test_a_model_that_reads_later_tokens_is_refused_when_it_is_loaded(tmp_path, name):
     handle = PretrainedHandle(save(tmp_path / "m", not_causal_models()[name]))
-    with pytest.raises(ModelError, match=r"/m: .* reads tokens that come later") as refused:
+    with pytest.raises(ModelError, match=r"/m: .*later") as refused:
         handle.causal_lm()
     assert "\n" not in str(refused.value)
 
@@ -103,7 +103,7 @@ def test_a_causal_model_with_the_small_weights_of_a_new_model_is_loaded(tmp_path
 def test_an_encoder_decoder_is_refused_from_its_configuration(tmp_path):
     config = T5Config(vocab_size=25, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     save(tmp_path / "t5", T5ForConditionalGeneration(config))
-    with pytest.raises(ModelError, match=r"/t5: T5Config configures no causal language model"):
+    with pytest.raises(ModelError, match="/t5: T5Config"):
         PretrainedHandle(str(tmp_path / "t5")).check_causal_lm()
 
 
@@ -121,7 +121,7 @@ def test_a_fused_gelu_computes_the_same_and_the_configuration_keeps_its_name(tmp
     "model",
     [
         tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
-        tiny_model("llama", attention_dropout=0.5),  # a plain number, no module
+        tiny_model("llama", attention_dropout=0.5),  # a plain number in the configuration, not a module
         CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", resid_pdrop=0.5)),
     ],
     ids=["modules", "numbers", "reward model"],
@@ -147,7 +147,7 @@ def test_the_tokenizer_has_a_pad_token_and_pads_on_the_left(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):
     handle = PretrainedHandle(save(tmp_path / "model", tiny_model(vocab_size=len(VOCABULARY) - 2)))
-    with pytest.raises(ModelError, match="ids up to 24, the model's embedding has 23 rows"):
+    with pytest.raises(ModelError, match=r"\b24\b.*\b23\b"):
         handle.tokenizer()
     check_vocabulary(word_tokenizer(), LlamaConfig(vocab_size=len(VOCABULARY) + 40), "spare rows are fine")
 
@@ -181,7 +181,7 @@ def _only_index(text: str) -> Callable[[Path], None]:
     return damage
 
 
-NESTED = "[" * 100_000  # json gives up
+NESTED = "[" * 100_000  # deeper than Python's json parser can read
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
@@ -200,9 +200,9 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         (_only_index(INDEX), "model-00001-of-00002.safetensors"),
         (_only_index("[]"), "not an index"),
         (_only_index(NESTED), "not an index"),
-        (lambda f: (f / "config.json").write_text(NESTED), "configuration cannot be loaded"),
-        (_drop_a_layer, "lacks 9 weights"),
-        (_diverge, "up_proj.weight holds NaN or infinity"),
+        (lambda f: (f / "config.json").write_text(NESTED), "configuration"),
+        (_drop_a_layer, "9 weights"),
+        (_diverge, "up_proj.weight.*NaN"),
     ],
 )
 def test_a_broken_directory_is_refused_in_one_line(tmp_path, damage, message):
@@ -227,7 +227,7 @@ def test_an_index_that_an_older_save_left_is_not_read_as_transformers_does_not_r
 def test_a_loaded_model_that_has_diverged_is_refused():
     model = tiny_model()
     model.lm_head.weight.data[0, 0] = float("inf")
-    with pytest.raises(ModelError, match=r"the policy: the weight lm_head\.weight holds NaN or infinity"):
+    with pytest.raises(ModelError, match=r"the policy: .*lm_head\.weight.*NaN"):
         prepare(model, "the policy")
 
 
@@ -239,7 +239,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path):
     (tmp_path / "model").write_text("")
-    with pytest.raises(ModelError, match="no such model directory"):
+    with pytest.raises(ModelError, match="no such"):
         check_model_directory(tmp_path / "model")
 
 
@@ -264,7 +264,7 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     assert [is_local(s) for s in ("gpt2", "org/name", "org/name-1.5B_x", "org/name@refs/pr/3")] == [False] * 4
     assert [is_local(s) for s in ("data/model", "./gpt2", "/a/b", "a/b/c", "~/m", "data")] == [True] * 6
-    with pytest.raises(ModelError, match="no such directory, and as a hub id"):
+    with pytest.raises(ModelError, match="hub id"):
         PretrainedHandle("modles/mine").config()
 
 
@@ -287,13 +287,13 @@ def test_a_classifier_on_the_hub_is_judged_by_the_header_of_its_weights_alone(on
     monkeypatch.setattr("ppo_rlhf.models.kinds.get_safetensors_metadata", header)
     monkeypatch.setattr("ppo_rlhf.models.kinds.hub_answers", lambda: True)
     PretrainedHandle("org/one").check_reward_model()
-    with pytest.raises(ModelError, match="num_labels=1, this model has 5"):
+    with pytest.raises(ModelError, match=r"num_labels=1.* 5"):
         PretrainedHandle("org/five").check_reward_model()
 
 
 @pytest.mark.parametrize("source", ["m" * 300, f"./{'m' * 300}", f"{'m' * 300}/model"])
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(source):
-    with pytest.raises(ModelError, match=rf"^{source}: there is no such "):
+    with pytest.raises(ModelError, match=rf"^{source}: .*no such"):
         PretrainedHandle(source).tokenizer()
 
 
@@ -317,9 +317,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_read(on_the_h
         assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
         assert handle.record() is None
         assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model()(IDS).logits)
-        with pytest.raises(
-            ModelError, match=r"^modles/mine: there is no such directory, and as a hub id its configuration"
-        ) as refused:
+        with pytest.raises(ModelError, match=r"^modles/mine: .*hub id") as refused:
             PretrainedHandle("modles/mine").tokenizer()
         assert refused.value.__cause__ is None
         assert refused.value.__suppress_context__
@@ -341,7 +339,7 @@ def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):
         handle = PretrainedHandle(source)
         assert torch.equal(handle.causal_lm()(IDS).logits, logits[revision]), source
         assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
-    with pytest.raises(ModelError, match=r"org/model@v3: .* configuration cannot be loaded"):
+    with pytest.raises(ModelError, match=r"org/model@v3: .*configuration"):
         PretrainedHandle("org/model@v3").config()
 
 
@@ -356,7 +354,7 @@ def test_of_a_hub_model_too_only_safetensors_are_loaded(tmp_path, monkeypatch):
     (cached / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     torch.save(model.state_dict(), cached / "snapshots" / ("0" * 40) / "pytorch_model.bin")
     assert torch.equal(PretrainedHandle("org/safe").causal_lm()(IDS).logits, model(IDS).logits)
-    with pytest.raises(ModelError, match=r"org/pickled: .* language model cannot be loaded: .*safetensors"):
+    with pytest.raises(ModelError, match=r"org/pickled: .*safetensors"):
         PretrainedHandle("org/pickled").causal_lm()
 
 
@@ -364,16 +362,16 @@ def test_reward_models_of_transformers_and_ours_are_loaded(tmp_path):
     theirs = save(tmp_path / "a", tiny_model("gpt2", reward=True, num_labels=1), word_tokenizer(pad_token=None))
     model = PretrainedHandle(theirs).reward_model()
     assert isinstance(model, GPT2ForSequenceClassification)
-    assert model(IDS.repeat(2, 1)).logits.shape == (2, 1)  # it has a pad id, which a batch of two needs
+    assert model(IDS.repeat(2, 1)).logits.shape == (2, 1)  # a batch of two needs a pad id
     ours = save(tmp_path / "b", CausalLMRewardModel.from_causal_lm(tiny_model()))
     assert isinstance(PretrainedHandle(ours).reward_model(), CausalLMRewardModel)
 
 
 def test_a_reward_model_needs_one_label_and_a_head(tmp_path):
-    with pytest.raises(ModelError, match="num_labels=1, this model has 2"):
+    with pytest.raises(ModelError, match=r"num_labels=1.* 2"):
         PretrainedHandle(save(tmp_path / "a", tiny_model("gpt2", reward=True, num_labels=2))).reward_model()
     for labels in (1, 2):
-        with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
+        with pytest.raises(ModelError, match="GPT2LMHeadModel"):
             PretrainedHandle(save(tmp_path / "b", tiny_model("gpt2", num_labels=labels))).reward_model()
     nobody_says_of_what_class = save(tmp_path / "c", tiny_model("gpt2", num_labels=1))
     config = Path(nobody_says_of_what_class, "config.json")
@@ -403,7 +401,7 @@ def test_a_head_with_two_rows_is_no_reward_model_though_its_configuration_has_on
     path = tmp_path / "config.json"
     config = {key: value for key, value in json.loads(path.read_text()).items() if "label" not in key}
     path.write_text(json.dumps(config | {"num_labels": 1}))
-    with pytest.raises(ModelError, match="num_labels=1, this model has 2"):
+    with pytest.raises(ModelError, match=r"num_labels=1.* 2"):
         PretrainedHandle(str(tmp_path)).check_reward_model()
 
 

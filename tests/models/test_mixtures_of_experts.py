@@ -1,4 +1,4 @@
-"""LoRA on mixtures of experts: what `all-linear` takes in each, and that peft loads it again. Oracle: peft."""
+"""LoRA on mixtures of experts: which layers `all-linear` selects, and that peft loads the adapter. Oracle: peft."""
 
 import re
 from typing import Any
@@ -108,7 +108,7 @@ def test_the_adapter_is_saved_as_peft_loads_it_and_merged_exactly(name, tmp_path
 
 @pytest.mark.parametrize("name", WORKED_BEFORE)
 def test_an_adapter_whose_file_says_all_linear_is_loaded_and_resumed(name, tmp_path):
-    """As every adapter on a mixture of experts was saved before the layers were listed."""
+    """Adapters on mixtures of experts were saved in this form before adapter_config.json listed the layers."""
     base = save(tmp_path / "base", mixture(name))
     config = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
@@ -120,7 +120,7 @@ def test_an_adapter_whose_file_says_all_linear_is_loaded_and_resumed(name, tmp_p
 
 
 def save_as(model: PeftModel, targets: str, folder) -> str:
-    """Save an adapter with these words for its layers: peft replaces them by a list."""
+    """Save an adapter with `targets` as its target_modules, which peft has replaced by a list."""
     model.peft_config["default"].target_modules = targets
     model.save_pretrained(folder)
     return str(folder)

@@ -1,4 +1,4 @@
-"""4-bit weights where bitsandbytes need not be: what is refused, and what is asked of transformers.
+"""4-bit weights, as far as tests can run without bitsandbytes: refusals, and the configuration for transformers.
 
 tests/ppo/test_qlora.py has the runs with bitsandbytes itself.
 """

@@ -54,7 +54,12 @@ from tests.tiny_models import (
     word_tokenizer,
 )
 
-SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
+SEQUENCES = [
+    [4, 5, 6, 7, 8, 9, 10],
+    [11, 12, 3],
+    [13],
+    [14, 3, 15, 16],
+]  # 3 is the end of text, here also within sequences
 
 FALCON_H1 = FalconH1Config(
     **{"vocab_size": 25, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -108,7 +113,7 @@ def test_a_score_is_the_head_on_the_last_hidden_state_whatever_the_padding(kind)
 
 
 def test_a_name_that_transformers_takes_no_more_is_an_error_and_not_positions_left_out(monkeypatch):
-    """Without positions GPT-2 counts padding, too, and the scores of shorter sequences would be others."""
+    """Without positions GPT-2 also counts padding, and the scores of shorter sequences would be wrong."""
     for of_this_version in (LlamaForCausalLM, GPT2Model):
         monkeypatch.setattr(of_this_version, "forward", lambda self, input_ids, attention_mask, places: None)
     with pytest.raises(ModelError, match=r"transformers .* position_ids.*constraints\.txt"):
@@ -184,7 +189,7 @@ def test_a_saved_model_comes_back_normalised_and_without_this_machines_paths(tmp
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_as_transformers_own_classifier_it_gives_the_same_scores_up_to_the_mean_in_the_configuration(tmp_path, kind):
-    """transformers' own `from_pretrained` and pipeline, and ours, read one folder; none needs code of ours."""
+    """transformers' `from_pretrained` and pipeline read the same folder as our loader, without our code."""
     model = reward_model(kind)
     with torch.no_grad():
         model.score.bias.fill_(-0.25)
@@ -204,7 +209,7 @@ def test_as_transformers_own_classifier_it_gives_the_same_scores_up_to_the_mean_
     loaded = PretrainedHandle(saved).reward_model(torch.float64)
     assert isinstance(loaded, CausalLMRewardModel)
     assert_close(loaded(*inputs).logits, ours, rtol=0.0, atol=1e-6)
-    with pytest.raises(ModelError, match="a reward model cannot generate"):
+    with pytest.raises(ModelError, match="generate"):
         PretrainedHandle(saved).causal_lm()
 
 
@@ -231,8 +236,8 @@ def test_the_head_reads_hidden_states_that_a_model_projects_to_another_width(tmp
 @pytest.mark.parametrize(
     ("kind", "pad", "why"),
     [
-        ("llama", END, "its pad token is its end of text"),
-        ("bitnet", PAD, "no sequence classifier of the kind bitnet"),
+        ("llama", END, "end of text"),
+        ("bitnet", PAD, "bitnet"),
     ],
 )
 def test_a_model_that_no_classifier_of_transformers_can_hold_says_why(kind, pad, why):
@@ -241,11 +246,11 @@ def test_a_model_that_no_classifier_of_transformers_can_hold_says_why(kind, pad,
 
 
 def test_a_classifier_of_transformers_with_other_scores_is_not_taken(monkeypatch):
-    """One that pools at the first token."""
+    """A classifier that pools at the first token."""
     first = {"forward": lambda self, ids, **_: SimpleNamespace(logits=self.score(self.model(ids)[0])[:, 0])}
     other = type("First", (LlamaForSequenceClassification,), first)
     monkeypatch.setattr(reward_model_module, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {LlamaConfig: other})
-    with pytest.raises(ModelError, match="First computes other scores"):
+    with pytest.raises(ModelError, match="First"):
         reward_model("llama").to_classifier(PAD, END)
 
 

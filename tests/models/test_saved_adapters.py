@@ -37,7 +37,7 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_on_the_hub(on_the_hub, tm
     adapted.save_pretrained(on_the_hub("org/adapter", "v1", "1"))
     handle = PretrainedHandle("org/adapter@v1")
     assert_close(handle.causal_lm()(IDS).logits, adapted.eval()(IDS).logits)
-    assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()  # the base's
+    assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()  # the base's tokenizer
     assert handle.base.source == "org/base"
 
 
@@ -52,7 +52,7 @@ def test_the_fingerprint_of_an_adapter_on_the_hub_follows_its_weights(on_the_hub
     )
     assert first != second == newest
     (on_the_hub("org/adapter", "main", "2") / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(ModelError, match=r"org/adapter: this adapter has no adapter_model\.safetensors"):
+    with pytest.raises(ModelError, match=r"org/adapter: .*adapter_model\.safetensors"):
         PretrainedHandle("org/adapter").causal_lm()
 
 
@@ -80,7 +80,7 @@ def test_an_adapter_of_a_reward_model_scores_with_its_own_head(tmp_path):
 
 
 def test_an_adapter_with_a_score_head_makes_a_reward_model_of_a_language_model(tmp_path):
-    """As TRL's RewardTrainer writes it with LoRA: the head is among the adapter's weights."""
+    """TRL's RewardTrainer with LoRA writes the head among the adapter's weights."""
     path = save(tmp_path / "base", tiny_model("gpt2", pad_token_id=0))
     base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     adapted = adapter_of(base, tmp_path / "adapter", path, "c_attn", task_type="SEQ_CLS")
@@ -88,8 +88,8 @@ def test_an_adapter_with_a_score_head_makes_a_reward_model_of_a_language_model(t
     model = handle.reward_model()
     assert_close(model(ids).logits, adapted.eval()(ids).logits)
     assert model(ids).logits.shape == (1, 1)
-    with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
-        PretrainedHandle(path).reward_model()  # the base is none
+    with pytest.raises(ModelError, match="GPT2LMHeadModel"):
+        PretrainedHandle(path).reward_model()  # the base is not a reward model
 
 
 @pytest.mark.parametrize("source", ["org/base@v2", "adapter"])
@@ -114,7 +114,7 @@ def test_a_policys_own_adapter_is_merged_into_the_revision_or_adapter_that_it_st
 
 def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):
     adapter_of(tiny_model(), tmp_path / "adapter", "/no/such/base")
-    with pytest.raises(ModelError, match="the base of this adapter cannot be loaded: /no/such/base"):
+    with pytest.raises(ModelError, match="/no/such/base"):
         PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
 
 
@@ -181,7 +181,7 @@ def test_a_policy_that_is_an_adapter_is_described_with_its_base_and_its_new_toke
 
 
 def test_single_new_tokens_suffice_where_the_head_is_tied_to_the_embedding(tmp_path):
-    """Saved without the embedding, as `save_embedding_layers=False` does it."""
+    """The adapter is saved without the embedding, as with `save_embedding_layers=False`."""
     adapted, handle = resized_adapter(tmp_path, 32, tied=True, trainable_token_indices=[5, 30, 31])
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     assert not any("base_layer" in name for name in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS))
@@ -191,10 +191,10 @@ def test_single_new_tokens_suffice_where_the_head_is_tied_to_the_embedding(tmp_p
 
 @pytest.mark.parametrize("options", [{"target_modules": ["q_proj", "embed_tokens"]}, {}], ids=["head", "both"])
 def test_an_adapter_without_the_rows_of_its_new_tokens_is_refused(tmp_path, options):
-    """peft draws the rows that are missing at random."""
+    """Without the refusal, peft would draw the missing rows at random."""
     adapted, handle = resized_adapter(tmp_path, 32, tied=False, **options)
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=bool(options))
-    with pytest.raises(ModelError, match=r"trained with 32 tokens, its base has 30|ids up to 31, .* has 30 rows"):
+    with pytest.raises(ModelError, match=r"\b3[12]\b.*\b30\b"):
         handle.tokenizer(), handle.causal_lm()
 
 
@@ -217,7 +217,7 @@ def test_a_vocabulary_is_as_large_as_the_adapters_for_reward_models_of_our_own_f
 
 
 def test_an_adapter_that_lacks_weights_of_a_layer_is_refused(tmp_path):
-    """peft warns, and merges the rest."""
+    """Without the refusal, peft would only warn and merge the other layers."""
     base = tiny_model()
     adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base))
     weights = load_file(file := tmp_path / "adapter" / ADAPTER_WEIGHTS)
@@ -235,5 +235,5 @@ def test_an_adapter_that_no_weights_can_hold_is_refused_with_its_kind(tmp_path, 
     shape = {"adapter_len": 2, "adapter_layers": 1} if kind is AdaptionPromptConfig else {"num_virtual_tokens": 2}
     config = kind(task_type="CAUSAL_LM", **shape)
     get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ModelError, match=f"adapter: an adapter of the kind {config.peft_type.value} cannot be merged"):
+    with pytest.raises(ModelError, match=f"adapter: .*{config.peft_type.value}"):
         PretrainedHandle(str(tmp_path / "adapter")).check_causal_lm()  # before any weights are read

@@ -66,7 +66,7 @@ def test_the_pad_token_is_the_first_there_is_of_own_configured_unknown_end(optio
 
 
 def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
-    with pytest.raises(ModelError, match="no pad, unknown or end-of-text token"):
+    with pytest.raises(ModelError, match="pad_token"):
         ensure_pad_token(word_tokenizer(pad_token=None, unk_token=None, eos_token=None))
 
 
@@ -79,7 +79,7 @@ def test_every_end_of_text_of_generation_config_and_tokenizer_stops(configured, 
 
 @pytest.mark.parametrize("configured", ["abc", ["abc"], 3.5])
 def test_an_end_of_text_that_is_no_id_is_refused(configured):
-    with pytest.raises(ModelError, match=r"^generation_config\.json: eos_token_id=.* is neither"):
+    with pytest.raises(ModelError, match=r"^generation_config\.json: eos_token_id="):
         stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured))
 
 
@@ -109,11 +109,11 @@ def test_stop_ids_beyond_the_models_vocabulary_are_left_out():
 
 
 def test_a_stop_token_that_does_not_exist_is_refused():
-    with pytest.raises(ModelError, match="no token for stop_token=eos"):
+    with pytest.raises(ModelError, match="stop_token=eos"):
         stop_token_ids(word_tokenizer(eos_token=None), None)
-    with pytest.raises(ConfigError, match=r"stop_token_id=99 is not an id of the tokenizer \(0 to 24\)"):
+    with pytest.raises(ConfigError, match=r"stop_token_id=99.*24"):
         stop_token_ids(word_tokenizer(), None, stop_token_id=99)
-    with pytest.raises(ConfigError, match="stop_token='full' is not one of"):
+    with pytest.raises(ConfigError, match=r"stop_token='full'.*eos, period, none"):
         stop_token_ids(word_tokenizer(), None, stop_token="full")
 
 
@@ -199,7 +199,7 @@ def test_values_for_a_chat_template_hold_wherever_it_is_rendered_and_may_be_give
     "value", [None, [None, True], {"of": {"x": None}, "n": [1, -2.5]}, 'it\'s \\n "é😀"\n{% endif +%}', ""], ids=repr
 )
 def test_a_value_is_given_to_the_template_as_a_caller_would_give_it(value):
-    """JSON's null, for one, is no word of Jinja's."""
+    """A literal of JSON would not do: Jinja does not know `null`."""
     template = "{{ name is none }} {{ name is string }} {{ [name] }}"
     given, plain = (word_tokenizer(chat_template=template) for _ in range(2))
     set_template_defaults(given, {"name": value}, "x")
@@ -213,23 +213,23 @@ def test_a_value_is_given_to_the_template_as_a_caller_would_give_it(value):
 @pytest.mark.parametrize("values", [{"think": False}, {"a b": 1}])
 @pytest.mark.parametrize("template", [THINKS, None])
 def test_a_value_that_the_chat_template_does_not_read_is_refused(template, values):
-    with pytest.raises(ConfigError, match="chat_template_kwargs: the chat template of x does not read"):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs: .* {next(iter(values))}"):
         set_template_defaults(word_tokenizer(chat_template=template), values, "x")
 
 
 @pytest.mark.parametrize(
     ("held", "what"),
     [
-        (["{{ messages }}"], "holds ['{{ messages }}']"),
-        ({"rag": "x", "tool_use": "y"}, "holds templates named rag, tool_use"),
-        ({"default": None}, "holds templates named default"),
-        (7, "holds 7"),
+        (["{{ messages }}"], "['{{ messages }}']"),
+        ({"rag": "x", "tool_use": "y"}, "rag, tool_use"),
+        ({"default": None}, "default"),
+        (7, "7"),
     ],
 )
 def test_what_is_neither_one_template_nor_named_ones_with_a_default_is_refused(tmp_path, monkeypatch, held, what):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = held
-    expected = re.escape(f"chat_template holds {what.removeprefix('holds ')}. Give one template as text, or named")
+    expected = f"chat_template .*{re.escape(what)}.*`default`"
     with pytest.raises(ModelError, match=f"^x: {expected}"):
         templates_of(tokenizer, "x")
     with pytest.raises(ModelError, match=expected):
@@ -251,7 +251,7 @@ def test_of_named_templates_the_default_is_the_one_and_each_gets_the_values_that
     assert text.endswith("assistant: <think></think>")
     assert tokenizer.chat_template["tool_use"] == "{{ tools }}"
     assert template_defaults(tokenizer) == {"enable_thinking": False}
-    with pytest.raises(ConfigError, match="does not read name_of_nothing"):
+    with pytest.raises(ConfigError, match="name_of_nothing"):
         set_template_defaults(tokenizer, {"name_of_nothing": 1}, "x")
     one, other = (Rendering(tokenizer, word_tokenizer(chat_template=held)) for held in (named, named["default"]))
     assert (one.has_policy_template, other.has_policy_template) == (True, False)
@@ -261,7 +261,7 @@ def test_of_named_templates_the_default_is_the_one_and_each_gets_the_values_that
 
 
 def test_the_dates_that_templates_print_are_todays(monkeypatch):
-    """Of a format that is not written out the time counts to the microsecond, so that it is never the same."""
+    """A format that is not a literal gives the time with microseconds, so that two calls never give the same time."""
     set_today(monkeypatch, 3)
     llama = '{% if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}'
     for template, dates in (
@@ -279,7 +279,7 @@ def test_a_model_of_the_catalog_renders_chats_with_the_values_that_its_entry_giv
     handle = PretrainedModelDataset(place, chat_template_kwargs={"enable_thinking": False}).load()
     text = render_chat([{"role": "user", "content": "a"}], handle.tokenizer(), "x", to_answer=True)
     assert text.endswith("assistant: <think></think>")
-    with pytest.raises(ConfigError, match="expected names with values"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: .*'enable_thinking'"):
         PretrainedModelDataset(place, chat_template_kwargs="enable_thinking")
 
 
@@ -294,7 +294,7 @@ def test_a_continuation_has_the_space_that_the_decoder_drops_at_the_start_of_a_t
 
 
 def llama_tokenizer() -> LlamaTokenizer:
-    """Of transformers' own class, which makes its decoder anew whenever it is loaded."""
+    """A tokenizer of a transformers class that rebuilds its decoder at each load."""
     words = {f"▁{word}": i for i, word in enumerate("abcdefghi", 4)}
     letters = {letter: i for i, letter in enumerate(("▁", *"abcdefghi"), 20)}
     made = LlamaTokenizer(
@@ -319,7 +319,7 @@ def test_a_tokenizer_that_keeps_the_first_space_gives_the_same_tokens_also_when_
 
 
 def test_a_continuation_of_bytes_is_their_text_wherever_they_stand():
-    """Unless the text before ends within a character, which is then all theirs."""
+    """If the text before ends within a character, the whole character belongs to the continuation."""
     tokenizer = byte_tokenizer()
     rows = [tokenizer(text)["input_ids"] for text in (" c", "é!", " \n")]
     assert continuations(tokenizer, [tokenizer("a .")["input_ids"]] * 3, rows) == tokenizer.batch_decode(rows)

@@ -1,4 +1,4 @@
-"""Models that wait on the host: what is copied, once, for how long, and what stays.
+"""Offloaded models: which tensors are copied, how often, and for how long.
 
 The device `meta` stands for the host: a model there has no values, so a forward pass outside the block gives none.
 """
@@ -16,7 +16,7 @@ IDS = torch.tensor([[4, 7, 9, 12]])
 
 
 class Waiting:
-    """A model on `meta`, whose values come from a store when they are copied; counts the copies."""
+    """A model on `meta` whose values come from a store when they are copied. The store counts the copies."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model, self.copied = model, []
@@ -40,7 +40,7 @@ class Waiting:
 
 
 def test_waiting_weights_are_copied_once_for_the_block_and_dropped_after_it(monkeypatch):
-    expected = tiny_model("gpt2")(IDS).logits  # its output matrix is its embedding
+    expected = tiny_model("gpt2")(IDS).logits  # its head is tied to its embedding
     waiting = Waiting(tiny_model("gpt2").requires_grad_(False), monkeypatch)
     before = [tensor for _, _, tensor in transfers._entries(waiting.model)]
     with on_device(waiting.model, CPU):
@@ -88,13 +88,13 @@ def test_a_model_on_the_host_keeps_its_values_and_its_shared_weights():
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_has_pinned_copies_and_the_device_gets_its_memory_back():
-    torch.backends.cuda.matmul.allow_tf32 = False  # runs of other tests in this process set it, each for itself
+    torch.backends.cuda.matmul.allow_tf32 = False  # runs of other tests in this process change this setting
     model = tiny_model("gpt2").requires_grad_(False)
     expected = model(IDS).logits
     to_host(model)
     assert all(parameter.is_pinned() for parameter in model.parameters())
     with on_device(model, torch.device("cuda")):
-        model(IDS.cuda())  # cuBLAS keeps its workspaces from now on
+        model(IDS.cuda())  # cuBLAS allocates its workspaces here and keeps them
     before = torch.cuda.memory_allocated()
     with on_device(model, torch.device("cuda")):
         assert torch.cuda.memory_allocated() > before

@@ -18,14 +18,14 @@ EIGHT_WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size":
 
 
 def heads(tokens: int, **options) -> list[torch.Tensor]:
-    """Queries in four heads, keys and values in two, each 16 wide."""
+    """Return queries of four heads, and keys and values of two heads, each of width 16."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(tokens, count, 16, generator=generator) for count in (4, 2, 2)]
     return [tensor.to(**options).requires_grad_() for tensor in drawn]
 
 
 def kernel_by_hand(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """The kernel's contract as its documentation has it, sequence by sequence, with the window written out."""
+    """The kernel as its documentation describes it, sequence by sequence, with an explicit window mask."""
     assert query.shape[1] == key.shape[1] or enable_gqa
     assert starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q.diff().max()) <= longest_q
@@ -44,7 +44,7 @@ def kernel_by_hand(query, key, value, starts_q, starts_k, longest_q, longest_k, 
 
 @pytest.fixture
 def kernel_everywhere(monkeypatch):
-    """Take the kernel's way on this machine, with the kernel's contract in its place."""
+    """Take the kernel's code path on a CPU, with a Python version of the kernel."""
     calls = []
 
     def kernel(*tensors, enable_gqa=False, **options):
@@ -58,7 +58,7 @@ def kernel_everywhere(monkeypatch):
 
 @pytest.mark.parametrize("queries", [2, 4])
 def test_a_kernel_that_knows_no_shared_keys_gets_them_repeated(monkeypatch, queries):
-    """torch 2.11's has no `enable_gqa`."""
+    """The kernel of torch 2.11 has no `enable_gqa`."""
 
     def older(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale=None, window_size=(-1, -1)):
         assert query.shape == key.shape == value.shape
@@ -118,7 +118,7 @@ def test_torchs_kernel_takes_these_arguments(monkeypatch):
 
 
 class OnGpu:
-    """What `kernel_fits` looks at."""
+    """The properties of tensors that `kernel_fits` checks."""
 
     is_cuda, device = True, torch.device("cuda", 0)
 
@@ -156,7 +156,7 @@ def test_gpus_before_ampere_take_the_padded_path(monkeypatch, capability, has):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_on_a_gpu_states_and_gradients_are_those_of_the_padded_path_up_to_rounding(monkeypatch, dtype):
-    """Each way is compared with float32: the kernel must not be further away than the padded path is, by much."""
+    """Both paths are compared with float32: the kernel's error may be only slightly larger than the padded path's."""
 
     def run(way: torch.dtype) -> list[torch.Tensor]:
         backbone = tiny_model("llama", **EIGHT_WIDE).base_model.to("cuda")

@@ -1,4 +1,4 @@
-"""16-bit copies of linear weights: which weights have one, where they stand, and that no result changes."""
+"""16-bit copies of linear weights: which weights have a copy, and that no result changes."""
 
 import pytest
 import torch
@@ -75,7 +75,9 @@ def test_linear_weights_and_biases_have_copies_and_other_weights_and_the_embeddi
             assert (layer.weight.dtype, layer.bias.dtype) == (torch.bfloat16, torch.bfloat16)
             assert not layer.weight.requires_grad
         assert model.lm_head.weight.dtype == torch.bfloat16
-        assert model.transformer.wte.weight is before["transformer.wte.weight"]  # the head's, tied
+        assert (
+            model.transformer.wte.weight is before["transformer.wte.weight"]
+        )  # the embedding, tied to the head, keeps its float32 weight
         others = [module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.Embedding)]
         assert {p.dtype for module in others for p in module.parameters(recurse=False)} == {torch.float32}
     assert all(p is before[name] for name, p in model.named_parameters())
@@ -120,7 +122,7 @@ def test_each_block_has_the_weights_of_its_time_at_the_same_addresses_cast_in_on
             assert all(map(torch.equal, results(model), expected))
     assert addresses[0]
     assert addresses == addresses[:1] * 3
-    assert launches[1:] == [[torch.ops.aten._foreach_copy_.default]] * 2  # the first block has a probe
+    assert launches[1:] == [[torch.ops.aten._foreach_copy_.default]] * 2  # the first block also runs a probe
 
 
 def test_released_copies_are_gone():
@@ -162,7 +164,7 @@ def test_nothing_is_copied(why):
 
 @pytest.mark.parametrize("reads", ["in float32", "without autocast"])
 def test_a_model_that_reads_a_linear_weight_otherwise_computes_without_copies(reads, caplog):
-    """The first computes with what autocast would have rounded away, the second multiplies in float32."""
+    """The first model uses float32 digits that the copies lack; the second multiplies in float32."""
     model, captures = tiny_model(), Captures(CPU)
     layer = model.model.layers[0].mlp
     plain = type(layer).forward
