@@ -1,8 +1,8 @@
 """Shard the weights of models over the processes of a run, with torch's FSDP2.
 
-A pass that trains goes through FSDP2, which gathers the weights of one layer at a time. Every other pass (sampling,
-log-probabilities, values, scores) goes through the model's own modules, which hold the shards outside of passes:
-`transfers.on_device` puts whole weights in their place for a block, in which each process may make its own number of
+A training pass goes through FSDP2, which gathers the weights of one layer at a time. Every other pass (sampling,
+log-probabilities, values, scores) goes through the model's own modules. These modules hold the shards, which
+`transfers.on_device` replaces by whole weights for a block. Within the block each process may run its own number of
 passes. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 

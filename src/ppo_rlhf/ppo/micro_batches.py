@@ -106,17 +106,19 @@ def micro_batches(
     *,
     padded: bool = True,
 ) -> list[list[int]]:
-    """Cut one minibatch into micro-batches: in its order, or with a token budget by length.
+    """Cut one minibatch into micro-batches.
 
-    The longest responses come first, so that a lack of memory shows at once.
+    Without a token budget the rows keep the minibatch's order. With a token budget the rows are sorted by length,
+    longest first, so that the first micro-batch already shows whether memory suffices.
 
     Args:
-        minibatch: Row indices.
-        micro_batch_size: Most rows of a micro-batch.
-        prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
-        response_lengths: Response tokens likewise.
-        token_budget: Most tokens of a micro-batch; a longer row is a micro-batch by itself. None sets no limit.
-        padded: Whether padding counts: a micro-batch has rows x longest row tokens.
+        minibatch: Row indices into the batch.
+        micro_batch_size: Maximum number of rows in a micro-batch.
+        prompt_lengths: Prompt tokens of every row of the batch; read only with a token budget.
+        response_lengths: Response tokens of every row of the batch; read only with a token budget.
+        token_budget: Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own. None: no
+            limit.
+        padded: True counts padding: a micro-batch has rows × longest row tokens. False counts real tokens only.
     """
     if token_budget is None:
         return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
