@@ -35,7 +35,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is not None:
         logits_of(model)
     layers, limit = layers_of(model), {"recompile_limit": MOST_FORMS}
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch 2.11: one limit per process
+    # torch 2.11 has one limit for the whole process instead of one per layer.
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_FORMS)
         limit = {}
     for layer in layers:

@@ -186,8 +186,8 @@ class PretrainedHandle:
 
         Raises:
             ConfigError: bitsandbytes is missing.
-            ModelError: The weights cannot be read, or some are missing, NaN or infinite. Or a hidden state depends on
-                later tokens. Or an adapter would have to be quantised.
+            ModelError: The weights cannot be read, or some weights are missing, NaN or infinite. The model is not
+                causal: a hidden state depends on later tokens. Or `quantised_on` is given for an adapter.
         """
         self.check_causal_lm()
         self.check_quantisable(quantised_on is not None)

@@ -37,7 +37,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, fill: bool = False) -> TokenRows:
-        """Make both forms from the padded form on the CPU. `fill` adds fillers, so that few shapes occur."""
+        """Make both forms from the padded form on the CPU. `fill` adds fillers, so that kernels see few shapes."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
