@@ -186,7 +186,7 @@ def test_a_checkpoints_adapter_is_merged_into_the_weights_that_were_rounded_to_4
     policy = write_checkpoint(tmp_path / "run", run.state) / "policy"
     assert_close(PretrainedHandle(str(policy)).causal_lm()(IDS).logits, exported_policy(run.state).model(IDS).logits)
     assert PretrainedHandle(str(policy)).causal_lm(torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ModelError, match=r"merged into whole weights. Set ppo\.load_in_4bit=false"):
+    with pytest.raises(ModelError, match=r"ppo\.load_in_4bit=false"):
         PretrainedHandle(str(policy)).causal_lm(quantised_on=CPU)
 
 
