@@ -1,6 +1,6 @@
 """The losses of PPO, and the policy loss of SAO, which masks tokens where PPO clips.
 
-Only real tokens count, whatever stands in padding; half precision is widened to float32.
+Only real tokens count; padding may hold anything. Half precision is widened to float32.
 
 Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are allowed. `loss_aggregation` and
 `denominator` are arguments of `aggregate_loss`; `denominator` is the optimiser step's global count, or None for the
@@ -25,7 +25,7 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Tensor
-    clipfrac: Tensor  # share of tokens where the clipped surrogate is strictly the worse one, or that are left out
+    clipfrac: Tensor  # share of tokens whose clipped loss is strictly greater than the unclipped loss, or masked tokens
     approxkl: Tensor  # ½ · mean((logp − old logp)²), nats per token
     ratio: Tensor  # mean of the (clamped) probability ratio
 
@@ -121,14 +121,15 @@ def masked_policy_loss(
     loss_aggregation: str = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> PolicyLoss:
-    """The importance-weighted surrogate that leaves tokens out, to be minimised.
+    """Compute SAO's importance-weighted surrogate loss, which masks tokens with an extreme ratio, to be minimised.
 
-    With ρ = exp(clamp(logp − sampler logp, ±20)): per token −A ρ where low < ρ < high, else 0 without a gradient. Its
-    gradient is −A ρ ∇logp, that of −sg(ρ) A logp. A token that is left out still counts in the aggregate's divisor.
+    With ρ = exp(clamp(logp − sampler logp, ±20)), the loss of a token is −A ρ if low < ρ < high. Its gradient is
+    −A ρ ∇logp, the same as that of −sg(ρ) A logp. The loss of any other token is 0, without a gradient, but the token
+    still counts in the divisor of `aggregate_loss`.
 
-    The tokens were drawn under `sampler_logprobs`; log-probabilities of the trained forward before the update are not
-    needed. In the result `clipfrac` is the share of tokens that were left out, and `approxkl` and `ratio` compare with
-    the sampler. `low` is in [0, 1), `high` above 1.
+    The tokens were drawn under `sampler_logprobs`. Log-probabilities of the trained forward before the update are not
+    needed. In the result, `clipfrac` is the share of masked tokens, and `approxkl` and `ratio` compare the policy with
+    the sampler. `low` is in [0, 1), and `high` is > 1.
 
     Source: Hou et al. (2026), "Single-Rollout Asynchronous Optimization for Agentic Reinforcement Learning",
     arXiv:2607.07508, eq. 1 to 3 (direct double-sided importance sampling).
@@ -142,19 +143,19 @@ def masked_policy_loss(
 
     log_ratio_BT = select(logprobs.to(dtype) - sampler_logprobs.to(dtype), counts_BT, dtype)
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    is_left_out_BT = (ratio_BT <= low) | (ratio_BT >= high)
-    token_loss_BT = torch.where(is_left_out_BT, 0.0, -select(advantages, counts_BT, dtype) * ratio_BT)
+    is_masked_BT = (ratio_BT <= low) | (ratio_BT >= high)
+    token_loss_BT = torch.where(is_masked_BT, 0.0, -select(advantages, counts_BT, dtype) * ratio_BT)
 
     loss = aggregate_loss(token_loss_BT, counts_BT, loss_aggregation, denominator)
-    return PolicyLoss(loss, *_token_means(is_left_out_BT, log_ratio_BT, ratio_BT, counts_BT))
+    return PolicyLoss(loss, *_token_means(is_masked_BT, log_ratio_BT, ratio_BT, counts_BT))
 
 
 def _token_means(is_cut_BT: Tensor, log_ratio_BT: Tensor, ratio_BT: Tensor, counts_BT: Tensor) -> tuple[Tensor, ...]:
     """Return the detached clipfrac, approxkl and ratio of a `PolicyLoss`."""
     dtype = ratio_BT.dtype
     with torch.no_grad():
-        found = torch.stack([is_cut_BT.to(dtype), 0.5 * log_ratio_BT.square(), ratio_BT])
-        sums = select(found, counts_BT, dtype).sum(dim=(1, 2))
+        measures = torch.stack([is_cut_BT.to(dtype), 0.5 * log_ratio_BT.square(), ratio_BT])
+        sums = select(measures, counts_BT, dtype).sum(dim=(1, 2))
         return (sums / counts_BT.sum().clamp(min=1)).unbind()
 
 

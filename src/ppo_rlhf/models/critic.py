@@ -115,19 +115,19 @@ class SharedCritic(ValueModel):
 
 
 def freeze_attention(backbone: PreTrainedModel) -> None:
-    """Let the weights of a backbone's attention layers stay as they are: of modules whose class is called so.
+    """Freeze the weights of a backbone's attention: of all modules with "attention" in the name of their class.
 
     Raises:
-        ModelError: A layer, of those that the architecture names, has no such module.
+        ModelError: A layer of the architecture has no such module.
     """
     layers = [module for module in backbone.modules() if type(module).__name__ in (backbone._no_split_modules or ())]
-    found = [[each for each in layer.modules() if "attention" in type(each).__name__.lower()] for layer in layers]
-    if not all(found) or not found:
+    by_layer = [[each for each in layer.modules() if "attention" in type(each).__name__.lower()] for layer in layers]
+    if not all(by_layer) or not by_layer:
         raise ModelError(
             f"ppo.value_freeze=attention: a layer of {type(backbone).__name__} has no module whose class has Attention "
             "in its name, so it is not known what to freeze; set ppo.value_freeze=none"
         )
-    for attention in (each for modules in found for each in modules):
+    for attention in (each for modules in by_layer for each in modules):
         attention.requires_grad_(False)
 
 
