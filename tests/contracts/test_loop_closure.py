@@ -8,7 +8,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 61, 10_000
+MOST_MODULES, MOST_LINES = 61, 10_100
 """The limits. Raise a limit only for a feature of the loop itself, or where dense code is spread over more lines."""
 
 

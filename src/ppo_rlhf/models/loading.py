@@ -253,7 +253,7 @@ class PretrainedHandle:
         """Return a stored critic in eval mode: a classifier whose head `score` is the value head.
 
         Raises:
-            ModelError: As `causal_lm`, or the model is no classifier with one label.
+            ModelError: As `causal_lm`, or the model is not a classifier with one label.
         """
         self.check_critic()
         if not is_token_classifier(self.config()):
@@ -262,7 +262,7 @@ class PretrainedHandle:
         return from_token_classifier(self._model("critic", load, dtype))
 
     def empty_critic(self) -> PreTrainedModel:
-        """Return what a critic starts from, a stored one or a reward model, on the device `meta`, without weights."""
+        """Return the stored critic or reward model that a critic starts from, on the device `meta`, without weights."""
         if is_token_classifier(self.config()):
             return from_token_classifier(self._empty(AutoModelForTokenClassification))
         return self._empty(AutoModelForSequenceClassification)
@@ -281,7 +281,7 @@ class PretrainedHandle:
         return None if file is None else read_value_head(weight_files(file.parent))
 
     def check_reward_model(self) -> None:
-        """Raise `ModelError` unless the model is a sequence classifier with one label, or has such a head beside it."""
+        """Raise `ModelError` unless the model is a sequence classifier with one label or has a value head's file."""
         if (why := self._why_no_classifier()) and self._head_beside() is None:
             raise ModelError(
                 f"{self.source}: a reward model is a sequence classifier with num_labels=1, {why}. Give such a model, "
@@ -306,7 +306,7 @@ class PretrainedHandle:
         return why_no_reward_model(next(iter(config.architectures or ()), None), config)
 
     def _head_beside(self) -> Path | None:
-        """Return the file of a value head beside a language model, with which LLaMA-Factory makes it a reward model."""
+        """Return the value head's file, with which LLaMA-Factory turns a language model into a reward model, or None."""
         return self._file(VALUE_HEAD_FILE) if self._why_no_classifier() else None
 
     def check_causal_lm(self) -> None:
