@@ -289,7 +289,7 @@ class PretrainedHandle:
             )
 
     def check_critic(self, what: str = "critic") -> None:
-        """Raise `ModelError`, which says `what` it is to be, unless it is a classifier with one label."""
+        """Raise `ModelError` unless the model is a classifier with one label; `what` names its use in the error."""
         config = self.config()
         if is_token_classifier(config):
             why = None if config.num_labels == 1 else f"this model has {config.num_labels}"
@@ -306,7 +306,7 @@ class PretrainedHandle:
         return why_no_reward_model(next(iter(config.architectures or ()), None), config)
 
     def _head_beside(self) -> Path | None:
-        """Return the value head's file, with which LLaMA-Factory turns a language model into a reward model, or None."""
+        """Return the file of LLaMA-Factory's value head, which makes a language model a reward model, or None."""
         return self._file(VALUE_HEAD_FILE) if self._why_no_classifier() else None
 
     def check_causal_lm(self) -> None:

@@ -1,4 +1,4 @@
-"""Critics on disk: transformers' token classifier with one label, which is the value of the state that ends at a token.
+"""Critics on disk: transformers' token classifier whose one label is the value of the state that ends at a token.
 
 verl's critics have this form. transformers has no such classifier for some architectures (BitNet); their critics are
 stored as `CausalLMRewardModel`, whose score of a sequence is the value of the state at its end.
@@ -20,7 +20,7 @@ from ppo_rlhf.models.reward_model import SCORE_MEAN, CausalLMRewardModel
 
 
 def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> PreTrainedModel:
-    """Return transformers' token classifier over these very weights: its `.logits [B, S, 1]` are the values.
+    """Return transformers' token classifier sharing these weights: its `.logits [B, S, 1]` are the values.
 
     Raises:
         ModelError: No token classifier computes these values, and why.
@@ -29,7 +29,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ModelError(f"transformers has no token classifier of the kind {config.model_type}")
     kind: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
-    config.num_labels, config.name_or_path = 1, ""  # else the saved configuration names a folder of this machine
+    config.num_labels, config.name_or_path = 1, ""  # otherwise it would name a folder of this machine
     for of_a_reward_model in (SCORE_MEAN, "held_out_accuracy", "problem_type"):  # that the critic started from
         vars(config).pop(of_a_reward_model, None)
     ids = probe_ids(backbone, 4)[None].to(backbone.device)
@@ -51,7 +51,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
 
 
 def from_token_classifier(model: PreTrainedModel) -> CausalLMRewardModel:
-    """Return a token classifier's backbone and head, its very weights, as critics start from: the head is `score`.
+    """Return a critic's start that shares a token classifier's backbone and head; the head is named `score`.
 
     Raises:
         ModelError: It has no linear head with one output on its backbone.
