@@ -1,6 +1,7 @@
 """Chats: how they are read, and that a template shows all of them or the row is refused."""
 
 import json
+import re
 from collections.abc import Hashable
 
 import pandas as pd
@@ -76,7 +77,7 @@ def test_tool_turns_of_ms_swift_are_one_message_with_what_is_said_before():
 @pytest.mark.parametrize("content", ["rain in Oslo", '"rain"', "[3]", '{"arguments": {}}', None])
 def test_a_tool_turn_that_is_no_call_is_refused(content):
     chat = [USER, {"role": "function_call", "content": content, "tool_calls": [CALL]}]
-    assert refused(read_chat, chat, "row 3").startswith("row 3: message 1 is no tool call: ")
+    assert re.match(f"row 3: message 1 .*tool call.*{re.escape(repr(str(content)))}", refused(read_chat, chat, "row 3"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_call_has_no_arguments_if_their_text_is_blank_and_the_old_key_is_read_
 @pytest.mark.parametrize("calls", ["rain", [3], [{"type": "custom"}], [{"name": "rain", "arguments": "Oslo"}]])
 def test_tool_calls_that_cannot_be_read_are_refused(calls):
     found = refused(read_chat, [USER, {"role": "assistant", "content": "x", "tool_calls": calls}], "row 2")
-    assert found.startswith("row 2: message 1 is no tool call: ")
+    assert re.match("row 2: message 1 .*tool call", found)
 
 
 def test_the_role_model_is_the_assistant():
@@ -171,7 +172,7 @@ def test_a_system_text_beside_a_chat_is_its_first_message_unless_the_chat_has_an
 def test_a_message_that_the_template_leaves_out_is_refused_with_its_role(role):
     chat = [USER, {"role": role, "content": "Is"}]  # a word of the other message, too
     found = refused(render_chat, chat, tokenizer(), "row 5")
-    assert found.startswith(f"row 5: message 1 has the role `{role}`, and the chat template leaves it out. ")
+    assert found.startswith(f"row 5: message 1 has the role `{role}`, and the chat template ")
 
 
 def test_a_template_that_runs_out_of_memory_is_refused_with_that_reason(monkeypatch):
@@ -252,7 +253,7 @@ def test_of_a_template_that_takes_no_marks_the_text_is_looked_at():
     strict = "{% for m in messages %}{% if 'qz' in m.content %}{{ raise_exception('!') }}{% endif %}SHOWN{% endfor %}"
     shown = tokenizer(strict.replace("SHOWN", "{{ m.content }}"))
     assert render_chat([USER], shown, "row 0") == USER["content"]
-    assert "leaves it out" in refused(render_chat, [USER], tokenizer(strict), "row 0")
+    assert "message 0 has the role `user`" in refused(render_chat, [USER], tokenizer(strict), "row 0")
 
 
 def test_only_one_chat_of_each_kind_is_rendered_with_marks(monkeypatch):
@@ -264,7 +265,7 @@ def test_only_one_chat_of_each_kind_is_rendered_with_marks(monkeypatch):
     assert ["qzmark" in chat for chat in asked].count(True) == 1
     assert len(asked) == 5
     own.chat_template = "x"
-    assert "leaves it out" in refused(render_chat, [USER], own, "row 0")
+    assert "message 0 has the role `user`" in refused(render_chat, [USER], own, "row 0")
 
 
 def test_chats_are_tried_by_kind_and_the_first_that_is_left_out_is_named():
@@ -277,7 +278,7 @@ def test_of_very_many_kinds_of_chats_not_all_are_kept(monkeypatch):
     own, chats = tokenizer(), [[USER] * count for count in range(1, 6)]
     for chat in chats:
         render_chat(chat, own, "row 0")
-    assert len(chat_templates._found[own]) <= 3
+    assert len(chat_templates._hidden_parts[own]) <= 3
     tried: set[Hashable] = set()
     assert [chat_templates.is_new(kind, tried) for kind in "aabcdd"] == [True, False, True, True, True, False]
     assert tried == {"d"}
@@ -323,9 +324,8 @@ def test_one_line_names_the_columns_that_only_reward_functions_get(caplog):
         prompts_of(table_of({"prompt": ["a"], "tools": [TOOLS], "images": [["x.png"]], "answer": ["b"]}))
         prompts_of(table_of({"prompt": [[USER]], "tools": [TOOLS], "answer": ["b"]}))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == (
-        "prompts: the policy is not shown `images`; nor `tools`, which only chats can show. Reward functions get them."
-    )
+    assert re.match("prompts: .*`images`; nor `tools`, which only chats", line)
+    assert "answer" not in line
 
 
 def test_a_chat_held_as_json_is_a_copy_of_the_same_chat():

@@ -100,11 +100,11 @@ def test_the_fingerprint_is_of_the_answers_as_they_were_read(here: ReviewQueues)
 def test_a_queue_that_prefers_nothing_or_mixes_kinds_is_refused(here: ReviewQueues) -> None:
     ids = filled(here, [Comparison(0, "p", "a", "b"), Comparison(1, [{"role": "user", "content": "p"}], "a", "b")])
     answer(here, ids[0], "tie")
-    with pytest.raises(DataError, match=r"^mlflow:sft: nobody has preferred a response yet in 2 pairs\."):
+    with pytest.raises(DataError, match=r"^mlflow:sft: .* 2 pairs\."):
         load_answers("mlflow:sft")
     for trace_id in ids:
         answer(here, trace_id, "A")
-    with pytest.raises(DataError, match=r"^mlflow:sft: this queue has pairs of texts and of chats\."):
+    with pytest.raises(DataError, match=r"^mlflow:sft: .*texts and of chats\."):
         load_answers("mlflow:sft")
 
 

@@ -108,7 +108,7 @@ def test_the_newest_and_the_best_evaluated_checkpoints_are_kept(tmp_path, scores
 
 
 def test_a_checkpoint_is_only_written(tmp_path):
-    with pytest.raises(DatasetError, match="read by the entry `resume_checkpoint`"):
+    with pytest.raises(DatasetError, match="`resume_checkpoint`"):
         CheckpointDataset(str(tmp_path)).load()
 
 

@@ -110,10 +110,7 @@ def test_kedros_load_version_is_the_version_that_is_read(tmp_path):
         entry["m"]["filepath"] = str(path)
         with pytest.raises(DatasetError) as refusal:
             DataCatalog.from_config(entry, load_versions={"m": "ema"}).get("m")
-        assert (
-            str(refusal.value.__cause__)
-            == f"--load-versions: {path}/ema is not there; leave it out to read the newest version"
-        )
+        assert str(refusal.value.__cause__).startswith(f"--load-versions: {path}/ema ")
 
 
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
@@ -147,7 +144,7 @@ def test_a_model_directory_is_loaded_itself_and_never_written(tmp_path):
     before = digest(source)
     dataset = PretrainedModelDataset(str(source))
     assert dataset.load().source == str(source)
-    with pytest.raises(DatasetError, match="is a model directory of its own, which is never overwritten"):
+    with pytest.raises(DatasetError, match=r"model directory.*never overwritten"):
         dataset.save(trained(1))
     assert digest(source) == before
 
@@ -156,7 +153,7 @@ def test_a_user_who_gave_no_model_gets_none():
     dataset = PretrainedModelDataset(None)
     assert dataset.load() is None
     assert not dataset.exists()
-    with pytest.raises(DatasetError, match="has no filepath"):
+    with pytest.raises(DatasetError, match="filepath"):
         dataset.save(trained())
 
 
@@ -202,7 +199,7 @@ def test_a_hub_id_gives_a_lazy_handle():
 
 @pytest.mark.parametrize("value", ["false", "true", 1, None])
 def test_trust_is_never_taken_from_what_only_looks_like_a_truth_value(value):
-    with pytest.raises(ConfigError, match=f"is true or false, without quotes; given was {value!r}"):
+    with pytest.raises(ConfigError, match=f"trust_remote_code.*true or false.*{value!r}"):
         PretrainedModelDataset("organisation/model", trust_remote_code=value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -103,7 +104,7 @@ def test_an_answer_that_is_none_of_the_four_is_left_out_and_named(queues: Review
     answer(queues, trace_id, "C")
     [read] = queues.read("sft")
     assert read.answers == ()
-    assert "1 answers are none of A, B, tie, both bad and are left out: C." in caplog.text
+    assert re.search(r"mlflow:sft: 1 answers .*A, B, tie, both bad .*: C\.", caplog.text)
 
 
 def test_a_deleted_trace_takes_no_other_with_it(queues: ReviewQueues) -> None:
@@ -132,17 +133,17 @@ def test_pairs_that_no_queue_has_wait_and_are_attached_once(queues: ReviewQueues
 
 def test_a_queue_that_is_not_there_is_refused_with_those_that_are(queues: ReviewQueues) -> None:
     filled(queues, [Comparison(0, "p", "a", "b")])
-    with pytest.raises(DataError, match=r"^mlflow:sfd: no such queue in MLflow's experiment own; it has sft\.$"):
+    with pytest.raises(DataError, match=r"^mlflow:sfd: .* experiment own.* sft\.$"):
         queues.read("sfd")
     mlflow.MlflowClient(queues.uri).create_experiment("second")
-    with pytest.raises(DataError, match=r"^mlflow:sft: .* second\. One of experiment own has this name: set tracking"):
+    with pytest.raises(DataError, match=r"^mlflow:sft: .* second\. .*experiment own .*tracking\.experiment\.name"):
         ReviewQueues(queues.uri, "second").read("sft")
-    with pytest.raises(DataError, match=r"has no experiment none\.$"):
+    with pytest.raises(DataError, match=r"experiment none\.$"):
         ReviewQueues(queues.uri, "none").read("sft")
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^mlflow:sft: there is no sqlite:///\S+ yet\. Run `kedro run"):
+    with pytest.raises(DataError, match=r"^mlflow:sft: .*sqlite:///\S+ .*`kedro run"):
         ReviewQueues(f"sqlite:///{tmp_path}/none.db", "own").read("sft")
     assert list(tmp_path.iterdir()) == []
 
@@ -154,7 +155,7 @@ def test_a_question_of_this_name_with_other_answers_is_refused(queues: ReviewQue
     label_schemas.create_label_schema(
         "preferred", type="feedback", input=label_schemas.InputCategorical(["yes", "no"]), experiment_id="1"
     )
-    with pytest.raises(ConfigError, match=r"has a question `preferred` with other answers \(\['yes', 'no'\]\)"):
+    with pytest.raises(ConfigError, match=r"`preferred`.*\['yes', 'no'\]"):
         queues.prepare("sft", "?")
 
 
@@ -187,14 +188,10 @@ def old_server() -> Iterator[str]:
 
 
 def test_a_server_without_review_queues_is_refused_in_one_line(old_server: str, no_mlflow_left_over: None) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^The tracking store http://\S+ has no review queues: MLflow has them since"
-    ):
+    with pytest.raises(ConfigError, match=r"^The tracking store http://\S+ has no review queues.* 3\.14"):
         ReviewQueues(old_server, "own").read("sft")
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_its_password(no_mlflow_left_over: None) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^mlflow:sft: the tracking store http://\*\*\*@127.0.0.1:9 cannot be used: "
-    ):
+    with pytest.raises(ConfigError, match=r"^mlflow:sft: .*http://\*\*\*@127\.0\.0\.1:9 "):
         ReviewQueues("http://me:secret@127.0.0.1:9", "own").read("sft")

@@ -155,8 +155,7 @@ def test_what_a_run_says_once_each_run_of_a_process_says(kedro: Kedro, own: OwnP
     own.write_settings()
     for _ in range(2):
         assert kedro(own.project, *ALIGN).exit_code == 1
-    line = "prompts: the policy is not shown `images`. Reward functions get them."
-    assert caplog.messages.count(line) == 2
+    assert sum(line.startswith("prompts: the policy is not shown `images`.") for line in caplog.messages) == 2
 
 
 @pytest.mark.slow

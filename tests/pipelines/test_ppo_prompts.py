@@ -61,7 +61,7 @@ def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before
     if fits:
         assert initialise_training_state(*arguments).iteration == 0
     else:
-        with pytest.raises(ModelError, match="it would have 9, the reward model reads 8"):
+        with pytest.raises(ModelError, match=r"9, .*reward model.* 8"):
             initialise_training_state(*arguments)
 
 

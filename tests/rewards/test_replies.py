@@ -165,7 +165,7 @@ def test_of_channels_a_message_has_the_last_answer_and_one_line_says_so(caplog):
     assert read == "[user] Two plus two?[assistant] Four."
     (line,) = caplog.messages
     assert "<|channel|> <|end|> <|message|> <|start|>" in line
-    assert "what follows the last <|channel|>final<|message|>" in line
+    assert "the last <|channel|>final<|message|>" in line
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,13 @@ def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one(
     check(5, END)
     check(6, PERIOD)
     for context, stop_token in ((4, END), (5, PERIOD)):
-        with pytest.raises(ModelError, match=f"it would have {context + 1}, the reward model reads {context}"):
+        with pytest.raises(ModelError, match=rf" {context + 1}, .*reward model.* {context}\."):
             check(context, stop_token)
 
 
 def test_a_sequence_longer_than_the_reward_models_context_is_refused():
     scorer = ModelScorer(Recorder(context=4), word_tokenizer(), word_tokenizer())
-    with pytest.raises(ModelError, match="has 5 tokens, the reward model reads 4"):
+    with pytest.raises(ModelError, match=r"5 tokens.*reward model.* 4"):
         scorer(batch([[6, 7, END]], [True]))
 
 
@@ -177,7 +177,7 @@ def test_a_reward_models_score_that_is_not_finite_is_refused(value):
         logits=torch.full((len(input_ids), 1), value)
     )
     scorer = RewardScorer([("m", 1.0, ModelScorer(model, word_tokenizer(), word_tokenizer()))], model)
-    with pytest.raises(RewardError, match="the reward model gave response 0 the score"):
+    with pytest.raises(RewardError, match=r"reward model.*response 0"):
         scorer.score(batch([[6]], [False]))
 
 
@@ -186,7 +186,7 @@ def test_a_reward_model_is_read_and_needed_only_for_a_component_of_its_type():
     assert not config.needs_model
     scorer = build_reward_scorer(config, PretrainedHandle("no/such/model"), word_tokenizer())
     assert scorer.model is None
-    with pytest.raises(ConfigError, match="set reward_model_path"):
+    with pytest.raises(ConfigError, match="reward_model_path"):
         build_reward_scorer(RewardConfig(components=[{"type": "model"}]), None, word_tokenizer())
 
 
@@ -211,7 +211,7 @@ def test_the_reward_model_and_functions_are_built_from_their_configuration(tmp_p
     ("components", "message"),
     [
         ([], "reward.components"),
-        ([{"type": "function"}], "needs function"),
+        ([{"type": "function"}], "function: module:name"),
         ([{"type": "model", "function": "a:b"}], "function=a:b"),
         ([{"type": "function", "function": "a.b"}], "'a.b'"),
         ([{"type": "model"}, {"type": "model"}], "called model"),
@@ -236,7 +236,7 @@ def test_a_components_metric_is_called_by_its_name_or_its_function():
 
 @pytest.mark.parametrize("name", ["helpful (0-1)", "50%", "a/b", "", "a\n", "..", "a" * 244])
 def test_a_name_that_cannot_be_a_metric_is_refused(name):
-    with pytest.raises(ConfigError, match="cannot name a component of reward"):
+    with pytest.raises(ConfigError, match="component of reward"):
         RewardComponentConfig(type="model", name=name)
 
 
@@ -381,9 +381,9 @@ def test_a_function_with_arguments_of_other_names_is_refused_with_the_names_to_c
         return [1.0, 1.0]
 
     for function in (other_names, positional):
-        with pytest.raises(RewardError, match=r"^reward function mine cannot be called .*\(prompts, completions, "):
+        with pytest.raises(RewardError, match=r"^reward function mine .*\(prompts, completions, "):
             call(function, label=[3, 4])
-    with pytest.raises(RewardError, match=r"argument: 'answer'.*turns and of the table's other columns: label\.$"):
+    with pytest.raises(RewardError, match=r"'answer'.*completion_ids, turns and .*: label\.$"):
         call(lambda completions, answer: [1.0, 1.0], label=[3, 4])
 
 

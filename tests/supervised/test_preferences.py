@@ -248,7 +248,7 @@ def test_a_pair_of_which_the_template_leaves_a_message_out_is_refused_with_its_r
     row = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
     frame = pd.DataFrame([row, {**row, side: [{"role": "critic", "content": "d"}]}])
     tokenizer = word_tokenizer(chat_template=template)
-    found = "^preferences: row 1: message 1 has the role `critic`, and the chat template leaves it out"
+    found = "^preferences: row 1: message 1 has the role `critic`, and the chat template"
     with pytest.raises(DataError, match=found):
         check_preferences(frame, *NAMES, tokenizer)
     with pytest.raises(DataError, match=found):
@@ -341,7 +341,7 @@ def test_chats_end_as_the_template_ends_them_in_training_and_in_scoring(closes, 
         ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
         (
             {"prompt": ["b"], "chosen": [[*CHAT, *CHAT]], "rejected": [[*CHAT, {"role": "a", "content": "c"}]]},
-            "row 0: the prompt 'b' is no user's message.*reward_modelling.prompt_column",
+            "row 0: the prompt 'b' .*reward_modelling.prompt_column",
         ),
         ({"chosen": ["a", "b"], "rejected": ["a", "b"]}, "equal in all 2 pairs"),
     ],

@@ -130,7 +130,7 @@ def test_the_card_says_data_accuracy_with_its_interval_and_training(two_epochs):
     for words in (
         "- Data: 96 pairs of `preferences`",
         interval,
-        "2 epochs, 16 pairs a step, AdamW, peak learning rate 0.01",
+        "2 epochs, 16 pairs per step, AdamW, peak learning rate 0.01",
     ):
         assert words in trained.card
 
@@ -140,7 +140,7 @@ def test_the_code_on_the_card_prints_the_score_that_ppo_uses(policies, kind, tmp
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trained, _ = train_reward_model(policies[kind], pairs(), config(max_steps=1, minimum_accuracy=0.0))
     own = kind == "bitnet"
-    assert own == ("this project's form, which others load after `import ppo_rlhf.models.reward_model`" in caplog.text)
+    assert own == ("`import ppo_rlhf.models.reward_model`" in caplog.text)
     trained.save(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     assert own == ("import ppo_rlhf.models.reward_model  # transformers has no sequence classifier" in code)
@@ -206,8 +206,8 @@ def test_a_low_accuracy_is_warned_of_and_pairs_longer_than_the_context_are_left_
     coin.at[0, "chosen_ids"] = list(range(4, 20)) * 3
     with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
         train_reward_model(policies["llama"], coin, config(num_train_epochs=1, minimum_accuracy=0.0))
-    assert "1 of 128 pairs are longer than 32 tokens and left out" in caplog.text
-    assert "Below 65 % PPO tends to learn its errors" in caplog.text
+    assert "1 of 128 pairs are longer than 32 tokens" in caplog.text
+    assert "Below 65 %" in caplog.text
 
 
 def test_all_pairs_of_a_prompt_go_to_one_side():

@@ -143,7 +143,7 @@ def test_granites_experts_are_trained_without_a_loss_that_trl_cannot_compute_and
     trained, history = train_sft_policy(PretrainedHandle(base), TEXTS, HELD_OUT, config())
     assert history[-1]["sft/eval_loss"] < history[0]["sft/loss"]
     assert trained.model.config.router_aux_loss_coef == GraniteMoeConfig(**shape).router_aux_loss_coef
-    assert "supervised_finetuning: without GraniteMoeForCausalLM's loss of balanced experts" in caplog.messages
+    assert any("supervised_finetuning: GraniteMoeForCausalLM" in line for line in caplog.messages)
 
 
 @pytest.mark.slow

@@ -97,8 +97,7 @@ def test_a_tensor_of_token_ids_is_prompts(sft: str):
 def test_what_a_trainer_says_once_each_trainer_of_a_process_says(sft: str, caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         prompts_of(sft, [{"prompt": text, "images": "x"} for text in PROMPTS])
-    line = "prompts: the policy is not shown `images`. Reward functions get them."
-    assert caplog.messages.count(line) == 2
+    assert sum(line.startswith("prompts: the policy is not shown `images`.") for line in caplog.messages) == 2
 
 
 ROWS = datasets.Dataset.from_list([{"prompt": "a"}])

@@ -1,4 +1,4 @@
-"""What a chat template leaves out: templates skip roles, tool calls and tools that they do not know without a word."""
+"""Find the parts of a chat that a chat template leaves out: templates silently skip unknown roles, calls and tools."""
 
 from __future__ import annotations
 
@@ -10,56 +10,58 @@ from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys in which an assistant's message holds its reasoning beside the content."""
-# one for each part, and not CONTENT_MARK: in plain letters, since a template may quote, trim, escape or capitalise
+# Each part of a chat gets its own mark. A mark has only plain letters and digits, unlike CONTENT_MARK, because a
+# template may quote, trim, escape or capitalise text.
 _MARK = "qzmark{}qz"
 _MARK_OF_TOOLS = "qzmarktoolqz"
 
 
 class Hidden(NamedTuple):
-    """The parts of a chat of which a template shows nothing."""
+    """The parts of a chat that a template leaves out."""
 
-    messages: tuple[int, ...]
-    tools: bool
-    reasoning: tuple[str, ...] = ()  # keys of messages of which something else is shown
+    messages: tuple[int, ...]  # positions of the messages that are left out
+    tools: bool  # True if a tool is left out
+    reasoning: tuple[str, ...] = ()  # reasoning keys that are left out while another part of the message is rendered
 
 
 def find_hidden(
     messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> Hidden:
-    """Return what the tokenizer's chat template left out of a chat of which it made `text`.
+    """Return the parts of a chat that are missing in `text`, the chat as the tokenizer's chat template rendered it.
 
-    A chat of each kind (`kind_of`) is rendered once with marks as contents, reasoning and names of tools. A message
-    with tool calls must show each call, not its content: some templates drop what is said beside a call. One that has
-    only a reasoning must show that.
+    The template renders one chat of each kind (`kind_of`) with marks in place of contents, reasoning and names of
+    tools; parts without their mark are left out. Of a message with tool calls every call must appear, but not the
+    content: some templates drop the content beside a call. Of a message with nothing but reasoning the reasoning must
+    appear.
     """
-    known = _found.setdefault(tokenizer, {})
-    key = (str(tokenizer.chat_template), kind_of(messages, tools))  # a text's hash is made once
+    known = _hidden_parts.setdefault(tokenizer, {})
+    key = (str(tokenizer.chat_template), kind_of(messages, tools))  # Python caches the hash of the template's text
     if key not in known:
         if len(known) >= _MOST_KINDS:
             known.clear()
         known[key] = _find_marks(messages, tools, tokenizer)
     if (hidden := known[key]) is not None:
         return hidden
-    # the template takes the chat, but no marks
+    # The template accepts the chat but refuses the marks: search for the parts themselves
     calls = [[str(call.get("name", "")) for call in _calls(message)] for message in messages]
     thoughts = [[(key, message[key].strip()) for key in _reasoning(message)] for message in messages]
-    said = [[] if _is_blank(message) else [message["content"].strip()] for message in messages]
-    return _hidden(calls, said, thoughts, [_function(tool)["name"] for tool in tools or []], text)
+    contents = [[] if _is_blank(message) else [message["content"].strip()] for message in messages]
+    return _hidden(calls, contents, thoughts, [_function(tool)["name"] for tool in tools or []], text)
 
 
 def is_known(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer's chat template has rendered a chat before."""
-    return tokenizer in _found
+    """Return whether this module has checked the tokenizer's chat template before."""
+    return tokenizer in _hidden_parts
 
 
 def kind_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> Hashable:
-    """Return what a template's choice of the parts to show depends on: roles, keys, blank texts, calls, tools."""
+    """Return a key of all that decides which parts a template renders: roles, keys, blank texts, calls, tools."""
     shapes = ((m["role"], *sorted(m), _is_blank(m), len(_calls(m)), *_reasoning(m)) for m in messages)
     return tuple(shapes), bool(tools)
 
 
 def is_new(kind: Hashable, tried: set[Hashable]) -> bool:
-    """Add a kind of chat to those tried, and return whether it was not among them."""
+    """Return whether `kind` is not in `tried` yet, and add it."""
     if kind in tried:
         return False
     if len(tried) >= _MOST_KINDS:
@@ -68,60 +70,67 @@ def is_new(kind: Hashable, tried: set[Hashable]) -> bool:
     return True
 
 
-_MOST_KINDS = 4096  # of very many all are forgotten, and tried again, to save memory
-_found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Hashable, Hidden | None]] = WeakKeyDictionary()
+_MOST_KINDS = 4096  # a cache with this many kinds is cleared, to save memory
+_hidden_parts: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Hashable, Hidden | None]] = WeakKeyDictionary()
 
 
 def _find_marks(
     messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Hidden | None:
-    """Return what leaves no mark; None if the template refuses the marks."""
+    """Return the parts whose mark the rendered text lacks; None if the template refuses the marks."""
     marked, marked_tools = _copy(messages), _copy(tools)
     calls: list[list[str]] = []  # marks of each message
-    said: list[list[str]] = []
+    contents: list[list[str]] = []
     thoughts: list[list[tuple[str, str]]] = []
     for number, message in enumerate(marked):
-        own = _calls(message)
-        calls.append([_MARK.format(f"{number}call{place}") for place in range(len(own))])
-        said.append([] if _is_blank(message) else [_MARK.format(number)])
+        functions = _calls(message)
+        calls.append([_MARK.format(f"{number}call{place}") for place in range(len(functions))])
+        contents.append([] if _is_blank(message) else [_MARK.format(number)])
         thoughts.append([(key, _MARK.format(f"{number}why{place}")) for place, key in enumerate(_reasoning(message))])
-        for call, mark in zip(own, calls[-1], strict=True):
+        for call, mark in zip(functions, calls[-1], strict=True):
             call["name"] = mark
-        message.update(thoughts[-1], **({"content": said[-1][0]} if said[-1] else {}))
+        message.update(thoughts[-1], **({"content": contents[-1][0]} if contents[-1] else {}))
     for tool in marked_tools or []:
         _function(tool)["name"] = _MARK_OF_TOOLS
     try:
         text = str(tokenizer.apply_chat_template(marked, tools=marked_tools, tokenize=False)).lower()
-    except Exception:  # a template is a program: it can raise anything
+    except Exception:  # a template is a program: it can raise any exception
         return None
-    return _hidden(calls, said, thoughts, [_MARK_OF_TOOLS for _ in tools or []], text)
+    return _hidden(calls, contents, thoughts, [_MARK_OF_TOOLS for _ in tools or []], text)
 
 
 def _hidden(
-    calls: list[list[str]], said: list[list[str]], thoughts: list[list[tuple[str, str]]], tools: list[str], text: str
+    calls: list[list[str]],
+    contents: list[list[str]],
+    thoughts: list[list[tuple[str, str]]],
+    tools: list[str],
+    text: str,
 ) -> Hidden:
-    """Return what is not in a text: a message's calls; if it has none its content; if it has neither its reasoning."""
-    reasons = [[thought for _, thought in own] for own in thoughts]
-    wanted = [first or second or third for first, second, third in zip(calls, said, reasons, strict=True)]
-    messages = [number for number, parts in enumerate(wanted) if not all(part in text for part in parts)]
-    beside = [
+    """Return the parts that are not in `text`.
+
+    The parts of a message that must appear are its calls; without calls its content; without both its reasoning.
+    """
+    reasons = [[thought for _, thought in pairs] for pairs in thoughts]
+    required = [first or second or third for first, second, third in zip(calls, contents, reasons, strict=True)]
+    messages = [number for number, parts in enumerate(required) if not all(part in text for part in parts)]
+    reasoning = [
         key
-        for why, parts in zip(thoughts, wanted, strict=True)
-        for key, thought in why
+        for pairs, parts in zip(thoughts, required, strict=True)
+        for key, thought in pairs
         if thought not in parts and thought not in text
     ]
-    return Hidden(tuple(messages), not all(tool in text for tool in tools), tuple(dict.fromkeys(beside)))
+    return Hidden(tuple(messages), not all(tool in text for tool in tools), tuple(dict.fromkeys(reasoning)))
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy in which nothing is shared: one message may stand twice in a chat."""
+    """Return a copy without shared objects: the same message object may occur twice in a chat."""
     if isinstance(value, dict):
-        return {key: _copy(held) for key, held in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _reasoning(message: dict[str, Any]) -> list[str]:
-    """Return the keys in which a message holds a reasoning."""
+    """Return the keys of a message that hold reasoning."""
     return [key for key in REASONING if isinstance(message.get(key), str) and message[key].strip()]
 
 
@@ -130,7 +139,7 @@ def _is_blank(message: dict[str, Any]) -> bool:
 
 
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what has the names of the tools that a message calls."""
+    """Return the mappings of a message's tool calls that hold the tools' names."""
     calls = message.get("tool_calls") or [call for call in [message.get("function_call")] if call]
     return [_function(call) for call in calls if isinstance(call, dict)]
 

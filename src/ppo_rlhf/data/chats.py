@@ -1,4 +1,4 @@
-"""Texts and chats: a chat is a list of messages, rendered as text by a tokenizer's chat template."""
+"""Texts and chats: a chat is a list of messages, which a tokenizer's chat template renders as text."""
 
 import json
 import re
@@ -16,19 +16,19 @@ from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import name_slow_template
 
 CHAT = 'a list of {"role": …, "content": …}'
-"""The form of a chat, for errors."""
+"""The form of a chat, as errors describe it."""
 ASSISTANT = "assistant"
 CALLS = ("tool_calls", "function_call")  # a message with one of these keys may have no content
 
 CONVERSATIONS = ("messages", "conversations")
-"""Columns of whole conversations, the second as ShareGPT names it."""
+"""Columns of whole conversations; `conversations` is ShareGPT's name."""
 TOOLS, SYSTEM = "tools", "system"
 SHOWN_IN_CHATS = (TOOLS, SYSTEM)
-"""Columns with which a row's chat is rendered."""
+"""Columns that a row's chat is rendered with."""
 _ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool", "tool_response": "tool"}
-"""Roles of ShareGPT, Google and ms-swift, and OpenAI's, which chat templates know."""
-_CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift: JSON of the assistant's calls
-_LIKE_CHAT = re.compile(  # also as Python prints it
+"""Maps the roles of ShareGPT, Google and ms-swift to OpenAI's roles, which chat templates know."""
+_CALLING_ROLES = ("function_call", "tool_call")  # roles of ShareGPT and ms-swift: the content is JSON of tool calls
+_LIKE_CHAT = re.compile(  # Accept Python's repr of a list as well as JSON
     r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["']content["']\s*:)|"""
     r"""\s*\[\s*\{(?=.*["']from["']\s*:)(?=.*["']value["']\s*:)""",
     re.DOTALL,
@@ -36,36 +36,36 @@ _LIKE_CHAT = re.compile(  # also as Python prints it
 
 Chat = list[dict[str, Any]]
 Tools = list[Any] | None
-"""Descriptions of the functions that the assistant may call, as OpenAI writes them; None: there are none."""
+"""Descriptions in OpenAI's format of the functions that the assistant may call; None: the chat has no tools."""
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is text that is not blank."""
+    """Return whether a value is a non-blank text."""
     return isinstance(value, str) and bool(value.strip())
 
 
 def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
-    """Return the messages of a chat, the content of each as text, or None beside a tool call.
+    """Return the messages of a chat; the content of a message is text, or None beside a tool call.
 
-    A table of text, such as CSV, holds a chat as JSON. Parts of text are joined. Turns of ShareGPT become what OpenAI's
-    format says. Keys that hold None are left out, also within a tool call: Arrow's tables give each message the keys of
-    all.
+    `value` may be JSON, as in a CSV table. A content of several text parts is joined. Messages in ShareGPT's format are
+    converted to OpenAI's. Keys with the value None are dropped at any depth: an Arrow table gives each message the keys
+    of all messages.
 
     Raises:
-        DataError: The value is not a list of messages, or a message cannot be read; the error shows it.
+        DataError: The value is not a list of messages, or a message cannot be read; the error quotes the value.
     """
-    given = value.tolist() if isinstance(value, np.ndarray) else value
-    if isinstance(given, str):
+    messages = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(messages, str):
         with suppress(ValueError):
-            given = json.loads(given)
-    if not isinstance(given, list) or not given:
+            messages = json.loads(messages)
+    if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected {expected}, got {str(value)[:60]!r}")
     chat: Chat = []
-    for number, message in enumerate(given):
+    for number, message in enumerate(messages):
         read = _read_message(message, f"{where}: message {number}")
         if read["role"] in _CALLING_ROLES:
             calls = _read_calls(read["content"], f"{where}: message {number}")
-            if not chat or chat[-1]["role"] != ASSISTANT:  # else it goes on with its turn
+            if not chat or chat[-1]["role"] != ASSISTANT:  # otherwise the call continues the assistant's turn
                 chat.append({"role": ASSISTANT, "content": None})
             chat[-1]["tool_calls"] = [*chat[-1].get("tool_calls", []), *calls]
         else:
@@ -74,45 +74,50 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
 
 
 def read_text_or_chat(value: Any, where: str) -> str | Chat:
-    """Return text as it is, and a chat as `read_chat` does, also one that is held as JSON.
+    """Return a text unchanged, and a chat, plain or as JSON, as `read_chat` returns it.
 
-    A list is a chat if each object has `role` or `from` and one of them is a whole message. Other lists are text, such
-    as `[{"name": "Ann", "role": "CEO"}]`. A chat in which a message lacks its content is refused, not taken for text.
+    A JSON list is a chat if each item is an object with `role` or `from` and at least one item is a complete message.
+    Other JSON lists are text, such as `[{"name": "Ann", "role": "CEO"}]`. A chat with a message that lacks its content
+    is refused.
 
     Raises:
-        DataError: The value is neither text nor a chat, or text that begins as a chat does and is no JSON.
+        DataError: The value is neither text nor a chat, or a text that looks like a chat is not valid JSON.
     """
     if not is_text(value):
         return read_chat(value, where, f"text or {CHAT}")
     if not (value.lstrip().startswith("[") and value.rstrip().endswith("]")):
         return str(value)
     try:
-        given = json.loads(value)
+        items = json.loads(value)
     except ValueError as error:
         if not _LIKE_CHAT.match(value):
             return str(value)
         raise DataError(
-            f"{where}: {value[:60]!r} looks like a chat, but is not valid JSON ({error}). Write it with json.dumps"
+            f"{where}: {value[:60]!r} looks like a chat, but is not valid JSON ({error}). Write the chat with "
+            "json.dumps"
         ) from error
-    have_roles = all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in given)
-    return read_chat(given, where) if have_roles and any(map(_is_message, given)) else str(value)
+    have_roles = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
+    return read_chat(items, where) if have_roles and any(map(_is_message, items)) else str(value)
 
 
 def read_tools(value: Any, where: str) -> Tools:
-    """Return the tools of a row: a list of OpenAI's descriptions, plain or as JSON; functions alone are wrapped.
+    """Return the tools of a row as a list of OpenAI's descriptions; None for an empty cell.
+
+    `value` is one description or a list, plain or as JSON. The description of a function alone is wrapped into
+    `{"type": "function", "function": …}`.
 
     Raises:
-        DataError: The value is something else.
+        DataError: The value is not a description of tools.
     """
-    given = value.strip() if isinstance(value, str) else value
-    if isinstance(given, str):
+    cell = value.strip() if isinstance(value, str) else value
+    if isinstance(cell, str):
         with suppress(ValueError):
-            given = json.loads(given)
-    given = _without_nulls(given)
-    if given is None or given is pd.NA or given != given or given in ("", []):  # empty cells of pandas' tables are NaN
+            cell = json.loads(cell)
+    cell = _without_nulls(cell)
+    if cell is None or cell is pd.NA or cell != cell or cell in ("", []):  # an empty cell of a pandas table is NaN
         return None
     tools = []
-    for tool in given if isinstance(given, list) else [given]:
+    for tool in cell if isinstance(cell, list) else [cell]:
         is_plain = isinstance(tool, dict) and "name" in tool
         tools.append({"type": "function", "function": tool} if is_plain else tool)
     for tool in tools:
@@ -126,17 +131,19 @@ def read_tools(value: Any, where: str) -> Tools:
 
 
 def with_system(chat: Chat, system: Any, where: str) -> Chat:
-    """Return a chat with a row's text of the column `system` as its first message; with none as it is.
+    """Return a chat with `system`, the cell of the column `system`, as the first message.
+
+    The chat is unchanged if the cell is blank or the chat already has this system message.
 
     Raises:
         DataError: The chat has another system message.
     """
     if not is_text(system):
         return chat
-    own = [message["content"] for message in chat if message["role"] == "system"]
-    if own and own != [system]:
-        raise DataError(f"{where}: the column `system` and a system message of the chat differ. Keep one of them.")
-    return chat if own else [{"role": "system", "content": str(system)}, *chat]
+    contents = [message["content"] for message in chat if message["role"] == "system"]
+    if contents and contents != [system]:
+        raise DataError(f"{where}: the column `system` and a system message of the chat differ. Keep one of the two.")
+    return chat if contents else [{"role": "system", "content": str(system)}, *chat]
 
 
 def render_chat(
@@ -147,9 +154,10 @@ def render_chat(
     to_answer: bool = False,
     tools: Tools = None,
 ) -> str:
-    """Return the text of a chat (`read_chat`), rendered by the tokenizer's template.
+    """Return the text of a chat (`read_chat`), rendered by the tokenizer's chat template.
 
-    With `to_answer` the text ends where the assistant continues: in its last message, or in a new one.
+    With `to_answer` the text ends where the assistant goes on: inside the last message if that is the assistant's, else
+    after the generation prompt.
 
     Raises:
         DataError: As `apply_template`, or the template leaves out a message, a tool call or the tools.
@@ -175,7 +183,7 @@ def apply_template(
     to_answer: bool = False,
     tools: Tools = None,
 ) -> str:
-    """Return the text of a chat as `render_chat`, whatever the template leaves out.
+    """Return the text of a chat as `render_chat`, without the check for parts that the template leaves out.
 
     Raises:
         DataError: The tokenizer has no template, or its template refuses the messages.
@@ -192,16 +200,16 @@ def apply_template(
     try:
         with nullcontext() if is_known(tokenizer) else name_slow_template(tokenizer):
             return str(tokenizer.apply_chat_template(messages, **options))
-    except Exception as error:  # a template is a program: it can raise anything
+    except Exception as error:  # a template is a program: it can raise any exception
         raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
 
 
 def check_shown(
     messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, text: str, *, tools: Tools = None
 ) -> None:
-    """Raise `DataError` if the chat template, which made `text` of a chat, left a message, a call or the tools out.
+    """Raise `DataError` if `text`, the rendered chat, lacks a message, a tool call or the tools.
 
-    A reasoning that it left out beside a content is named in one line.
+    One log line names reasoning that is missing while the content of the message is there.
     """
     hidden = find_hidden(messages, tools, tokenizer, text)
     for number in hidden.messages:
@@ -222,23 +230,27 @@ def check_shown(
 
 
 def _left_out(message: dict[str, Any]) -> tuple[str, str]:
-    """Return what of a message a template leaves out, and what to do."""
+    """Return (the part of a message that a template leaves out, the advice), as the error names them."""
     if any(map(message.get, CALLS)):
         return "its tool call", (
-            "Give the tokenizer a template that shows tool calls, or write the call into the content"
+            "Give the tokenizer a template that renders tool calls, or write the call into the content"
         )
     if not is_text(message["content"]):
         return "its reasoning", (
-            "Nothing else is in it: give the tokenizer a template that shows it, or write it into the content"
+            "The message has no other part: give the tokenizer a template that renders reasoning, or write the "
+            "reasoning into the content"
         )
-    return "it", (
-        "Give it a role that the template has (often `system` for `developer`), or the tokenizer a template that shows "
-        "it"
+    return "the message", (
+        "Give the message a role that the template has (often `system` for `developer`), or give the tokenizer a "
+        "template that renders the role"
     )
 
 
 def try_chats(chats: Iterable[tuple[str, Chat, Tools]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render one chat of each kind (where it is, its messages, its tools); raise `DataError` as `render_chat` does."""
+    """Render one chat of each kind; raise `DataError` as `render_chat` does.
+
+    `chats` are tuples (row as errors name it, messages, tools).
+    """
     tried: set[Hashable] = set()
     for where, messages, tools in chats:
         if is_new(kind_of(messages, tools), tried):
@@ -246,7 +258,10 @@ def try_chats(chats: Iterable[tuple[str, Chat, Tools]], tokenizer: PreTrainedTok
 
 
 def join_chats(prompt: Chat, answer: Chat) -> Chat:
-    """Return a prompt and its answer as one chat; the answer continues an assistant's message that ends the prompt."""
+    """Return a prompt and its answer as one chat.
+
+    If the prompt ends in an assistant's message, the answer's first message is appended to that message.
+    """
     if not prompt or not prompt[-1]["role"] == answer[0]["role"] == ASSISTANT or prompt[-1]["content"] is None:
         return [*prompt, *answer]
     whole = {**prompt[-1], **answer[0], "content": prompt[-1]["content"] + (answer[0]["content"] or "")}
@@ -254,31 +269,35 @@ def join_chats(prompt: Chat, answer: Chat) -> Chat:
 
 
 def answered(prompt: Chat, text: str) -> Chat:
-    """Return a prompt with a text as the assistant's answer."""
+    """Return a prompt followed by `text` as the assistant's answer."""
     return join_chats(prompt, [{"role": ASSISTANT, "content": text}])
 
 
-def _is_message(given: dict[str, Any]) -> bool:
-    """Return whether an object has the keys of a message, as OpenAI or ShareGPT writes it, with fitting values."""
-    if isinstance(given.get("role"), str):
-        return isinstance(given.get("content"), str | list) or any(map(given.get, CALLS))
-    return isinstance(given.get("from"), str) and isinstance(given.get("value"), str)
+def _is_message(item: dict[str, Any]) -> bool:
+    """Return whether an object is a message in OpenAI's or ShareGPT's format."""
+    if isinstance(item.get("role"), str):
+        return isinstance(item.get("content"), str | list) or any(map(item.get, CALLS))
+    return isinstance(item.get("from"), str) and isinstance(item.get("value"), str)
 
 
 def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
-    if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # as ShareGPT writes it
+    if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # ShareGPT's format
         message |= {"role": message.pop("from"), "content": message.pop("value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
+        raise DataError(
+            f'{where} is {str(given)[:60]}; give the message a role and content: {{"role": …, "content": …}}'
+        )
     content = message.get("content")
     if content is None and not any(map(message.get, CALLS)):
-        raise DataError(f"{where} is {str(given)[:60]}; it has neither content nor a tool call")
+        raise DataError(f"{where} is {str(given)[:60]}; the message has neither content nor a tool call")
     if content is not None and not isinstance(content, str):
         for part in content if isinstance(content, list) else [content]:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise DataError(f"{where} is {str(given)[:60]}; its content has a part of type {kind!r}, give text")
+                raise DataError(
+                    f"{where} is {str(given)[:60]}; its content has a part of type {kind!r}, only text is supported"
+                )
         content = "".join(part["text"] for part in content)
     if message.get("tool_calls"):
         message["tool_calls"] = _read_calls(message["tool_calls"], where)
@@ -289,14 +308,15 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _read_calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return OpenAI's tool calls: of one call or a list, plain or as JSON, whose arguments may be JSON, too.
+    """Return tool calls in OpenAI's format.
 
-    A call without OpenAI's frame, as ShareGPT and ms-swift write it, gets one if it is held as JSON.
+    `given` is one call or a list of calls, plain or as JSON. The arguments of a call may be JSON, too. Calls from JSON
+    that lack OpenAI's `{"type": "function", "function": …}`, as in ShareGPT and ms-swift, are wrapped into it.
     """
     with suppress(ValueError, TypeError, KeyError, AttributeError):
-        held = json.loads(given) if isinstance(given, str) else given
-        return [_read_call(call, framed=held is not given) for call in (held if isinstance(held, list) else [held])]
-    raise DataError(f'{where} is no tool call: {str(given)[:60]!r}. Give {{"name": …, "arguments": {{…}}}}')
+        calls = json.loads(given) if isinstance(given, str) else given
+        return [_read_call(call, framed=calls is not given) for call in (calls if isinstance(calls, list) else [calls])]
+    raise DataError(f'{where} is not a tool call: {str(given)[:60]!r}. Write {{"name": …, "arguments": {{…}}}}')
 
 
 def _read_call(given: Any, *, framed: bool) -> dict[str, Any]:
@@ -304,7 +324,7 @@ def _read_call(given: Any, *, framed: bool) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if not isinstance(function["name"], str) or not function["name"]:
         raise ValueError("a call needs a name")
-    arguments = function.get("arguments", function.pop("parameters", {}))  # Llama writes parameters
+    arguments = function.get("arguments", function.pop("parameters", {}))  # Llama's key is `parameters`
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}
     function["arguments"] = arguments
@@ -314,9 +334,9 @@ def _read_call(given: Any, *, framed: bool) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys that hold None, at any depth, and with NumPy's arrays as lists."""
+    """Return a value without keys whose value is None, at any depth, and with NumPy arrays as lists."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

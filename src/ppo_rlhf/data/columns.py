@@ -1,6 +1,6 @@
-"""The user's columns beside texts and chats: which of them models are shown, and a line about those that are not.
+"""Log lines about columns of the user's tables that models do not see.
 
-TRL, LLaMA-Factory, OpenRLHF and ms-swift document columns that mean something there. `docs/your_model.md` lists them.
+TRL, LLaMA-Factory, OpenRLHF and ms-swift give some of these columns a meaning. `docs/your_model.md` lists the columns.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ _SHOWN_ELSEWHERE = (
     "objects",
     "chat_template_kwargs",
 )
-"""Columns of prompts that other libraries show the policy. Reward functions get them, as all columns of prompts."""
+"""Columns of prompts that other libraries show to the policy. Here only reward functions get these columns."""
 
 
 def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, of_chats: bool) -> None:
-    """Say in one line which columns of a table of demonstrations or preferences are not used."""
+    """Log in one line which columns of a table of demonstrations or preferences are not used."""
     known = {*used, *(SHOWN_IN_CHATS if of_chats else ())}
     if unused := [f"`{column}`" for column in given if column not in known]:
-        say_once(f"{name}: not used: {', '.join(unused)}. docs/your_model.md lists the columns that are.")
+        say_once(f"{name}: not used: {', '.join(unused)}. docs/your_model.md lists the columns that are used.")
 
 
 def name_unshown(given: Iterable[str], used: str, *, of_chats: bool) -> None:
-    """Say in one line which columns of a table of prompts would be shown to the policy elsewhere, and are not here."""
+    """Log in one line which columns of a table of prompts the policy does not see, although other libraries show them.
+
+    `used` is the column of the prompts. `of_chats` is True if all prompts are chats.
+    """
     unshown = [f"`{column}`" for column in given if column in _SHOWN_ELSEWHERE and column != used]
-    of_others = [f"`{column}`" for column in given if column in SHOWN_IN_CHATS and column != used and not of_chats]
-    parts = [", ".join(unshown), f"{', '.join(of_others)}, which only chats can show" if of_others else ""]
-    if said := "; nor ".join(filter(None, parts)):
-        say_once(f"prompts: the policy is not shown {said}. Reward functions get them.")
+    for_chats = [f"`{column}`" for column in given if column in SHOWN_IN_CHATS and column != used and not of_chats]
+    parts = [", ".join(unshown), f"{', '.join(for_chats)}, which only chats can show" if for_chats else ""]
+    if columns := "; nor ".join(filter(None, parts)):
+        say_once(f"prompts: the policy is not shown {columns}. Reward functions get these columns.")

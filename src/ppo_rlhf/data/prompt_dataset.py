@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat", "prompt_length")
-"""Columns of the stored table that are not the user's."""
+"""Columns of the tokenised table that this package adds to the user's columns."""
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Tokenised prompts with the columns that reward functions are called with. Row i of every column is one prompt.
+    """Tokenised prompts with the columns for reward functions. Row i of every column belongs to prompt i.
 
-    A column of a `datasets.Dataset` serves as a list: its values stay on disk until rows are selected.
+    A field may also be a column of a `datasets.Dataset`, whose values stay on disk until rows are selected.
     """
 
     prompt_ids: list[list[int]]
     texts: list[str]
     columns: dict[str, list[Any]]
     chats: list[str | None] = field(default_factory=list)
-    """The messages of each prompt that is a chat, as JSON, and None for each text; empty: all are texts."""
+    """The messages of each chat prompt as JSON, None for a plain-text prompt; empty: all prompts are plain text."""
 
     @classmethod
     def of_table(cls, table: Dataset) -> PromptDataset:
         """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
-        lists: Any = table  # of its columns only what lists have, too, is used
+        lists: Any = table  # typed as Any: the columns are used only as lists
         columns = {name: lists[name] for name in table.column_names if name not in PROMPT_COLUMNS}
         chats = lists["prompt_chat"] if "prompt_chat" in table.features else []
         return cls(lists["prompt_ids"], lists["prompt"], columns, chats)
@@ -47,7 +47,7 @@ class PromptDataset:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
+        """The number of tokens of each prompt."""
         table = getattr(self.prompt_ids, "source", None)
         return (
             [len(ids) for ids in self.prompt_ids] if table is None else arrow_column(table, "prompt_length").to_pylist()
@@ -55,7 +55,7 @@ class PromptDataset:
 
     @property
     def messages(self) -> list[list[dict[str, Any]] | None]:
-        """The messages of each prompt, None for text; empty: all are texts."""
+        """The messages of each prompt, None for a plain-text prompt; empty: all prompts are plain text."""
         return [None if chat is None else json.loads(chat) for chat in self.chats]
 
     @cached_property
@@ -67,7 +67,7 @@ class PromptDataset:
         return arrow_column(table, "prompt_chat").null_count < len(self)
 
     def select(self, indices: Sequence[int]) -> PromptDataset:
-        """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
+        """Return the rows at `indices`, in this order and in memory; an index may occur more than once."""
         columns = {name: _rows(values, indices) for name, values in self.columns.items()}
         chats = _rows(self.chats, indices) if len(self.chats) else []
         return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
@@ -77,7 +77,10 @@ class PromptDataset:
         columns = {"prompt": self.texts, "prompt_chat": self.chats} if self.has_chats else {"prompt": self.texts}
         table = getattr(self.texts, "source", None)
         frame = pd.DataFrame(
-            {name: held if table is None else arrow_column(table, name).to_pandas() for name, held in columns.items()}
+            {
+                name: values if table is None else arrow_column(table, name).to_pandas()
+                for name, values in columns.items()
+            }
         )
         if self.has_chats and TOOLS in self.columns:
             frame[TOOLS] = [as_json(value) for value in self.columns[TOOLS][:]]
@@ -86,7 +89,7 @@ class PromptDataset:
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
-        Parquet has no type for columns of nested or mixed values. Values that JSON lacks, such as dates, become text.
+        Parquet has no type for columns of mixed values. Values without a type in JSON, such as dates, become text.
         """
         others = {name: [as_json(value) for value in values[:]] for name, values in self.columns.items()}
         chats = {"prompt_chat": self.chats[:]} if len(self.chats) else {}
@@ -94,7 +97,7 @@ class PromptDataset:
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
-        """Return the dataset that `to_frame` made the table of."""
+        """Return the dataset of a table that `to_frame` returned."""
         names = [str(name) for name in frame.columns if name not in PROMPT_COLUMNS]
         chats = [chat if isinstance(chat, str) else None for chat in frame.get("prompt_chat", [])]
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
@@ -102,18 +105,21 @@ class PromptDataset:
 
 
 def arrow_column(table: Dataset, name: str) -> pa.ChunkedArray:
-    """Return a column without Python's objects; of selected rows, which `datasets` gathers one by one, at once."""
+    """Return a column as Arrow data, without creating Python objects.
+
+    Selected rows are gathered in one call; `datasets` would gather the rows one by one.
+    """
     column = table.data.column(name)
     return column if table._indices is None else column.take(table._indices.column(0))
 
 
 def _rows(values: Any, indices: Sequence[int]) -> list[Any]:
-    # a column of `datasets` gives many rows at once
+    # A column of `datasets` returns many rows in one access
     return [values[i] for i in indices] if isinstance(values, list) else list(values[list(indices)])
 
 
 def as_json(value: Any, *, sort_keys: bool = False) -> str:
-    """Return a value as JSON: NumPy's arrays and numbers as Python's, anything else that JSON lacks as text."""
+    """Return a value as JSON. NumPy arrays and numbers become lists and numbers, other types that JSON lacks text."""
     return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, default=_plain)
 
 

@@ -1,4 +1,4 @@
-"""Prompts: checked, tokenised, and split into training and held-out prompts."""
+"""Check and tokenise prompts, and split them into training and held-out prompts."""
 
 from __future__ import annotations
 
@@ -40,77 +40,78 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the tokenised table: raise it when `_tokenise` gives other results
+_VERSION = 2  # version of the tokenised table: increase it when the results of `_tokenise` change
 
 
 @settings_group("prompts")
 class PromptsConfig:
-    """How prompts are read from their table, and how many are held out for evaluation."""
+    """Settings for reading prompts from a table and for holding prompts out for evaluation."""
 
     column: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
-    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call.
-    Without this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped.
-    Messages may be JSON."""
+    """Column with the prompts: text, or a list of chat messages (`[{"role": …, "content": …}, …]`), plain or as JSON.
+    The policy continues an assistant's message at the end of a prompt. The content of a message may be a list of text
+    parts, and may be missing beside a tool call. A table without this column may have whole conversations in the column
+    `messages` or `conversations`; the last reply of each conversation is dropped."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
+    """Share of the prompts held out for evaluation if no evaluation prompts are given. PPO never trains on held-out
+    prompts."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
-    """Most prompts held out, and most evaluation prompts used."""
+    """Maximum number of held-out prompts, and of evaluation prompts."""
     seed: Seed = 42
-    """Chooses which prompts are held out."""
+    """Seed of the choice of the held-out prompts."""
     train_on_evaluation_prompts: bool = False
-    """Train on prompts of evaluation_prompts_path, too, if prompts_path has them: for tasks whose prompts are all there
-    is. Else they are left out of training."""
+    """Whether PPO also trains on the prompts of prompts_path that occur in evaluation_prompts_path. By default these
+    prompts are left out of training. Set true for a task that has no prompts beyond those of prompts_path."""
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts as PPO takes them: tokenised, each with room for a response."""
+    """Tokenises prompts and makes sure that each prompt leaves room for a response."""
 
     tokenizer: PreTrainedTokenizerBase  # the policy's
-    context: int | None  # most tokens of a prompt with its response; None: no limit
-    response_length: int  # tokens that must fit after each prompt
-    overlong: Literal["error", "drop", "truncate_left"]  # what to do with prompts longer than the room for them
-    why: str = ""  # ends errors: why the context is less than the model reads (`usable_context`)
+    context: int | None  # maximum number of tokens of a prompt with its response; None: no limit
+    response_length: int  # number of tokens that must fit after each prompt
+    overlong: Literal["error", "drop", "truncate_left"]  # treatment of prompts that leave no room for a response
+    why: str = ""  # appended to errors: why the usable context is shorter than the model's (`usable_context`)
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:
-        """Return what reads the prompts of a stored policy."""
+        """Return the reader for a stored policy's tokenizer and context and for the settings of PPO."""
         context, why = usable_context(policy.config())
         return cls(policy.tokenizer(), context, ppo.response_length, ppo.overlong_prompts, why)
 
     def read(self, table: Dataset, column: str, name: str) -> PromptDataset:
-        """Return the tokenised prompts of a table, as `tokenise` and `fit` do it."""
+        """Return the prompts of a table after `tokenise` and `fit`."""
         return PromptDataset.of_table(self.fit(self.tokenise(table, column, name), name))
 
     def tokenise(self, table: Dataset, column: str, name: str) -> Dataset:
-        """Return a table with the prompts as text (`prompt`) and as tokens (`prompt_ids`), and the columns given.
+        """Return the table with `PROMPT_COLUMNS` added.
 
-        A prompt that is a chat is also there as JSON of its messages (`prompt_chat`).
+        `prompt` is the text, `prompt_ids` the tokens, `prompt_length` their number, and `prompt_chat` the messages of a
+        chat prompt as JSON, None for plain text.
 
-        Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
-        messages go through its chat template with the generation prompt and the row's `tools` and `system`, and the
-        assistant's last message is continued.
-        Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
-        `name` says in errors where the table comes from.
+        Plain text is tokenised with the tokenizer's defaults; a BOS that the text already has is not added again. The
+        chat template renders chat messages with the row's `tools` and `system` and with the generation prompt; an
+        assistant's last message is continued instead. If `column` is missing, whole conversations are read from
+        `messages` or `conversations`, and the last reply of each is dropped. `name` names the table in errors.
 
-        It is done once: `datasets` keeps the result on disk, where the next call and other processes find it. If the
-        chat template prints the date, a result is that of its day.
+        `datasets` caches the result on disk for later calls and other processes. If the chat template prints the date,
+        a cached result is used only on the same day.
 
         Raises:
-            DataError: The column is missing, another one has a name of these columns, a row is not text or
-                messages, or there is no row.
+            DataError: The table is empty, `column` is missing, another column has a name of `PROMPT_COLUMNS`, or a row
+                is neither text nor messages.
         """
         from datasets import Features, List, Value
 
         if not len(table):
-            raise DataError(f"{name}: there is no prompt")
+            raise DataError(f"{name}: the table has no prompts")
         used = _prompt_column(table, column, name)
-        for taken in PROMPT_COLUMNS:
-            if taken in table.column_names and not taken == used == "prompt":
+        for reserved in PROMPT_COLUMNS:
+            if reserved in table.column_names and not reserved == used == "prompt":
                 raise DataError(
-                    f"{name}: a column is called `{taken}`, a name that the table of tokenised prompts uses itself. "
-                    "Rename it, or remove it."
+                    f"{name}: a column is called `{reserved}`, a name that is reserved for the table of tokenised "
+                    "prompts. Rename or remove the column."
                 )
 
         beside = _shown_beside(table, used)
@@ -138,18 +139,19 @@ class PromptReader:
                 )
 
         try:
-            found = processes.after_main(tokenised)
+            prompts = processes.after_main(tokenised)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
-        of_chats = not arrow_column(found, "prompt_chat").null_count
+        of_chats = not arrow_column(prompts, "prompt_chat").null_count
         name_unshown(table.column_names, used, of_chats=of_chats)
-        return found
+        return prompts
 
     def fit(self, table: Dataset, name: str) -> Dataset:
-        """Return the prompts that leave room for a response, after `overlong` is done to the others.
+        """Return a table whose prompts all leave room for a response; `overlong` says what happens to longer prompts.
 
         Raises:
-            DataError: A prompt is too long and `overlong` is `error`, or all are too long and it is `drop`.
+            DataError: A prompt is too long and `overlong` is `error`, or all prompts are too long and `overlong` is
+                `drop`, or the response length leaves no room for any prompt.
         """
         context, response_length, overlong, why = self.context, self.response_length, self.overlong, self.why
         if context is None:
@@ -158,7 +160,7 @@ class PromptReader:
         if room < 1:
             raise DataError(
                 f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
-                f"{context} tokens; set it to at most {context - 1}{why}"
+                f"{context} tokens; set ppo.response_length to at most {context - 1}{why}"
             )
         lengths = arrow_column(table, "prompt_length").to_numpy()
         fits = np.flatnonzero(lengths <= room)
@@ -169,27 +171,30 @@ class PromptReader:
             raise DataError(
                 f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row "
                 f"{np.argmax(lengths > room)}) are longer than {limit}; the longest has {lengths.max()}. "
-                f"Set ppo.overlong_prompts to drop or truncate_left, or shorten the responses{why}"
+                f"Set ppo.overlong_prompts to drop or truncate_left, or reduce ppo.response_length{why}"
             )
         if overlong == "truncate_left":
-            begin = {"room": room, "bos": self.tokenizer.bos_token_id}
+            options = {"room": room, "bos": self.tokenizer.bos_token_id}
             with bars(len(table) > LONG):
-                return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=begin, desc="Cutting prompts")
+                return table.map(
+                    _truncate_left, input_columns=["prompt_ids"], fn_kwargs=options, desc="Truncating prompts"
+                )
         if not len(fits):
             raise DataError(
-                f"{name}: none of {len(table)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
-                f"out. Set it to truncate_left, shorten the responses, or give shorter prompts{why}"
+                f"{name}: none of {len(table)} prompts has at most {limit}, and ppo.overlong_prompts=drop removes "
+                f"longer prompts. Set ppo.overlong_prompts to truncate_left, reduce ppo.response_length, or give "
+                f"shorter prompts{why}"
             )
         return table.select(fits)
 
     def read_split(
         self, table: Dataset, evaluation: Dataset | None, settings: PromptsConfig
     ) -> tuple[PromptDataset, PromptDataset]:
-        """Return (prompts to train on, prompts held out), tokenised; the rows are those of `split_held_out`."""
+        """Return (training prompts, held-out prompts), tokenised; `split_held_out` chooses the rows."""
         trained, held_out = split_held_out(table, evaluation, settings)
         for given in filter(None, (table, evaluation)):
             if (used := _prompt_column(given, settings.column, "prompts")) in CONVERSATIONS:
-                logger.info("Of %d conversations in the column %s the last reply is left out.", len(given), used)
+                logger.info("The last reply of each of %d conversations in the column %s is dropped.", len(given), used)
         whole = self.tokenise(table, settings.column, "prompts")
         other = whole
         if evaluation is not None:
@@ -200,14 +205,15 @@ class PromptReader:
 
 
 def split_held_out(table: Dataset, evaluation: Dataset | None, settings: PromptsConfig) -> tuple[list[int], list[int]]:
-    """Return (rows of the prompts to train on, rows held out: of the evaluation table if there is one).
+    """Return (training rows of `table`, held-out rows of `evaluation`, or of `table` if `evaluation` is None).
 
-    Held-out prompts are a seeded share of the distinct prompts, at most `max_held_out`; copies of one prompt go to one
-    side. With an evaluation table its first `max_held_out` rows are held out, and the prompts that it does not have are
-    trained on; with `train_on_evaluation_prompts` all are.
+    Without an evaluation table a seeded share of the distinct prompts is held out, at most `max_held_out`; copies of
+    one prompt are never on both sides. With an evaluation table its first `max_held_out` rows are held out. The
+    training rows are then the prompts that the evaluation table does not have, or all prompts with
+    `train_on_evaluation_prompts`.
 
     Raises:
-        DataError: The column is missing, there are fewer than two distinct prompts to split, or none to train on.
+        DataError: The column is missing, fewer than two distinct prompts can be split, or no training prompt is left.
     """
     maximum = settings.max_held_out
     if evaluation is not None:
@@ -217,8 +223,8 @@ def split_held_out(table: Dataset, evaluation: Dataset | None, settings: Prompts
             rows = [row for row in rows if not are_evaluated[row]]
             if not rows:
                 raise DataError(
-                    "prompts: evaluation_prompts_path has all of them, so none is left to train on. Give others, or "
-                    "set prompts.train_on_evaluation_prompts=true to train on them"
+                    "prompts: evaluation_prompts_path has all prompts of prompts_path, so no training prompt is left. "
+                    "Give other prompts, or set prompts.train_on_evaluation_prompts=true to train on these prompts"
                 )
         return rows, list(range(min(maximum, len(evaluation))))
     keys, share = _keys(table, settings.column, "prompts"), settings.held_out_share
@@ -227,25 +233,25 @@ def split_held_out(table: Dataset, evaluation: Dataset | None, settings: Prompts
 
 
 def find_evaluated(table: Dataset, evaluation: Dataset, column: str) -> list[bool]:
-    """Return for each row of a table of prompts whether its prompt is one of the evaluation prompts."""
+    """Return for each row of `table` whether its prompt is one of the evaluation prompts."""
     evaluated = set(_keys(evaluation, column, "evaluation prompts"))
     return [key in evaluated for key in _keys(table, column, "prompts")]
 
 
 def _prompt_column(table: Dataset, column: str, name: str) -> str:
-    """Return the column to read: a chat's if the one that is set is missing."""
-    found = next((each for each in (column, *CONVERSATIONS) if each in table.column_names), None)
-    if found is None:
+    """Return the column to read: `column`, or if it is missing the first column of `CONVERSATIONS` in the table."""
+    used = next((name for name in (column, *CONVERSATIONS) if name in table.column_names), None)
+    if used is None:
         raise DataError(
             f"{name}: no column `{column}` (prompts.column); the columns are {', '.join(table.column_names)}"
         )
-    return found
+    return used
 
 
 def _keys(table: Dataset, column: str, name: str) -> list[int]:
-    """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory.
+    """Return a key of each prompt, equal for copies of a prompt. The key is a hash, which is smaller than the text.
 
-    A chat's key has what is rendered with it, the system message and the tools.
+    The key of a chat includes the system message and the tools.
     """
     used = _prompt_column(table, column, name)
     columns = [used, *_shown_beside(table, used)]
@@ -259,12 +265,12 @@ def _keys(table: Dataset, column: str, name: str) -> list[int]:
 
 
 def prompt_key(chat: Chat, tools: Tools) -> str:
-    """Return what is the same for copies of a chat with its tools, whatever the order of the keys."""
+    """Return a text that is equal for copies of a chat with its tools, whatever the order of the keys."""
     return as_json([chat, tools], sort_keys=True)
 
 
 def _shown_beside(table: Dataset, used: str) -> list[str]:
-    """Return the columns with which a table's chats in the column `used` are rendered."""
+    """Return the columns that chats in the column `used` are rendered with."""
     return [name for name in SHOWN_IN_CHATS if name in table.column_names and name != used]
 
 
@@ -277,9 +283,10 @@ def _tokenise(
     version: int,
     dates: list[str],
 ) -> dict[str, Any]:
-    """Return the columns `PROMPT_COLUMNS` of some rows; `others` are the columns `beside` and the numbers of the rows.
+    """Return the columns `PROMPT_COLUMNS` of a batch of rows.
 
-    `version` and `dates` only tell results of other code and of other days apart.
+    `others` are the columns named in `beside`, then the row numbers. `version` and `dates` only enter the key of the
+    cache, so that results of other code or another day are not reused.
     """
     *columns, rows = others
     prompts, texts = [], []
@@ -299,7 +306,7 @@ def _tokenise(
 
 
 def _read_whole(value: Any, cells: dict[str, Any], row: str, column: str) -> tuple[str | Chat, Tools]:
-    """Return a row's prompt with the system message of its cells, and its tools; text has neither."""
+    """Return a row's prompt with the system message from `cells`, and the row's tools; plain text gets neither."""
     prompt = _read(value, f"{row}, column `{column}`", column)
     if isinstance(prompt, str):
         return prompt, None
@@ -307,17 +314,17 @@ def _read_whole(value: Any, cells: dict[str, Any], row: str, column: str) -> tup
 
 
 def _read(value: Any, where: str, column: str) -> str | Chat:
-    """Return a prompt: text or a chat, of whole conversations without the last reply."""
+    """Return a prompt: text or a chat. A column of whole conversations loses the last reply of the assistant."""
     prompt = read_text_or_chat(value, where)
     if column not in CONVERSATIONS or isinstance(prompt, str) or prompt[-1]["role"] != ASSISTANT:
         return prompt
     if len(prompt) == 1:
-        raise DataError(f"{where}: before its only message, which is the assistant's, there is no prompt")
+        raise DataError(f"{where}: the only message is the assistant's, so the conversation has no prompt")
     return prompt[:-1]
 
 
 def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, Any]:
-    """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
+    """Cut off the beginning of a prompt, but keep the BOS: models have not been trained on texts without BOS."""
     kept = prompt_ids[-room:]
     if len(prompt_ids) > room >= 2 and prompt_ids[0] == bos:
         kept = [prompt_ids[0], *kept[1:]]

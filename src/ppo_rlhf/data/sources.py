@@ -1,4 +1,4 @@
-"""A user's table: where it is, how `datasets` loads it, and what is wrong with a file that cannot be loaded."""
+"""Find a user's table, load it with `datasets`, and report what is wrong with a file that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError, in_one_line
 
-if TYPE_CHECKING:  # `datasets` takes two seconds to import, which only a run pays for
+if TYPE_CHECKING:  # `datasets` takes two seconds to import, so only functions that load a table import it
     from datasets import Dataset
 
 FORMATS = {
@@ -29,7 +29,7 @@ FORMATS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-"""Endings of files, and the builder of `datasets` that reads each."""
+"""Maps endings of files to the builder of `datasets` that reads the file."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB = "hf://datasets/"
 _ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
@@ -39,61 +39,62 @@ _HUB_NAME = re.compile(
 )
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
 LONG = 10_000
-"""Rows for which a progress bar is shown."""
-_LARGE = 10_000_000  # bytes, the same
+"""A progress bar is shown for tables with more rows than this."""
+_LARGE = 10_000_000  # bytes; a progress bar is shown for larger files
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 
 
 def load_table(
     source: str, *, text_column: str = "text", cache: str | None = None, load_args: dict[str, Any] | None = None
 ) -> Dataset:
-    """Return a table, memory-mapped except for CSV.
+    """Return a table; a table from CSV is in memory, others are memory-mapped.
 
     Args:
-        source: Files or a data set on the hub, named as in the catalog (`datasets.RecordsDataset`).
-        text_column: The column's name where files are plain text; in CSV a column that stays text.
-        cache: The folder for the Arrow files that are made of the table; None: that of `datasets`.
+        source: Files or a dataset on the hub, named as in the catalog (`datasets.RecordsDataset`).
+        text_column: The name for the column of plain-text files; in CSV a column that is read as text.
+        cache: The folder for the Arrow files of the table; None: the cache of `datasets`.
         load_args: Further arguments of `datasets.load_dataset`.
 
     Raises:
-        DataError: Nothing is there, an unknown ending, a damaged line (its number is named), a text that is not UTF-8,
-            no rows, or a data set that cannot be reached.
+        DataError: The source does not exist or cannot be reached, its ending is unknown, a line is damaged (the error
+            has the line number), a text is not UTF-8, or the table has no rows.
     """
-    given = load_args or {}
+    options = load_args or {}
     files = files_of(source)
     if files is None:
-        table = _load_from_hub(source, cache, given)
+        table = _load_from_hub(source, cache, options)
     elif isinstance(files, Path):
-        table = _load_saved(files, given.get("split"))
+        table = _load_saved(files, options.get("split"))
     else:
-        table = _load_files(source, files, text_column, cache, given)
+        table = _load_files(source, files, text_column, cache, options)
     if not len(table):
         raise DataError(f"{source}: {_NO_ROWS}")
     try:
         check_texts(table, source)
     except DataError:
-        for file in files if isinstance(files, list) else ():  # rather name one file, and its row
-            check_texts(_load_files(str(file), [file], text_column, cache, given), str(file))
+        for file in files if isinstance(files, list) else ():  # check each file, so that the error names file and row
+            check_texts(_load_files(str(file), [file], text_column, cache, options), str(file))
         raise
     return table
 
 
 def check_texts(table: Dataset, source: str) -> None:
-    """Raise `DataError` with row and column if a text is not UTF-8, which a table holds until somebody reads the row.
+    """Raise `DataError` with row and column if a text is not UTF-8.
 
-    Arrow's own check reads a gigabyte in half a second, so each table is checked as a whole.
+    Without this check `datasets` would fail only when the row is read. Arrow checks a gigabyte in half a second, so the
+    whole table is checked first; only if that fails are the rows read to find the damaged one.
     """
     for name in () if _is_valid(table) else table.column_names:
         column, rows = table.select_columns([name]), range(len(table))
         for size in (1_000, 1):
-            unread = next((row for row in rows[::size] if not _is_read(column, slice(row, row + size))), None)
-            if unread is None:
+            damaged = next((row for row in rows[::size] if not _is_readable(column, slice(row, row + size))), None)
+            if damaged is None:
                 break
-            rows = range(unread, min(unread + size, len(table)))
+            rows = range(damaged, min(damaged + size, len(table)))
         else:
             raise DataError(
-                f"{source}: row {rows[0]}, column `{name}`: the text is not UTF-8. Write the file as UTF-8, or leave "
-                "the row out."
+                f"{source}: row {rows[0]}, column `{name}`: the text is not UTF-8. Write the file as UTF-8, or remove "
+                "the row."
             )
 
 
@@ -107,7 +108,7 @@ def _is_valid(table: Dataset) -> bool:
     return True
 
 
-def _is_read(column: Dataset, rows: slice) -> bool:
+def _is_readable(column: Dataset, rows: slice) -> bool:
     try:
         column[rows]
     except UnicodeDecodeError:
@@ -116,27 +117,29 @@ def _is_read(column: Dataset, rows: slice) -> bool:
 
 
 def is_hub_name(source: str) -> bool:
-    """Return whether a source that is no file can be the name of a data set on the hub.
+    """Return whether a source that is not a file can be the name of a dataset on the hub.
 
-    `folder/name` is none where there is such a folder: the hub is not asked for a path with a typing error.
+    `folder/name` cannot if `folder` exists: the source is then a mistyped path, which must not be looked up on the hub.
     """
-    found = _HUB_NAME.fullmatch(source)
+    match = _HUB_NAME.fullmatch(source)
     return (
-        found is not None and _kind(Path(source)) not in FORMATS and not os.path.isdir(os.path.dirname(found["path"]))
+        match is not None and _kind(Path(source)) not in FORMATS and not os.path.isdir(os.path.dirname(match["path"]))
     )
 
 
 def files_of(source: str) -> list[Path] | Path | None:
-    """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a data set on the hub."""
+    """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a dataset on the hub."""
     if source.startswith(HUB):
         return [_downloaded(source)]
     path = Path(source).expanduser()
     try:
         exists = path.exists()
-    except OSError as error:  # such as a name that is too long
-        raise DataError(f"{source}: this data file cannot be looked for: {error.strerror}. Give {_ENDINGS}.") from error
+    except OSError as error:  # for example, the name is too long
+        raise DataError(f"{source}: this path cannot be looked up: {error.strerror}. Give {_ENDINGS}.") from error
     if "::" in source and exists:
-        raise DataError(f"{source}: `datasets` and fsspec take :: in a path for a file within another. Rename it.")
+        raise DataError(
+            f"{source}: `datasets` and fsspec read :: in a path as a file inside an archive. Rename the file."
+        )
     if path.is_file():
         files = [path]
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -144,7 +147,7 @@ def files_of(source: str) -> list[Path] | Path | None:
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if _kind(file) in FORMATS)
         if not files:
-            raise DataError(f"{source}: no file in this folder can be read. Give {_ENDINGS}.")
+            raise DataError(f"{source}: this folder has no file of a supported kind. Give {_ENDINGS}.")
     else:
         files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
         if not files and is_hub_name(source):
@@ -153,7 +156,7 @@ def files_of(source: str) -> list[Path] | Path | None:
             raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
     kinds = {_kind(file) for file in files}
     if len({FORMATS.get(kind, kind) for kind in kinds}) > 1:
-        raise DataError(f"{source}: files of several kinds ({', '.join(sorted(kinds))}). Give those of one kind.")
+        raise DataError(f"{source}: files of several kinds ({', '.join(sorted(kinds))}). Give files of one kind.")
     if not kinds <= FORMATS.keys():
         (kind,) = kinds
         raise DataError(f"{source}: files ending in {kind or 'nothing'} cannot be read. Give {_ENDINGS}.")
@@ -175,81 +178,85 @@ def _downloaded(source: str) -> Path:
     try:
         repository, revision, file = address.group("repo_id", "revision", "filename")
         return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
-    except (OSError, ValueError) as error:  # of the hub, of the network, of the cache, or HF_HUB_OFFLINE
+    except (OSError, ValueError) as error:  # from the hub, the network, the cache, or because of HF_HUB_OFFLINE
         raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from None
 
 
-def _load_from_hub(source: str, cache: str | None, given: dict[str, Any]) -> Dataset:
+def _load_from_hub(source: str, cache: str | None, load_args: dict[str, Any]) -> Dataset:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
     address = _HUB_NAME.fullmatch(source)
     assert address is not None
     named = {key: value for key, value in address.groupdict().items() if value is not None}
-    if both := named.keys() & given.keys():
-        raise DataError(f"{source}: load_args gives {', '.join(sorted(both))}, too. Give each once.")
+    if both := named.keys() & load_args.keys():
+        raise DataError(
+            f"{source}: the name and load_args both give {', '.join(sorted(both))}. Remove the load_args of this name."
+        )
     try:
-        found = datasets.load_dataset(**{**given, **named}, cache_dir=cache)
+        loaded = datasets.load_dataset(**{**load_args, **named}, cache_dir=cache)
     except DatasetNotFoundError as error:
         why = in_one_line(error)
         if "gated" in why:
-            why += " Accept its terms on the hub, and set HF_TOKEN or run `hf auth login`."
+            why += " Accept the dataset's terms on the hub, and set HF_TOKEN or run `hf auth login`."
         else:
-            why = f"there is no such file or folder, and as a name on the hub: {why}"
+            why = f"there is no such file or folder, and the hub has no such dataset: {why}"
         raise DataError(f"{source}: {why}") from None
     except ConnectionError as error:
         raise DataError(
-            f"{source}: there is no such file or folder, and as a name on the hub it cannot be loaded: "
+            f"{source}: there is no such file or folder, and no dataset of this name can be loaded from the hub: "
             f"{in_one_line(error)}"
         ) from None
     except (OSError, ValueError) as error:  # an unknown configuration or split
         raise DataError(f"{source}: cannot be loaded: {in_one_line(error)}") from error
-    return _one_split(found, source)
+    return _one_split(loaded, source)
 
 
 def _load_saved(folder: Path, split: str | None) -> Dataset:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(folder))
+        loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be loaded: {in_one_line(error)}") from error
-    return _one_split(found, str(folder), split)
+    return _one_split(loaded, str(folder), split)
 
 
-def _one_split(found: Any, source: str, split: str | None = None) -> Dataset:
-    """Return a table, of several splits the one asked for or `train`."""
-    if not isinstance(found, dict):
-        return found
+def _one_split(loaded: Any, source: str, split: str | None = None) -> Dataset:
+    """Return the table itself, or a split of a `DatasetDict`: `split`, else `train`, else the only split."""
+    if not isinstance(loaded, dict):
+        return loaded
     chosen = split
-    if not chosen and "train" in found:
+    if not chosen and "train" in loaded:
         chosen = "train"
-    elif not chosen and len(found) == 1:
-        (chosen,) = found
-    if chosen not in found:
-        raise DataError(f"{source}: the splits are {', '.join(found)}. Name one, as in <owner>/<name>:<split>.")
-    return found[chosen]
+    elif not chosen and len(loaded) == 1:
+        (chosen,) = loaded
+    if chosen not in loaded:
+        raise DataError(f"{source}: the splits are {', '.join(loaded)}. Name one, as in <owner>/<name>:<split>.")
+    return loaded[chosen]
 
 
-def _load_files(source: str, files: list[Path], text_column: str, cache: str | None, given: dict[str, Any]) -> Dataset:
+def _load_files(
+    source: str, files: list[Path], text_column: str, cache: str | None, load_args: dict[str, Any]
+) -> Dataset:
     import datasets
 
-    from ppo_rlhf.models.quiet import errors_only  # imports transformers
+    from ppo_rlhf.models.quiet import errors_only  # imported here because it imports transformers
 
     builder = FORMATS[_kind(files[0])]
-    if builder == "csv" and not given:
+    if builder == "csv" and not load_args:
         return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
     options = {"encoding": "utf-8-sig"} if builder == "text" else {}
     try:
-        # of a damaged file the error below says what `datasets` would log
+        # Silence `datasets`: the error below reports a damaged file
         with errors_only("datasets", logging.CRITICAL), bars(sum(file.stat().st_size for file in files) > _LARGE):
             table = datasets.load_dataset(
                 builder,
-                **{**options, "split": "train", **given},
-                data_files=[glob.escape(str(file)) for file in files],  # which `datasets` takes for patterns
+                **{**options, "split": "train", **load_args},
+                data_files=[glob.escape(str(file)) for file in files],  # `datasets` reads the paths as glob patterns
                 cache_dir=cache,
             )
-    except Exception as error:  # builders raise errors of many libraries, StopIteration for an empty file among them
+    except Exception as error:  # builders raise errors of many libraries, for example StopIteration for an empty file
         rows = [row for file in files for row in _read_by_line(file, builder)]
         if not rows:
             raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
@@ -262,9 +269,9 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
 
 
 def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSON file that `datasets` cannot read, for example mixed types beside empty lines.
+    """Return the rows of a JSON file that `datasets` cannot read, for example because of mixed types and empty lines.
 
-    An error names the line that cannot be read.
+    Return no rows for a file of another kind. The error names the line that cannot be read.
     """
     if file.stat().st_size == 0:
         raise DataError(f"{file}: this data file is empty. It needs at least one row.")
@@ -298,29 +305,32 @@ def _text(file: Path) -> str:
         return str(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         number = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{file}: line {number} is damaged, it is not UTF-8 text.") from error
+        raise DataError(f"{file}: line {number} is damaged: it is not UTF-8 text.") from error
 
 
 def _parsed(file: Path, number: int, text: str) -> Any:
-    """Return the value of JSON text that begins in line `number` of a file."""
+    """Return the value of a JSON text; `number` is the line of the file in which the text begins."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode()  # fails if an escape sequence is half of a surrogate pair
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
-        raise DataError(f"{file}: line {line} is damaged, it is not valid JSON ({error.msg}).") from error
+        raise DataError(f"{file}: line {line} is damaged: it is not valid JSON ({error.msg}).") from error
     except UnicodeEncodeError as error:
-        raise DataError(f"{file}: line {number} is damaged, it has half of a surrogate pair.") from error
+        raise DataError(f"{file}: line {number} is damaged: it has half of a surrogate pair.") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         raise DataError(f"{file}: line {number} cannot be read: {error}.") from error
     return value
 
 
 def _read_csv(file: Path, text_column: str) -> Dataset:
-    """Return a CSV file, in which only an empty cell is missing, and whole numbers stay whole beside one."""
+    """Return the table of a CSV file.
+
+    Only an empty cell is a missing value, and whole numbers stay whole numbers beside a missing value.
+    """
     import datasets
 
-    surplus = "Rows have more cells than the header; quote texts that hold commas."
+    surplus = "Rows have more cells than the header; quote texts that contain commas."
     try:
         frame = pd.read_csv(
             file,
@@ -330,23 +340,23 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
             keep_default_na=False,
             na_values=[""],
         )
-    except (OSError, EOFError, ValueError) as error:  # also what pandas' parser raises, which names the line
+    except (OSError, EOFError, ValueError) as error:  # includes the errors of pandas' parser, which name the line
         if isinstance(error, UnicodeDecodeError):
-            _text(file)  # which names the line
+            _text(file)  # raises an error that names the line
         reason = in_one_line(error)
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
         ) from error
-    if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas read the first cells as row labels
         raise DataError(f"{file}: this CSV file is damaged: {surplus}")
     return datasets.Dataset.from_pandas(frame, preserve_index=False)
 
 
 def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
-    """Return a table of columns in memory; values of several types stay as they are.
+    """Return a table of columns in memory; a column may have values of several types.
 
     Raises:
-        DataError: Columns of several lengths, or values that Arrow has no type for.
+        DataError: The columns differ in length, or Arrow has no type for a value.
     """
     import datasets
 
@@ -356,13 +366,13 @@ def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
             for name, values in columns.items()
         }
         return datasets.Dataset.from_dict(plain, on_mixed_types="use_json")
-    except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
+    except (ValueError, TypeError, OverflowError) as error:  # Arrow's errors are ValueErrors
         raise DataError(f"this table cannot be read: {in_one_line(error)}") from error
 
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
-    """Show the progress bars of `datasets`, or not: nobody waits for a short table."""
+    """Show the progress bars of `datasets` within the block only if `shown`: a short table needs none."""
     import datasets
 
     were_disabled = datasets.are_progress_bars_disabled()

@@ -1,7 +1,4 @@
-"""Tables that keep the types of their values, and the split into training and held-out rows.
-
-pandas turns whole numbers into floats where one is missing.
-"""
+"""Conversion of tables to pandas with the types kept, and the split into training and held-out rows."""
 
 from __future__ import annotations
 
@@ -19,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def frame_of(table: Dataset) -> pd.DataFrame:
-    """Return a table in memory; values of several types, None among them, stay as they are."""
+    """Return a table as a DataFrame in memory.
+
+    A column with values of several types, including None, gets the dtype object: pandas would turn whole numbers into
+    floats beside a missing value.
+    """
     columns: dict[str, list[Any]] = table[:]
     kinds = {name: object if len({*map(type, values)}) > 1 else None for name, values in columns.items()}
     return pd.DataFrame({name: pd.Series(values, dtype=kinds[name]) for name, values in columns.items()})
@@ -38,9 +39,10 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return (rows to train on, rows held out), each in the table's order.
 
-    A seeded share of the distinct keys, one for each row, is held out: at least one, at most `maximum`, and not all.
-    Rows of equal keys go to one side. Of a held-out key all rows are held out with `copies`; else only the first, and
-    the others are left out. Errors name the table and end in the advice.
+    `keys` has one key per row. A seeded share of the distinct keys is held out: at least one, at most `maximum`, and
+    never all. Rows with equal keys are never on both sides. With `copies` all rows of a held-out key are held out;
+    otherwise only the first of these rows is held out and the other rows are dropped. `name` begins and `advice` ends
+    the error.
 
     Raises:
         DataError: There are fewer than two distinct keys.

@@ -1,4 +1,4 @@
-"""The Kedro datasets that kedro-datasets does not have."""
+"""Kedro datasets that kedro-datasets lacks."""
 
 from ppo_rlhf.datasets.answers import MlflowAnswersDataset
 from ppo_rlhf.datasets.checkpoints import (

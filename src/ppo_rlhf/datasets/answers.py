@@ -1,4 +1,4 @@
-"""Preferences that people gave in a review queue, as a table; and the rows of it that a reward model was trained on."""
+"""Load people's preferences from a review queue as a table, and store the rows that a reward model was trained on."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SCHEME = "mlflow:"
-"""A path that begins so names a review queue."""
+"""A path with this prefix names a review queue."""
 
 log = logging.getLogger(__name__)
 
 
 def load_answers(source: str) -> Dataset:
-    """Return the preferences of `mlflow:<queue>`, one row a pair of which most people prefer one response.
+    """Return the preferences of `mlflow:<queue>`: one row per pair in which a majority prefers one response.
 
-    Columns are `prompt`, `chosen`, `rejected` (texts, or chats as messages), `tools` if there are any, and beside them
-    `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model is shown.
+    The columns are `prompt`, `chosen` and `rejected` (texts, or chats as messages), `tools` if a prompt has tools, and
+    `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model sees.
 
     Raises:
         DataError, ConfigError: As `ReviewQueues.read`; or no answer prefers a response; or the queue has both texts and
             chats.
     """
-    found = queues_here().read(source.removeprefix(SCHEME))
-    answers = [{each.person: each.value for each in comparison.answers} for comparison in found]
-    chosen = [majority(each) for each in answers]
+    comparisons = queues_here().read(source.removeprefix(SCHEME))
+    answers = [{answer.person: answer.value for answer in comparison.answers} for comparison in comparisons]
+    chosen = [majority(values) for values in answers]
     alpha = agreement(answers)
-    preferred = [each for each in zip(found, chosen, strict=True) if each[1] in ("A", "B")]
-    # preferences have no blank texts: in a user's table one is a mistake
-    rows = [_row(*each, alpha) for each in preferred if is_text(each[0].response_a) and is_text(each[0].response_b)]
-    _tell(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
+    preferred = [pair for pair in zip(comparisons, chosen, strict=True) if pair[1] in ("A", "B")]
+    # Leave out blank responses: tables of preferences refuse blank texts
+    rows = [_row(*pair, alpha) for pair in preferred if is_text(pair[0].response_a) and is_text(pair[0].response_b)]
+    _log_counts(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
     if not rows:
-        raise DataError(f"{source}: nobody has preferred a response yet in {len(found)} pairs. Answer some in MLflow.")
-    if len({is_text(row["chosen"]) for row in rows}) > 1:
         raise DataError(
-            f"{source}: this queue has pairs of texts and of chats. Collect each kind in a queue of its own."
+            f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Answer some pairs in MLflow."
         )
+    if len({is_text(row["chosen"]) for row in rows}) > 1:
+        raise DataError(f"{source}: this queue has pairs of texts and of chats. Collect each kind in a separate queue.")
     has_tools = any(row["tools"] is not None for row in rows)
     return table_of({name: [row[name] for row in rows] for name in rows[0] if name != "tools" or has_tools})
 
@@ -61,7 +61,7 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
     better, worse = comparison.response_a, comparison.response_b
     if chosen == "B":
         better, worse = worse, better
-    given = sorted(comparison.answers, key=lambda each: each.when)
+    answers = sorted(comparison.answers, key=lambda answer: answer.when)
     is_chat = not is_text(comparison.prompt)
     return {
         "prompt": comparison.prompt,
@@ -69,20 +69,20 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
         "rejected": [{"role": ASSISTANT, "content": worse}] if is_chat else worse,
         "tools": None if comparison.tools is None else as_json(comparison.tools),
         TRACE: comparison.trace_id,
-        PEOPLE: [each.person for each in given],
-        WHEN: [each.when for each in given],
-        RATIONALES: [each.rationale for each in given],
+        PEOPLE: [answer.person for answer in answers],
+        WHEN: [answer.when for answer in answers],
+        RATIONALES: [answer.rationale for answer in answers],
         ALPHA: alpha,
     }
 
 
-def _tell(
+def _log_counts(
     source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None, *, blank: int
 ) -> None:
-    """Log once in a run how many pairs are used, and why the others are not."""
-    unanswered = sum(not each for each in answers)
-    counts = Counter(each for each, given in zip(chosen, answers, strict=True) if given)
-    used, people = counts["A"] + counts["B"] - blank, len({person for each in answers for person in each})
+    """Log once per run how many pairs are used, and why the other pairs are not used."""
+    unanswered = sum(not values for values in answers)
+    counts = Counter(choice for choice, values in zip(chosen, answers, strict=True) if values)
+    used, people = counts["A"] + counts["B"] - blank, len({person for values in answers for person in values})
     line = (
         f"{source}: {used} of {len(answers)} pairs are used; {counts['tie']} ties, {counts['both bad']} both bad, "
         f"{counts[None]} without a majority, {unanswered} unanswered, {blank} with a blank response. {people} people"
@@ -94,9 +94,9 @@ def _tell(
 
 
 class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
-    """The answered pairs that a reward model was trained on, as JSON lines, and an artifact of the run.
+    """The answered pairs that a reward model was trained on: a JSON-lines file, also logged as an artifact of the run.
 
-    The file can be `preferences_path` itself, when the traces are gone. Saving no rows changes nothing. Example:
+    The file can serve as `preferences_path` once the traces are deleted. Saving no rows changes nothing. Example:
 
     ```yaml
     answered_preferences:
@@ -106,7 +106,7 @@ class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
     """
 
     def save(self, data: pd.DataFrame) -> None:
-        """Write the rows, and log the file in the MLflow run that is open."""
+        """Write the rows, and log the file in the active MLflow run."""
         if data.empty:
             return
         with written_whole(self._filepath) as draft:
@@ -115,6 +115,6 @@ class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
             mlflow.log_artifact(str(self._filepath), "preferences")
 
     def load(self) -> pd.DataFrame:
-        """Return the rows of the newest such training."""
+        """Return the rows of the newest reward training with answered pairs."""
         lines = self._filepath.read_text(encoding="utf-8").split("\n")
         return pd.DataFrame([json.loads(line) for line in lines if line])

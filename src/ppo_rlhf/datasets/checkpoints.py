@@ -1,4 +1,4 @@
-"""Catalog entries for what one run saves while it trains, by MLflow run, and for the checkpoint it resumes from."""
+"""Catalog entries for the files that a run saves during training, and for the checkpoint that a run resumes from."""
 
 import math
 import os
@@ -22,7 +22,7 @@ Loaded = TypeVar("Loaded")
 
 
 class _RunDataset(AbstractDataset[Saved, Loaded]):
-    """A dataset below the directory that holds the checkpoints of all runs."""
+    """A dataset whose `filepath` is the directory with the checkpoints of all runs."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         self.root = Path(filepath)
@@ -33,14 +33,14 @@ class _RunDataset(AbstractDataset[Saved, Loaded]):
 
 
 def most_checkpoints(config: PPOConfig, iterations: int) -> int:
-    """Return how many checkpoints a run has on the disk at most: the newest, the best, and one being written."""
+    """Return the largest number of checkpoints that a run has on disk: the newest, the best, and one being written."""
     return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
 
 
 class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
-    """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
+    """Writes the checkpoints `<filepath>/<MLflow run id>/iteration_NNNNNN/`, and keeps the newest and the best.
 
-    It is only written; `resume_checkpoint` reads them. Example:
+    The entry cannot be loaded; the entry `resume_checkpoint` reads checkpoints. Example:
 
     ```yaml
     checkpoint:
@@ -50,7 +50,7 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
     """
 
     def save(self, data: TrainingState) -> None:
-        """Write a checkpoint if one is due, then delete those that are neither new nor the best."""
+        """Write a checkpoint if one is due, then delete checkpoints that are neither among the newest nor the best."""
         if data.checkpoint_due:
             directory = run_directory(self.root)
             write_checkpoint(directory, data)
@@ -64,10 +64,10 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
 
 
 class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
-    """The checkpoint that `resume` asks for, None for a run from the beginning.
+    """The checkpoint that the setting `resume` names; None for a run that starts at the beginning.
 
-    Which one that is depends on the runs in MLflow, so a hook resolves it before the first node and sets `checkpoint`.
-    Without a hook a checkpoint's own path still works. Example:
+    `resume` may refer to a run in MLflow, so a hook calls `resolve` before the first node. Without the hook `resume`
+    can only be the path of a checkpoint. Example:
 
     ```yaml
     resume_checkpoint:
@@ -78,22 +78,22 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
     """
 
     def __init__(self, filepath: str, resume: str | None = None, metadata: dict[str, Any] | None = None) -> None:
-        """Describe what is asked for; nothing is read. `metadata` is read by Kedro-Viz."""
-        self.root = Path(filepath)  # holds the checkpoints of all runs
-        self.requested = None if resume is None else str(resume)  # `latest`, a checkpoint, or an MLflow run id
-        self.checkpoint: Path | None = None  # what that is, once it is known
+        """Store the arguments; nothing is read. `metadata` is for Kedro-Viz."""
+        self.root = Path(filepath)  # directory with the checkpoints of all runs
+        self.requested = None if resume is None else str(resume)  # `latest`, a checkpoint's path, or an MLflow run id
+        self.checkpoint: Path | None = None  # the checkpoint's directory, set by `resolve`
         self.metadata = metadata
         self._is_resolved = False
 
     def resolve(self, checkpoint: Path | None) -> None:
-        """Set what the run resumes from; None starts at the beginning."""
+        """Set the checkpoint that the run resumes from; None: the run starts at the beginning."""
         self.checkpoint, self._is_resolved = checkpoint, True
 
     def load(self) -> Path | None:
         """Return the checkpoint's directory.
 
         Raises:
-            DatasetError: Only MLflow would know which one, and no hook has asked it.
+            DatasetError: `resume` is not the path of a checkpoint, and no hook has looked it up in MLflow.
         """
         if self._is_resolved or self.requested is None:
             return self.checkpoint
@@ -113,10 +113,11 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
 
 class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
-    """The evaluations of this run, one row each, beside its checkpoints: they decide which checkpoint is the best.
+    """The evaluations of this run, one row each, in the directory of the run's checkpoints.
 
-    A row has the metrics, and what a later evaluation or the choice of the best checkpoint needs beside them.
-    Saving appends one row; an empty dict (no evaluation was due) changes nothing. Example:
+    The rows decide which checkpoint is the best. A row has the metrics and the other values that a later evaluation or
+    the choice of the best checkpoint needs. Saving appends one row; saving an empty dict changes nothing, because no
+    evaluation was due. Example:
 
     ```yaml
     evaluation_metrics:
@@ -126,7 +127,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
     """
 
     def save(self, data: dict[str, Any]) -> None:
-        """Append one evaluation; one of the same iteration is replaced."""
+        """Append one evaluation, or replace the evaluation of the same iteration."""
         if data:
             evaluations.add_evaluation(run_directory(self.root), data)
 
@@ -139,7 +140,9 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
 
 class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
-    """The completions of this run's sampled iterations, beside its checkpoints; only written. Example:
+    """The completions of this run's sampled iterations, in the directory of the run's checkpoints.
+
+    The entry cannot be loaded. Example:
 
     ```yaml
     completions:
@@ -149,7 +152,7 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
     """
 
     def save(self, data: list[dict[str, Any]]) -> None:
-        """Write one iteration's file; no rows: nothing was due."""
+        """Write the file of one iteration; an empty list writes nothing, because no completions were due."""
         evaluations.write_completions(run_directory(self.root), data)
 
     def load(self) -> NoReturn:
@@ -160,9 +163,10 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
 
 
 def run_directory(root: Path) -> Path:
-    """Return the directory of the MLflow run that is active; without one, a directory of this process.
+    """Return the directory of the active MLflow run; without an active run, a directory of this process.
 
-    Of several processes only the main one has an MLflow run; a hook gives the others its id in the environment.
+    In a distributed run only the main process has an active MLflow run. A hook passes the run id to the other processes
+    in the environment.
     """
     run = mlflow.active_run()
     run_id = run.info.run_id if run else None

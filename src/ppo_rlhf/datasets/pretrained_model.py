@@ -1,4 +1,4 @@
-"""A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
+"""A catalog entry for a Hugging Face model: loaded lazily, saved atomically as a new version."""
 
 import errno
 from pathlib import Path
@@ -17,9 +17,9 @@ from ppo_rlhf.runtime.whole_files import drafted, publish
 class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], PretrainedHandle | None]):
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
-    Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
-    is there, else the newest version below it, or the one that `--load-versions` names. Saving writes a new version
-    below the path, whole or not at all. Example:
+    Loading returns a handle; weights are read only when a node needs them. If the path has a config.json, the path
+    itself is loaded; otherwise the newest version below the path, or the version that `--load-versions` names. Saving
+    writes a new version below the path atomically. Example:
 
     ```yaml
     sft_policy:
@@ -28,12 +28,12 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
     ```
 
     Attributes:
-        pinned: The version to load, though another run may write a newer one: what this session wrote or was told to
-            read. None loads the newest.
+        pinned: The version to load, even if another run writes a newer version meanwhile: the version that this session
+            wrote, or that `--load-versions` names. None loads the newest version.
         chat_template_kwargs: Values for names that the model's chat template reads.
     """
 
-    versioned = True  # so Kedro hands on the version of --load-versions
+    versioned = True  # makes Kedro pass the version of --load-versions
 
     def __init__(
         self,
@@ -43,17 +43,18 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         metadata: dict[str, Any] | None = None,
         version: Version | None = None,
     ) -> None:
-        """Describe where the model is; nothing is read.
+        """Store where the model is; no weights are read.
 
-        Without a `filepath` it loads as None (an optional input that was not given). `chat_template_kwargs` are values
-        for names that the model's chat template reads; of `version` only the one to load counts.
+        An entry without a `filepath` is an optional input that was not given and loads as None. `chat_template_kwargs`
+        are values for names that the model's chat template reads. `version.load` is the version to load;
+        `version.save` is ignored.
 
         Raises:
-            ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` are no mapping, or the
-                version is not there (seen by Kedro's callers as the cause of a `DatasetError`).
+            ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` is not a mapping, or the
+                version does not exist. Kedro raises a `DatasetError` with this error as the cause.
         """
-        if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
-            raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
+        if not isinstance(trust_remote_code, bool):  # the text "false" would count as true
+            raise ConfigError(f"trust_remote_code must be true or false, without quotes; got {trust_remote_code!r}")
         if not isinstance(chat_template_kwargs or {}, dict):
             raise ConfigError(f"chat_template_kwargs: expected names with values, got {chat_template_kwargs!r}")
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -66,11 +67,11 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
             self.pinned = Path(str(self._source)) / version.load
             if not self._exists():
                 raise ConfigError(
-                    f"--load-versions: {self.pinned} is not there; leave it out to read the newest version"
+                    f"--load-versions: {self.pinned} does not exist; leave the option out to load the newest version"
                 )
 
     def load(self) -> PretrainedHandle | None:
-        """Return a handle on the model. It is checked when it is used: a run may never need it."""
+        """Return a handle on the model. The model is checked when a node uses it: a run may never need the model."""
         if self._source is None:
             return None
         place = str(self.pinned or newest_version(self._source))
@@ -80,7 +81,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         """Write the model and its tokenizer as a new version; nothing if a node had no model to save, which `{}` says.
 
         Raises:
-            DatasetError: The path is missing, or is itself a model directory: a user's, never written.
+            DatasetError: The entry has no path, or the path itself is a model directory, which belongs to the user.
         """
         if isinstance(data, dict):
             return
@@ -88,11 +89,11 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
             raise DatasetError("A model cannot be saved: the catalog entry has no filepath.")
         folder = Path(self._source)
         if _is_model(folder):
-            raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
+            raise DatasetError(f"{folder} is itself a model directory, which is never overwritten. Save elsewhere.")
         version = folder / _next_version(folder)
         with drafted(version) as draft:
             data.save(draft)
-            while not _has_taken(draft, version):
+            while not _was_published(draft, version):
                 version = folder / _name_after(max(version.name, _newest_name(folder)))
         self.pinned = version
 
@@ -105,7 +106,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
 
 
 def newest_version(source: str) -> str:
-    """Return `source` if a model or an adapter is there, else its newest version folder, else `source` again."""
+    """Return the newest version folder below `source`; `source` itself if it is a model or has no versions."""
     folder = Path(source)
     if not folder.is_dir() or _is_model(folder):
         return source
@@ -121,10 +122,10 @@ def _is_model(folder: Path) -> bool:
 
 
 def _next_version(folder: Path) -> str:
-    """Return the time in milliseconds, after the newest version's name if the time alone would not sort after it.
+    """Return a version name that sorts after the newest version: the current time in milliseconds.
 
-    So the newest version is the one written last, even if a clock was set back or a user's folder is there.
-    Times of modification would not tell: a copy of the folder has others.
+    If the time does not sort after the newest version's name, because a clock was set back or a user's folder has
+    another name, the time is appended to that name. Modification times cannot order versions: copying changes them.
     """
     return _name_after(_newest_name(folder))
 
@@ -139,8 +140,8 @@ def _name_after(newest: str) -> str:
     return next(name for name in names if name > newest)
 
 
-def _has_taken(draft: Path, version: Path) -> bool:
-    """Rename a draft to a version, unless another run took the name meanwhile: it wrote in the same millisecond."""
+def _was_published(draft: Path, version: Path) -> bool:
+    """Rename a draft to a version; return False if another run has written a version of this name meanwhile."""
     try:
         publish(draft, version)
     except OSError as error:

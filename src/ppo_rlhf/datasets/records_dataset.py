@@ -1,4 +1,4 @@
-"""A catalog entry for a table that a user gives, loaded by `datasets` from files or from the Hugging Face hub."""
+"""A catalog entry for a user's table, which `datasets` loads from files or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ _PREVIEW_ROWS = 5
 
 
 class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
-    """A table of a user's, memory-mapped; None where nothing was named (an optional input).
+    """A user's table; None if the entry has no `filepath` (an optional input that was not given).
 
-    `mlflow:<queue>` is what people answered in a review queue of MLflow (`answers.load_answers`), read once a run.
+    `filepath` is one of:
 
-    It is a file, a glob or a folder of .jsonl, .json, .csv, .parquet, .arrow or .txt (one row a line), plain or
-    compressed; a folder that `save_to_disk` wrote; a data set on the hub by its name, with `@<revision>`,
-    `#<configuration>` and `:<split>` if need be; or one file of it (`hf://datasets/<owner>/<name>/<file>`). In CSV,
-    only an empty cell is missing; a column of nothing but numbers, or but true and false, is read as these (007 as 7),
-    unless it is called prompt, completion, text, chosen, rejected, or as `text_column` says. Example:
+    - a file, a glob or a folder of .jsonl, .json, .csv, .parquet, .arrow or .txt files (one row per line), plain or
+      compressed;
+    - a folder that `save_to_disk` wrote;
+    - the name of a dataset on the hub, with `@<revision>`, `#<configuration>` and `:<split>` where needed;
+    - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
+    - `mlflow:<queue>`, people's answers in a review queue of MLflow (`answers.load_answers`), read once per run.
+
+    The table is memory-mapped, except for CSV files and answers. In CSV only an empty cell is a missing value. A CSV
+    column of numbers, or of true and false, is read as numbers or truth values (007 as 7), unless the column is called
+    prompt, completion, text, chosen or rejected, or is `text_column`. Example:
 
     ```yaml
     raw_prompts:
@@ -52,11 +57,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         load_args: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Describe where the table is; nothing is read. `load_table` says what most arguments mean.
+        """Store where the table is; nothing is read. `load_table` documents `text_column` and `load_args`.
 
-        `prepare` is the `module:name` of a function that makes the table that is wanted of the one given, a
-        `datasets.Dataset` of a `datasets.Dataset`; the module is found as a reward function's is. The `path` of `cache`
-        is the folder for the Arrow files that are made of the table.
+        `prepare` is the `module:name` of a function that takes the loaded `datasets.Dataset` and returns the
+        `datasets.Dataset` to use; the module is searched like that of a reward function. `cache["path"]` is the folder
+        for the Arrow files of the table.
         """
         place = None if filepath is None else expand_home(str(filepath))
         name = None if place is None else restore_hub_name(place)
@@ -67,15 +72,15 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         self.metadata = metadata
 
     def load(self) -> Dataset | None:
-        """Return the table, None without a name.
+        """Return the table; None without a `filepath`.
 
         Raises:
-            DataError: As `load_table`, or `prepare` failed (seen by Kedro's callers as the cause of a `DatasetError`).
+            DataError: As `load_table`, or `prepare` failed. Kedro raises a `DatasetError` with this error as the cause.
         """
         if self._source is None:
             return None
         if self._source.startswith(SCHEME):
-            if self._answers is None:  # in one run the same ones
+            if self._answers is None:  # read the answers once, so that the whole run uses the same answers
                 self._answers = load_answers(self._source)
             table = self._answers
         else:
@@ -83,17 +88,17 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:
-        raise DatasetError(f"{self._source} is the user's own input, which is never written.")
+        raise DatasetError(f"{self._source} is an input of the user, which is never written.")
 
     def preview(self) -> TablePreview:
-        """Show Kedro-Viz the first rows; nothing is downloaded for it."""
+        """Return the first rows for Kedro-Viz; a table on the hub is not downloaded for a preview."""
         table = self.load() if self._exists() else None
         if table is None:
             return TablePreview({"index": [], "columns": [], "data": []})
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the files on this machine, or of a queue's answers; None for a name on the hub."""
+        """Return the SHA-256 of the local files, or of a queue's answers; None for a dataset on the hub."""
         if self._source is not None and self._source.startswith(SCHEME):
             self.load()
             assert self._answers is not None
@@ -101,18 +106,18 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         files = files_of(str(self._source)) if self._exists() else None
         if files is None:
             return None
-        names = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
+        paths = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
         digests = []
-        for file in names:
+        for file in paths:
             with file.open("rb") as opened:
                 digests.append(hashlib.file_digest(opened, "sha256"))
-        whole = digests[0] if len(names) == 1 else hashlib.sha256(b"".join(each.digest() for each in digests))
-        return whole.hexdigest()
+        combined = digests[0] if len(paths) == 1 else hashlib.sha256(b"".join(digest.digest() for digest in digests))
+        return combined.hexdigest()
 
     def _exists(self) -> bool:
         try:
-            is_elsewhere = self._source is None or self._source.startswith((HUB, SCHEME))
-            return not is_elsewhere and bool(files_of(str(self._source)))
+            is_remote = self._source is None or self._source.startswith((HUB, SCHEME))
+            return not is_remote and bool(files_of(str(self._source)))
         except DataError:
             return False
 
@@ -126,12 +131,12 @@ def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:
     function: Any = load_function(prepare)
     try:
         with guarded():
-            made = function(table)
+            prepared = function(table)
     except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
         raise
-    except BaseException as error:  # a user's function can raise anything, and end itself
+    except BaseException as error:  # a user's function can raise any exception, or call sys.exit
         raise DataError(f"{source}: {prepare} raised {kind_and_text(error)}") from error
-    if not isinstance(made, Dataset) or not len(made):
-        what = "no rows" if isinstance(made, Dataset) else f"a value of type {type(made).__name__}"
+    if not isinstance(prepared, Dataset) or not len(prepared):
+        what = "no rows" if isinstance(prepared, Dataset) else f"a value of type {type(prepared).__name__}"
         raise DataError(f"{source}: {prepare} returned {what}. Return a datasets.Dataset with rows.")
-    return made
+    return prepared

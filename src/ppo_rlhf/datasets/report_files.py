@@ -1,4 +1,4 @@
-"""Catalog entries for files of the reports that kedro-datasets does not have."""
+"""Catalog entries for report files that kedro-datasets lacks."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ Loaded = TypeVar("Loaded")
 
 
 class ReportFile(AbstractDataset[Saved, Loaded]):
-    """A text file, written whole. A run gives it a place of its own by `_filepath`."""
+    """A text file, written atomically. `RunCatalog` sets `_filepath` to a file of the run's own."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         self._filepath = Path(filepath)
@@ -30,10 +30,11 @@ class ReportFile(AbstractDataset[Saved, Loaded]):
 
 
 class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
-    """The model card of an exported policy: a page of text, also written as README.md into the policy's own directory.
+    """The model card of an exported policy, a page of text.
 
-    That is done only below `path`, where the project exports its policies. A policy elsewhere is the user's, and its
-    directory is left as it is. Saving takes (directory of the policy or None, text). Example:
+    The card is also written as README.md into the policy's directory if that directory lies below `path`, where the
+    project exports its policies. Directories elsewhere belong to the user and are never changed. `save` takes
+    (directory of the policy or None, text). Example:
 
     ```yaml
     model_card:
@@ -48,10 +49,10 @@ class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
         self._policies = Path(expand_home(path)).resolve()
 
     def save(self, data: tuple[str | None, str]) -> None:
-        """Write the card, and into the policy's directory if it is the project's."""
+        """Write the card, and a copy into the policy's directory if the project exported the policy."""
         directory, text = data
-        is_ours = directory is not None and self._policies in Path(directory).resolve().parents
-        for path in (self._filepath, *([Path(str(directory)) / CARD] if is_ours else [])):
+        is_exported = directory is not None and self._policies in Path(directory).resolve().parents
+        for path in (self._filepath, *([Path(str(directory)) / CARD] if is_exported else [])):
             with written_whole(path) as draft:
                 draft.write_text(text, encoding="utf-8")
 
@@ -60,9 +61,9 @@ class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
 
 
 class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
-    """Sample responses token by token, of a run's first iteration and of its newest.
+    """Sample responses token by token, from the first and the newest iteration of a run.
 
-    Saving an empty dict (no samples were due) changes nothing. Without a file, loading gives an empty list. Example:
+    Saving an empty dict (no samples were due) changes nothing. Loading a missing file returns an empty list. Example:
 
     ```yaml
     token_samples:
@@ -72,22 +73,22 @@ class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
     """
 
     def save(self, data: TokenSamples) -> None:
-        """Write an iteration's samples beside those of the run's first one."""
+        """Write the samples of an iteration, and keep the samples of the run's first iteration."""
         if data:
-            earlier = [shown for shown in self.load() if shown["iteration"] < data["iteration"]]
+            earlier = [samples for samples in self.load() if samples["iteration"] < data["iteration"]]
             with written_whole(self._filepath) as draft:
                 draft.write_text(json.dumps([*earlier[:1], data]), encoding="utf-8")
 
     def load(self) -> list[TokenSamples]:
-        """Return the samples, the oldest iteration first; none if no run has made any."""
+        """Return the samples, the oldest iteration first; an empty list if no run has saved samples."""
         return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else []
 
     def _exists(self) -> bool:
-        return True  # no file is no samples, with which a report is made as well
+        return True  # a missing file loads as an empty list, which the report accepts
 
 
 class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
-    """A JSON file that one run needs and another does not: it loads as an empty dict until it is written. Example:
+    """A JSON file for an optional input: it loads as an empty dict until a run has written it. Example:
 
     ```yaml
     human_evaluation:
@@ -105,4 +106,4 @@ class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
         return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else {}
 
     def _exists(self) -> bool:
-        return True  # no file is an empty dict
+        return True  # a missing file loads as an empty dict

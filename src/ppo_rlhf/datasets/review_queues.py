@@ -1,7 +1,8 @@
-"""MLflow's review queues. No other module calls `mlflow.genai.review_queues` and `label_schemas`, which MLflow 3.17
+"""MLflow's review queues. Only this module calls `mlflow.genai.review_queues` and `label_schemas`, which MLflow 3.17
 marks as experimental.
 
-A pair of responses is a trace; its span's attributes hold the texts exactly, and the page shows them as a conversation.
+Each pair of responses is one trace. The attributes of the trace's span hold the exact texts, and MLflow's page shows
+the texts as a conversation.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from mlflow.genai.review_queues import ReviewQueue
 
 QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
-"""The name under which MLflow keeps an answer, and the answers that the page offers."""
+"""The name of the question in MLflow, and the answers that MLflow's page offers."""
 TITLE = "Which response is better?"
 TABLE = "feedback/feedback_pairs.parquet"
-"""Artifact of a collecting run: its pairs and whose each response is."""
+"""Artifact of a run of collect_feedback: the pairs, and which policy each response is from."""
 QUEUE = "feedback.queue"
-"""Tag of a trace: the queue that it is made for."""
+"""Tag of a trace: the name of its queue."""
 PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
     "feedback.prompt",
     "feedback.tools",
@@ -45,7 +46,7 @@ PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
     "feedback.response_b",
 )
 NUMBER = "feedback.number"
-"""Attributes of a trace's span; the last counts the pairs of a queue and tells nothing of the sides."""
+"""Attributes of a trace's span. `NUMBER` counts the pairs of a queue; it does not reveal which policy is A."""
 _PAGE = 100
 _SQLITE = "sqlite:///"
 _MISSING, _UNKNOWN_ADDRESS = "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND"
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one person said of a pair."""
+    """One person's answer about a pair of responses."""
 
     value: str  # one of ANSWERS
     person: str
@@ -65,26 +66,26 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pair of responses to one prompt, as people see it, with their answers."""
+    """A pair of responses to one prompt, as shown to people, with people's answers."""
 
     number: int
     prompt: str | Chat
     response_a: str
     response_b: str
     tools: Tools = None
-    answers: tuple[Answer, ...] = ()  # one a person, the newest
+    answers: tuple[Answer, ...] = ()  # the newest answer of each person
     trace_id: str = ""
-    run_id: str = ""  # of the run that collected it
-    others: tuple[str, ...] = field(default=(), repr=False)  # answers that are none of ANSWERS
+    run_id: str = ""  # of the run that collected the pair
+    others: tuple[str, ...] = field(default=(), repr=False)  # answers that are not in ANSWERS
 
 
 @dataclass
 class Place:
-    """Where a project tracks its runs, as its mlflow.yml says. A hook sets it when a context is made."""
+    """The tracking store and experiment of a project, from its mlflow.yml. A hook sets them with the Kedro context."""
 
     uri: str = ""
     experiment: str = ""
-    ui: str = "http://127.0.0.1:5000"  # of `kedro mlflow ui`
+    ui: str = "http://127.0.0.1:5000"  # address of `kedro mlflow ui`
 
 
 place = Place()
@@ -94,10 +95,10 @@ def queues_here() -> ReviewQueues:
     """Return the queues of the project's experiment.
 
     Raises:
-        ConfigError: No context of a project was made in this process.
+        ConfigError: This process has not created a project's Kedro context.
     """
     if not place.uri:
-        raise ConfigError("Review queues are read in a Kedro session of the project, which knows its mlflow.yml.")
+        raise ConfigError("Review queues need a Kedro session of the project, which reads the project's mlflow.yml.")
     return ReviewQueues(place.uri, place.experiment)
 
 
@@ -105,60 +106,60 @@ def queues_of_run() -> ReviewQueues:
     """Return the queues of the project's experiment, for a run that MLflow tracks.
 
     Raises:
-        ConfigError: The run is not tracked: no run would know which response is whose.
+        ConfigError: MLflow does not track the run, so nothing would record which policy each response is from.
     """
     if mlflow.active_run() is None and is_main_process():
         raise ConfigError(
-            "collect_feedback keeps the pairs and their sides in its MLflow run, and tracking is off for it. Take it "
-            "out of tracking.disable_tracking.pipelines in mlflow.yml."
+            "collect_feedback stores the pairs and their sides in its MLflow run, but tracking is disabled for this "
+            "pipeline. Remove collect_feedback from tracking.disable_tracking.pipelines in mlflow.yml."
         )
     return queues_here()
 
 
 class ReviewQueues:
-    """The queues of one experiment of a tracking store."""
+    """The review queues of one experiment in a tracking store."""
 
     def __init__(self, uri: str, experiment: str) -> None:
-        """Take the store's address and the experiment's name; nothing is asked yet."""
+        """Store the address of the tracking store and the experiment's name; no request is sent."""
         self.uri, self.experiment = uri, experiment
 
     def read(self, queue: str) -> list[Comparison]:
-        """Return the pairs of a queue with their answers, in the order in which they were made.
+        """Return the pairs of a queue with their answers, in order of creation.
 
-        A trace that holds no pair is left out with a warning, as is an answer that is none of `ANSWERS`. MLflow takes
-        a deleted trace out of its queues.
+        Traces without a pair and answers that are not in `ANSWERS` are left out with a warning. MLflow removes a
+        deleted trace from its queues.
 
         Raises:
-            DataError: There is no such queue in this experiment, or it has no pairs.
-            ConfigError: The store cannot be read, or has no review queues.
+            DataError: The experiment does not have this queue, or the queue has no pairs.
+            ConfigError: The store cannot be read, or does not support review queues.
         """
         with self._asked(queue):
-            found = self._find(queue)
-            items = self._items(found)
-            traces = self._traces(queue, found.experiment_id)
+            review_queue = self._find(queue)
+            items = self._items(review_queue)
+            traces = self._traces(queue, review_queue.experiment_id)
             for item in items:
                 if item not in traces and (trace := _trace(item)) is not None:
                     traces[item] = trace
         pairs = [_comparison(traces[item]) for item in items if item in traces]
-        read = [each for each in pairs if each is not None]
-        if lost := len(items) - len(read):
+        comparisons = [pair for pair in pairs if pair is not None]
+        if lost := len(items) - len(comparisons):
             logger.warning("mlflow:%s: %d of %d traces hold no pair and are left out.", queue, lost, len(items))
-        if not read:
+        if not comparisons:
             raise DataError(f"mlflow:{queue}: this queue has no pairs. Run `kedro run --pipelines collect_feedback`.")
-        others = [other for each in read for other in each.others]
+        others = [other for comparison in comparisons for other in comparison.others]
         if others:
-            given = ", ".join(sorted(set(others))[:3])
+            examples = ", ".join(sorted(set(others))[:3])
             logger.warning(
-                "mlflow:%s: %d answers are none of %s and are left out: %s.",
+                "mlflow:%s: %d answers are not one of %s and are left out: %s.",
                 queue,
                 len(others),
                 ", ".join(ANSWERS),
-                given,
+                examples,
             )
-        return sorted(read, key=lambda each: each.number)
+        return sorted(comparisons, key=lambda comparison: comparison.number)
 
     def table_of_run(self, run_id: str) -> pd.DataFrame | None:
-        """Return the table of pairs and sides that a run collected; None if the run or its table was deleted."""
+        """Return the table of pairs and sides of a run of collect_feedback; None if the run or table was deleted."""
         with self._asked(TABLE), TemporaryDirectory() as folder:
             try:
                 names = [file.path for file in mlflow.MlflowClient().list_artifacts(run_id, "feedback")]
@@ -181,15 +182,16 @@ class ReviewQueues:
         return True
 
     def has_pairs(self, queue: str) -> bool:
-        """Return whether the experiment has this queue, and something is in it."""
+        """Return whether the experiment has this queue and the queue is not empty."""
         with self._asked(queue):
             return self.exists(queue) and bool(self._items(self._find(queue)))
 
     def prepare(self, queue: str, instruction: str) -> None:
-        """Make a queue that asks which response is better, if it is not there; keep the question's instruction new.
+        """Create a queue that asks which response is better, unless it exists, and update the question's instruction.
 
         Raises:
-            ConfigError: The experiment has a question of this name with other answers, or the store has no queues.
+            ConfigError: The experiment has a question of this name with other answers, the queue asks another question,
+                or the store does not support review queues.
         """
         from mlflow.genai import label_schemas, review_queues
 
@@ -207,37 +209,38 @@ class ReviewQueues:
                     enable_comment=True,
                     experiment_id=experiment,
                 )
-            given = getattr(question.input, "options", None)
-            if given != [*ANSWERS]:
+            options = getattr(question.input, "options", None)
+            if options != [*ANSWERS]:
                 raise ConfigError(
-                    f"MLflow's experiment {self.experiment} has a question `{QUESTION}` with other answers ({given}) "
-                    f"than {[*ANSWERS]}. Rename it, or set another tracking.experiment.name in conf/local/mlflow.yml."
+                    f"MLflow's experiment {self.experiment} has a question `{QUESTION}` with the answers {options}, "
+                    f"not {[*ANSWERS]}. Rename the question in MLflow, or set another tracking.experiment.name in "
+                    "conf/local/mlflow.yml."
                 )
             if question.instruction != instruction:
                 label_schemas.update_label_schema(str(question.schema_id), instruction=instruction)
             try:
-                asked = review_queues.get_review_queue(name=queue, experiment_id=experiment).schema_ids
+                questions = review_queues.get_review_queue(name=queue, experiment_id=experiment).schema_ids
             except MlflowException as error:
                 if error.error_code != _MISSING:
                     raise
-                asked = review_queues.create_review_queue(
+                questions = review_queues.create_review_queue(
                     queue, queue_type="custom", schema_ids=[question.schema_id], experiment_id=experiment
                 ).schema_ids
-            if question.schema_id not in asked:
+            if question.schema_id not in questions:
                 raise ConfigError(
-                    f"MLflow's queue {queue} does not ask `{QUESTION}`: it was made by somebody else. Set "
+                    f"MLflow's queue {queue} does not ask `{QUESTION}`: the queue was not created by this package. Set "
                     "feedback.queue to another name."
                 )
 
     def write(self, queue: str, comparisons: Sequence[Comparison]) -> list[str]:
-        """Make a trace of each pair and return their ids; no queue has them yet.
+        """Create a trace for each pair and return the traces' ids. The traces are not in the queue yet.
 
         Raises:
-            ConfigError: MLflow's tracing is off, or the store did not take a trace.
+            ConfigError: MLflow's tracing is disabled, or the store did not keep a trace.
         """
         with self._asked(queue):
             experiment = self._experiment_id(queue)
-            made = []
+            trace_ids = []
             for each in comparisons:
                 span = mlflow.start_span_no_context(
                     TITLE,
@@ -247,21 +250,21 @@ class ReviewQueues:
                     tags={QUEUE: queue},
                     experiment_id=experiment,
                 )
-                shown = {"role": "assistant", "content": _side_by_side(each.response_a, each.response_b)}
-                span.end(outputs={"choices": [{"message": shown}]})
-                made.append(span.trace_id)
+                message = {"role": "assistant", "content": _side_by_side(each.response_a, each.response_b)}
+                span.end(outputs={"choices": [{"message": message}]})
+                trace_ids.append(span.trace_id)
             mlflow.flush_trace_async_logging()
             written = self._traces(queue, experiment)
-        missing = [trace_id for trace_id in made if trace_id not in written]
+        missing = [trace_id for trace_id in trace_ids if trace_id not in written]
         if missing:
             raise ConfigError(
-                f"MLflow did not keep {len(missing)} of {len(made)} traces. Tracing must be on, and sample all: unset "
-                "MLFLOW_TRACE_SAMPLING_RATIO, and call no mlflow.tracing.disable()."
+                f"MLflow did not keep {len(missing)} of {len(trace_ids)} traces. Tracing must be enabled without "
+                "sampling: unset MLFLOW_TRACE_SAMPLING_RATIO, and do not call mlflow.tracing.disable()."
             )
-        return made
+        return trace_ids
 
     def attach(self, queue: str, trace_ids: Sequence[str]) -> None:
-        """Put traces into a queue, all or none; one that is there keeps its state."""
+        """Add traces to a queue, all or none. A trace that is already in the queue keeps its state."""
         from mlflow.genai import review_queues
 
         if trace_ids:
@@ -269,7 +272,10 @@ class ReviewQueues:
                 review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=[*trace_ids])
 
     def answer(self, queue: str, trace_id: str, value: str, person: str, rationale: str = "") -> None:
-        """Answer a pair as the page does, for scripts: the answer is a person's, and the pair is done in the queue."""
+        """Answer a pair from a script, with the same effect as MLflow's page.
+
+        The answer is recorded as `person`'s, and the pair is marked complete in the queue.
+        """
         from mlflow.genai import review_queues
 
         source = AssessmentSource(AssessmentSourceType.HUMAN, person)
@@ -281,25 +287,25 @@ class ReviewQueues:
             )
 
     def waiting(self, queue: str) -> list[Comparison]:
-        """Return the whole pairs that were made for a queue and are not in it: the run that made them was stopped."""
+        """Return the complete pairs created for a queue that are not in the queue because their run was stopped."""
         with self._asked(queue):
             experiment = self._experiment_id(queue)
             attached = {*self._items(self._find(queue))} if self.exists(queue) else set()
             traces = self._traces(queue, experiment)
-        made = [_comparison(trace) for trace_id, trace in traces.items() if trace_id not in attached]
-        return sorted(filter(None, made), key=lambda each: each.number)
+        pairs = [_comparison(trace) for trace_id, trace in traces.items() if trace_id not in attached]
+        return sorted(filter(None, pairs), key=lambda pair: pair.number)
 
     def address(self, queue: str) -> str:
-        """Return where people answer a queue: at the store's server, or at that of `kedro mlflow ui`."""
+        """Return the URL of a queue's page, on the tracking server or, without a server, of `kedro mlflow ui`."""
         server = without_password(self.uri).replace("***@", "").rstrip("/") if self.has_server else place.ui
         with self._asked(queue):
-            found = self._find(queue)
-            page = f"experiments/{found.experiment_id}/review-queue?selectedQueueId={found.queue_id}"
+            review_queue = self._find(queue)
+            page = f"experiments/{review_queue.experiment_id}/review-queue?selectedQueueId={review_queue.queue_id}"
         return f"{server}/#/{page}"
 
     @property
     def has_server(self) -> bool:
-        """Whether the store is a server, which shows the page itself."""
+        """Whether the tracking store is a server, which then serves the page."""
         return self.uri.startswith("http")
 
     def _find(self, queue: str) -> ReviewQueue:
@@ -317,10 +323,11 @@ class ReviewQueues:
             for each in mlflow.search_experiments(max_results=_PAGE)
             if any(other.name == queue for other in _pages(review_queues.list_review_queues, each.experiment_id))
         ]
-        hint = f"; it has {', '.join(named)}" if named else ""
+        hint = f"; its queues are {', '.join(named)}" if named else ""
         if elsewhere:
             hint += (
-                f". One of experiment {elsewhere[0]} has this name: set tracking.experiment.name to that in mlflow.yml"
+                f". The experiment {elsewhere[0]} has a queue of this name: set tracking.experiment.name to "
+                f"{elsewhere[0]} in mlflow.yml"
             )
         raise DataError(f"mlflow:{queue}: no such queue in MLflow's experiment {self.experiment}{hint}.")
 
@@ -345,7 +352,7 @@ class ReviewQueues:
                 return items
 
     def _traces(self, queue: str, experiment: str) -> dict[str, Trace]:
-        """Return the traces made for a queue, by id."""
+        """Return the traces that were created for a queue, by trace id."""
         client, traces, token = mlflow.MlflowClient(), dict[str, Any](), None
         while True:
             page = client.search_traces(
@@ -361,10 +368,12 @@ class ReviewQueues:
 
     @contextmanager
     def _asked(self, queue: str) -> Iterator[None]:
-        """Ask this store; raise what it cannot do as one line."""
+        """Use this tracking store within the block, with short timeouts; raise the store's errors in one line."""
         shown = without_password(self.uri)
-        if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():  # MLflow would make it
-            raise DataError(f"mlflow:{queue}: there is no {shown} yet. Run `kedro run --pipelines collect_feedback`.")
+        if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():  # MLflow would create it
+            raise DataError(
+                f"mlflow:{queue}: {shown} does not exist yet. Run `kedro run --pipelines collect_feedback`."
+            )
         before = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
         if before != self.uri:
             mlflow.set_tracking_uri(self.uri)
@@ -381,12 +390,12 @@ class ReviewQueues:
             ) from error
         finally:
             if before != self.uri:
-                mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None: the default again
+                mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None restores the default
 
     def _without_queues(self, shown: str) -> str:
         return (
-            f"The tracking store {shown} has no review queues: MLflow has them since 3.14, in a database. Upgrade the "
-            "server, or set server.mlflow_tracking_uri in mlflow.yml to a database."
+            f"The tracking store {shown} has no review queues: they need MLflow 3.14 or later and a database. Upgrade "
+            "the server, or set server.mlflow_tracking_uri in mlflow.yml to a database."
         )
 
 
@@ -416,22 +425,22 @@ def _attributes(each: Comparison) -> dict[str, Any]:
 
 
 def _comparison(trace: Trace) -> Comparison | None:
-    """Return the pair that a trace holds; None if its span is not there, as of a run that was killed."""
+    """Return the pair that a trace holds; None if the span is missing, for example because the run was killed."""
     span = next((span for span in trace.data.spans if span.parent_id is None), None)
-    held = {} if span is None else span.attributes
-    if not {PROMPT, RESPONSE_A, RESPONSE_B, NUMBER} <= held.keys():
+    attributes = {} if span is None else span.attributes
+    if not {PROMPT, RESPONSE_A, RESPONSE_B, NUMBER} <= attributes.keys():
         return None
     newest: dict[str, Any] = {}
-    given: list[Any] = [each for each in trace.info.assessments if each.name == QUESTION and each.valid is not False]
-    for each in sorted(given, key=lambda each: each.last_update_time_ms):
+    answers: list[Any] = [each for each in trace.info.assessments if each.name == QUESTION and each.valid is not False]
+    for each in sorted(answers, key=lambda each: each.last_update_time_ms):
         if each.source.source_type == AssessmentSourceType.HUMAN and each.feedback is not None:
             newest[each.source.source_id] = each
     return Comparison(
-        number=int(held[NUMBER]),
-        prompt=held[PROMPT],
-        response_a=held[RESPONSE_A],
-        response_b=held[RESPONSE_B],
-        tools=held.get(TOOLS),
+        number=int(attributes[NUMBER]),
+        prompt=attributes[PROMPT],
+        response_a=attributes[RESPONSE_A],
+        response_b=attributes[RESPONSE_B],
+        tools=attributes.get(TOOLS),
         answers=tuple(_answer(person, each) for person, each in newest.items() if each.feedback.value in ANSWERS),
         trace_id=trace.info.trace_id,
         run_id=trace.info.trace_metadata.get(TraceMetadataKey.SOURCE_RUN, ""),
@@ -445,7 +454,7 @@ def _answer(person: str, given: Any) -> Answer:
 
 
 def _messages(prompt: str | Chat) -> list[dict[str, str]]:
-    """Return a prompt as the messages that the page shows."""
+    """Return a prompt as the messages that MLflow's page shows."""
     if is_text(prompt):
         return [{"role": "user", "content": visible(str(prompt))}]
     return [
@@ -459,7 +468,10 @@ def _messages(prompt: str | Chat) -> list[dict[str, str]]:
 
 
 def _side_by_side(response_a: str, response_b: str) -> str:
-    """Return both responses as one Markdown text, each in a quotation, out of which no heading and no fence leads."""
+    """Return both responses as one Markdown text.
+
+    Each response is a block quote, so that a heading or code fence in a response cannot break the layout.
+    """
     quoted = (
         "\n".join(f"> {line}" for line in visible(text.replace("\r\n", "\n")).split("\n"))
         for text in (response_a, response_b)

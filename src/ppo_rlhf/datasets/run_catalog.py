@@ -1,4 +1,4 @@
-"""The catalog as one run uses it: other runs may write the same entries meanwhile, and each reads what it wrote."""
+"""The catalog of one run: each run reads the data that it wrote itself, even if other runs write the same entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ppo_rlhf.runtime.whole_files import delete, written_whole
 
 OUTPUTS = "outputs.json"
 REPORTS = "08_reporting"
-"""The folder of reports, of which one copy stays for each run that has ended."""
+"""The folder of reports. Each run that has ended keeps its own copy of its reports."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +32,26 @@ logger = logging.getLogger(__name__)
 class RunCatalog:
     """A Kedro catalog with three differences.
 
-    What a run writes it reads back, whatever other runs write meanwhile. A file that it writes is in a place of its
-    own, `runs/<MLflow run id>/<name>` beside its usual one, to which it is copied, by a rename, as soon as it is whole.
-    Kedro's catalog names the run's own file, so that hooks read it, too. A model, or another entry with versions, is
-    read in the version that this run wrote; a model that it only reads in the one that was the newest as it began.
-
-    Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
-    file. A run that is resumed knows which datasets this MLflow run has written.
+    1. A run reads back the data that it wrote, even if other runs write the same entries meanwhile. A run writes each
+       file to its own path `runs/<MLflow run id>/<name>` beside the usual path, then copies the file to the usual path
+       atomically. The entry's `_filepath` is the run's own path, so hooks read the same file. A model, or another
+       versioned entry, is read in the version that this run wrote. A model that the run only reads is read in the
+       version that was the newest at the start of the run.
+    2. In a distributed run only the main process writes persistent datasets. The other processes wait for the main
+       process and then read the same file.
+    3. A resumed run knows which datasets its MLflow run has already written.
     """
 
     def __init__(
         self, catalog: CatalogProtocol, pipeline: Pipeline, outputs: StageOutputs | None = None, resumed: bool = False
     ) -> None:
-        """Stand in for `catalog` while `pipeline` runs; without `outputs` nothing is remembered."""
+        """Wrap `catalog` while `pipeline` runs. `outputs` records the run's datasets for a resumed run, if given."""
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
         self._unpublished: set[str] = set()
-        self.run_folder = None if outputs is None else outputs.folder  # of its checkpoints; None if it saves none
-        self.is_checkpoint_saved = True  # whether the last iteration's was due
+        self.run_folder = None if outputs is None else outputs.folder  # of the run's checkpoints; None if it saves none
+        self.is_checkpoint_saved = True  # whether the checkpoint of the last iteration was due
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)
@@ -61,15 +62,15 @@ class RunCatalog:
             handle = entry(name).load() if is_model(entry(name)) else None
             if handle is not None:
                 newest[name] = handle.source
-        found = outputs.find(catalog) if outputs is not None and resumed else {}
-        # `written`: the datasets that a resumed run has written before
-        self.written, versions = processes.from_main((found, {**newest, **found}))
+        written = outputs.find(catalog) if outputs is not None and resumed else {}
+        # `self.written`: the datasets that a resumed run has written before the interruption, with their paths
+        self.written, versions = processes.from_main((written, {**newest, **written}))
         for name, path in versions.items():
             if is_model(dataset := entry(name)):
                 dataset.pinned = Path(path)
 
     def save(self, name: str, data: Any) -> None:
-        """Save on every process what stays in memory, and on the main one what does not."""
+        """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process."""
         if name == CHECKPOINT:
             self._checkpoint, self.is_checkpoint_saved = data, data.checkpoint_due
         dataset = self._catalog.get(name)
@@ -87,7 +88,7 @@ class RunCatalog:
             if self._outputs is not None:
                 self._outputs.note(name, dataset)
         processes.wait_for_all()
-        # every process reads the version that the main one has just written, though another run may write a newer one
+        # Pin every process to the version that the main process has just written: another run may write a newer version
         if is_model(dataset):
             dataset.pinned = processes.from_main(dataset.pinned)
         elif getattr(dataset, "_version", None) is not None:
@@ -95,10 +96,11 @@ class RunCatalog:
             dataset._version = dataset._version._replace(load=version)
 
     def finish(self) -> None:
-        """Publish the files of a run that ended well once more, so that the usual places hold those of one run.
+        """Copy the files of a completed run to the usual paths again, so that all usual paths hold files of one run.
 
-        Its own copies are deleted, except reports that MLflow does not have, outputs from which a longer run of it
-        would resume, and what cannot be copied: a run that is done does not fail by a full disk.
+        The run's own copies are then deleted, with three exceptions: reports that are not in MLflow, outputs that a
+        longer run would resume from, and files that cannot be copied. A failed copy, for example because the disk is
+        full, does not fail a completed run.
         """
         processes.wait_for_all()
         for name in self._files:
@@ -113,17 +115,17 @@ class RunCatalog:
                 dataset._filepath = usual
                 if processes.is_main_process():
                     delete(own)
-                    with contextlib.suppress(OSError):  # it holds another file of this run, or was never made
+                    with contextlib.suppress(OSError):  # the folder has another file of this run, or does not exist
                         own.parent.rmdir()
 
     def _is_published(self, name: str) -> bool:
-        """Publish a file, or say once that it is only in this run's own place."""
+        """Copy a file to the usual path; if that fails, warn once where the run's own file is, and return False."""
         dataset = self._catalog.get(name)
         try:
             self._publish(name)
         except DatasetError as error:
             if name not in self._unpublished:
-                logger.warning("%s: %s; this run's is %s.", error, error.__cause__, dataset._filepath)
+                logger.warning("%s: %s; the file of this run is %s.", error, error.__cause__, dataset._filepath)
             self._unpublished.add(name)
             return False
         return True
@@ -134,14 +136,14 @@ class RunCatalog:
         try:
             if own.is_dir():
                 shutil.copytree(own, usual, dirs_exist_ok=True)
-            elif own.exists():  # else nothing was due
+            elif own.exists():  # a missing file means that nothing was due
                 with written_whole(usual) as draft:
                     shutil.copyfile(own, draft)
         except OSError as error:
-            raise DatasetError(f"{name} cannot be copied to its usual place") from error
+            raise DatasetError(f"{name} cannot be copied to its usual path") from error
 
     def save_checkpoint(self) -> None:
-        """Save the last checkpoint request, which must be due; before the first iteration there is none."""
+        """Save the last iteration's state, whose `checkpoint_due` must be True; before any iteration do nothing."""
         if self._checkpoint is not None:
             self.save(CHECKPOINT, self._checkpoint)
 
@@ -156,52 +158,53 @@ class RunCatalog:
 
 
 class StageOutputs:
-    """The persistent outputs of the stages before the loop that one MLflow run has written, in its `outputs.json`.
+    """The record, in `outputs.json`, of the persistent outputs that an MLflow run has written before the PPO loop.
 
-    No other run writes them. Their size tells whether they are whole: a kill may have come while one was written anew.
+    No other run writes these outputs. The record has the size of each output, because a run that is killed while it
+    rewrites an output leaves an incomplete one.
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:
-        """Take the run's own folder, and the names of datasets that a resumed run need not write again."""
+        """Take the run's folder, and the names of the datasets that a resumed run need not write again."""
         self.folder, self._file, self.names = folder, folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:
-        """Remember that this run has written a dataset. If that fails, a resumed run writes it again."""
+        """Record that this run has written a dataset. If recording fails, a resumed run writes the dataset again."""
         path = getattr(dataset, "pinned", None) or file_of(dataset)
         if name not in self.names or path is None:
             return
         try:
             with written_whole(self._file) as draft:
-                draft.write_text(json.dumps({**self._noted(), name: self._entry(path)}, indent=1), encoding="utf-8")
+                draft.write_text(json.dumps({**self._recorded(), name: self._entry(path)}, indent=1), encoding="utf-8")
         except OSError as error:
             logger.warning("%s: cannot be written, so a resumed run will write %s again: %s", self._file, name, error)
 
     def forget(self, names: Set[str]) -> None:
-        """Let a resumed run write these datasets again."""
-        left = {name: entry for name, entry in self._noted().items() if name not in names}
+        """Remove datasets from the record, so that a resumed run writes them again."""
+        remaining = {name: entry for name, entry in self._recorded().items() if name not in names}
         with written_whole(self._file) as draft:
-            draft.write_text(json.dumps(left, indent=1), encoding="utf-8")
+            draft.write_text(json.dumps(remaining, indent=1), encoding="utf-8")
 
     def find(self, catalog: CatalogProtocol) -> dict[str, str]:
-        """Return the paths of those that this run has written, by dataset."""
-        found = {}
-        for name, entry in self._noted().items():
+        """Return the paths of the datasets that this run has written completely, by dataset name."""
+        paths = {}
+        for name, entry in self._recorded().items():
             path = Path(os.path.normpath(self._file.parent / entry["path"]))
             usual = os.path.abspath(path_of(catalog.get(name)) or "")
-            is_the_entrys = usual in (str(path), str(path.parent))
-            if name in self.names and is_the_entrys and entry == self._entry(path):
-                found[name] = str(path)
-        return found
+            is_of_entry = usual in (str(path), str(path.parent))
+            if name in self.names and is_of_entry and entry == self._entry(path):
+                paths[name] = str(path)
+        return paths
 
     def _entry(self, path: Path) -> dict[str, Any]:
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         return {"path": os.path.relpath(path, self._file.parent), "files": len(files), "bytes": size}
 
-    def _noted(self) -> dict[str, Any]:
+    def _recorded(self) -> dict[str, Any]:
         try:
-            noted = json.loads(self._file.read_text(encoding="utf-8"))
-            return {str(name): {**entry, "path": str(entry["path"])} for name, entry in noted.items()}
+            recorded = json.loads(self._file.read_text(encoding="utf-8"))
+            return {str(name): {**entry, "path": str(entry["path"])} for name, entry in recorded.items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -210,7 +213,7 @@ class StageOutputs:
 
 
 def file_of(dataset: Any) -> Path | None:
-    """Return the file that an entry has on this machine; None if it has versions, or is none of a file."""
+    """Return the local file of a catalog entry; None if the entry is versioned or has no local file."""
     path = getattr(dataset, "_filepath", None)
     is_local = getattr(dataset, "_protocol", "file") == "file" and getattr(dataset, "_version", None) is None
     return Path(path) if path is not None and is_local else None

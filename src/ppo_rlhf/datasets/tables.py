@@ -1,4 +1,4 @@
-"""Tables that the pipelines write, and how any table is shown in Kedro-Viz."""
+"""Catalog entries for tables that the pipelines write, and the preview of a table in Kedro-Viz."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from kedro_datasets.pandas import CSVDataset, ParquetDataset
 
 FORMULA = (*"=+-@\t\r'",)
 UTF_8: dict[str, Any] = {"open_args_save": {"mode": "w", "encoding": "utf-8"}}
-"""For kedro-datasets' CSV, which writes as the locale says and reads UTF-8."""
+"""Arguments for kedro-datasets' CSVDataset, which by default writes in the locale's encoding but reads UTF-8."""
 
 
 class TableDataset(ParquetDataset):
-    """Parquet as kedro-datasets has it, but a preview of lists (token ids) too: its own gives arrays, not JSON.
+    """A Parquet table whose preview supports lists, such as token ids: kedro-datasets' preview fails on arrays.
 
     ```yaml
     demonstrations:
@@ -29,38 +29,44 @@ class TableDataset(ParquetDataset):
 
 
 class OptionalTableDataset(TableDataset):
-    """The same, for an input that one run needs and another does not: it loads as None until it is written."""
+    """A Parquet table for an optional input: it loads as None until a run has written it."""
 
     def load(self) -> pd.DataFrame | None:
         return super().load() if self.exists() else None
 
 
 class TrainingHistoryDataset(CSVDataset):
-    """The newest run's history as CSV; empty if there is none, or if `policy_path` names a policy of another origin."""
+    """The training history of the newest run as CSV.
+
+    The table is empty if there is no history, or if `policy_path` is set: the policy then comes from somewhere else.
+    """
 
     DEFAULT_FS_ARGS = UTF_8
 
     def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._is_of_another = policy_path is not None
+        self._has_other_policy = policy_path is not None
 
     def load(self) -> pd.DataFrame:
-        if self._is_of_another:
+        if self._has_other_policy:
             return pd.DataFrame()
         if not super()._exists() and (earlier := self._earlier()).is_file():
             return pd.read_csv(earlier)
         return super().load() if super()._exists() else pd.DataFrame()
 
     def _earlier(self) -> Path:
-        """Return where runs before this layer kept it: they are reported too."""
+        """Return the path that older versions of this package wrote, so that their runs are reported too."""
         return Path(str(self._filepath).replace("/07_model_output/", "/08_reporting/"))
 
     def _exists(self) -> bool:
-        return True  # without a history a report is made as well
+        return True  # a missing history loads as an empty table, which the report accepts
 
 
 class SpreadsheetDataset(CSVDataset):
-    """CSV as kedro-datasets has it, in which a spreadsheet finds no formula: an apostrophe hides each, until loaded."""
+    """A CSV table that is safe to open in a spreadsheet: an apostrophe before a text keeps it from being a formula.
+
+    Loading removes the apostrophe.
+    """
 
     DEFAULT_FS_ARGS = UTF_8
 
@@ -72,7 +78,7 @@ class SpreadsheetDataset(CSVDataset):
 
 
 def table_preview(rows: pd.DataFrame) -> TablePreview:
-    """Return rows as Kedro-Viz takes them; nested values become text, as which it would show `[object Object]`."""
+    """Return rows in Kedro-Viz's format. Nested values become JSON text: Kedro-Viz would show `[object Object]`."""
     table = json.loads(rows.to_json(orient="split"))
     table["data"] = [[_readable(value) for value in row] for row in table["data"]]
     return TablePreview(table)

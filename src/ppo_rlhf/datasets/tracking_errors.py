@@ -1,4 +1,4 @@
-"""What a tracking store that cannot be read or written raises, in one line, and how long it is waited for."""
+"""Errors of an MLflow tracking store, their text in one line, and short timeouts for a tracking server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
-"""What a store that cannot be read or written raises."""
+"""The exceptions of a tracking store that cannot be read or written."""
 
 
 @contextmanager
 def short_timeouts() -> Iterator[None]:
-    """Let this process ask a tracking server twice at most, and wait 5 seconds for each answer.
+    """Limit requests to a tracking server to one retry and 5 seconds per attempt within the block.
 
-    MLflow waits 120 seconds for each answer of a server that hangs.
+    MLflow's default timeout is 120 seconds for each attempt.
     """
     limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
     before = {variable: variable.get_raw() for variable in limits}
@@ -35,13 +35,13 @@ def short_timeouts() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without passwords and without SQLAlchemy's statement, link and hint."""
+    """Return an error's text in one line, without passwords and without SQLAlchemy's SQL statement, link and hint."""
     text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
     return without_password(" ".join(text.split()))
 
 
 def without_password(text: str) -> str:
-    """Return a text in which URIs show neither a user nor a password or token, however they are written."""
+    """Return a text with the user names, passwords and tokens in its URIs replaced by ***."""
     text = re.sub(r"://(?!/)\S*@", "://***@", text)
     return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)

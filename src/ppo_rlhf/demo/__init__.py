@@ -1,4 +1,5 @@
-"""The shipped demonstration: a grammar of movie reviews, the corpus made from it, and the gold judge.
+"""The shipped demo: a grammar of movie reviews, and the gold judge.
 
-Standard library only. The judge knows the grammar; policy and reward model never do: they see text and noisy labels.
+The demo uses only the standard library. Only the judge knows the grammar; the policy and the reward model see texts and
+noisy labels.
 """

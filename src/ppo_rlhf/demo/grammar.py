@@ -1,11 +1,12 @@
-"""A grammar of movie reviews, and the recogniser of its sentences.
+"""A grammar of movie reviews, and a recogniser of its sentences.
 
-A review reads `TITLE ( ASPECT ) : BODY`; the body is one to four sentences, each ending in a full stop. The grammar has
-no recursion and no empty production, so a sentence is recognised by derivatives (Brzozowski 1964): the state after some
-words is the set of symbol sequences that may still follow, and a step to the next word is looked up in a cache.
+A review has the form `TITLE ( ASPECT ) : BODY`. The body is one to four sentences, each with a final full stop. The
+grammar has no recursion and no empty production, so derivatives recognise a sentence (Brzozowski 1964): the state after
+a word is the set of symbol sequences that may follow, and a cache holds the step from a state and a word to the next
+state.
 
-Weights and sentiment steer the writing only (`scripts/write_corpus.py`). In the rules `~` stands for the polarity of
-the head, `!` for the opposite one. The recogniser drops both: "brilliant but superb" is odd, and grammatical.
+Weights and polarities matter only for writing the corpus (`scripts/write_corpus.py`). In the rules `~` is the polarity
+of the head and `!` the opposite polarity. The recogniser ignores polarities: "brilliant but superb" is grammatical.
 """
 
 import re
@@ -110,9 +111,9 @@ def is_terminal(symbol: str) -> bool:
 
 
 def _read_rules() -> dict[str, list[tuple[float, Production]]]:
-    """Every symbol's weighted productions, with polarities written out (`CLAUSE+` and `CLAUSE-`).
+    """Return the weighted productions of every symbol, with explicit polarities (`CLAUSE+` and `CLAUSE-`).
 
-    A class of words X also gives AN_X: the same words with their article.
+    For each word class X there is also a symbol AN_X: the same words with the article `a` or `an`.
     """
     rules: dict[str, list[tuple[float, Production]]] = {}
     for name, words in WORDS.items():
@@ -134,7 +135,7 @@ PRODUCTIONS = _read_rules()
 
 
 def _read_syntax() -> dict[str, frozenset[Production]]:
-    """The same productions without weights and polarities."""
+    """Return `PRODUCTIONS` without weights and polarities."""
     syntax: dict[str, set[Production]] = {}
     for head, options in PRODUCTIONS.items():
         stripped = {tuple(symbol.rstrip("+-") for symbol in production) for _, production in options}
@@ -154,12 +155,12 @@ _NOTHING: State = frozenset()
 
 
 def tokenize(text: str) -> list[str]:
-    """Lower-case words and single punctuation marks, wherever the spaces are; any alphabet."""
+    """Split a text of any alphabet into lower-case words and single punctuation marks; spaces do not matter."""
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
 def _after(symbol: str, word: str) -> State:
-    """Return the symbols that may still follow within `symbol` after its first word `word`."""
+    """Return the symbol sequences that may follow within `symbol` after its first word `word`."""
     if is_terminal(symbol):
         return _FINISHED if symbol == word else _NOTHING
     return _step(_SYNTAX[symbol], word)
@@ -173,21 +174,21 @@ def _step(state: State, word: str) -> State:
 def _derive(tokens: Sequence[str]) -> State:
     state = _START
     for word in tokens:
-        # Words outside the vocabulary never reach the cache, which therefore stays as small as the grammar.
+        # Words outside the vocabulary never enter the cache, so the cache is bounded by the grammar
         state = _step(state, word) if word in VOCABULARY else _NOTHING
     return state
 
 
 def is_sentence(tokens: Sequence[str]) -> bool:
-    """Whether the tokens, full stop included, are exactly one sentence of the grammar."""
+    """Return whether the tokens, full stop included, are exactly one sentence of the grammar."""
     return () in _derive(tokens)
 
 
 def is_sentence_start(tokens: Sequence[str]) -> bool:
-    """Whether some sentence of the grammar begins with the tokens (no tokens at all: yes)."""
+    """Return whether a sentence of the grammar begins with the tokens; True for no tokens."""
     return bool(_derive(tokens))
 
 
 def header_length(tokens: Sequence[str]) -> int:
-    """Return the number of tokens of the header `TITLE ( ASPECT ) :`, whatever its words; 0 if there is none."""
+    """Return the number of tokens of the header `TITLE ( ASPECT ) :`, with any words; 0 without a header."""
     return 6 if [*tokens[2:3], *tokens[4:6]] == ["(", ")", ":"] else 0

@@ -1,25 +1,25 @@
-"""The gold judge of the demonstration: scores reviews by plain, deterministic code. Any text is accepted.
+"""The gold judge of the demo: deterministic code that scores reviews and accepts any text.
 
-It reads prompt + completion and judges the sentences of the completion. A sentence that the prompt begins and the
-completion ends is judged whole; the header is never judged. With S those sentences and W their tokens,
+The judge reads prompt + completion and judges the sentences of the completion. A sentence that begins in the prompt and
+ends in the completion is judged as a whole; the header is never judged. With these sentences S and their tokens W,
 
     gold = sentiment(W) - ungrammatical(S) - 0.5 unfinished - 0.5 repeated_trigrams(W) - 0.5 repeated_valence(W)
            + 0.2 mentions_aspect(W)
 
-- sentiment, in (-1, 1): the sum of the values of all words with sentiment over their number + 0.5, so that one
-  flattering word is worth less than three. A value is +-1 or +-0.6 (lexicon), times 1.25 after "very" and its like
-  (at most 1), times 0.5 after "slightly" and its like. Negation ("not", "never", "no") up to three tokens before, in
-  the same clause, turns the sign and takes a quarter off, unless "at all" follows: "not good" -0.45, "not bad at all"
-  +0.6.
-- ungrammatical, in [0, 1]: the share of the sentences that the grammar does not know. A last sentence without its full
-  stop counts as grammatical if it could still become one.
+- sentiment, in (-1, 1): the sum of the values of all words with sentiment divided by (their number + 0.5), so that one
+  flattering word scores less than three. A value is +-1 or +-0.6 (lexicon). An intensifier ("very") before the word
+  multiplies the value by 1.25 (to at most 1); a softener ("slightly") multiplies it by 0.5. A negation ("not", "never",
+  "no") up to three tokens before the word, in the same clause, multiplies the value by -0.75, or by -1 if "at all"
+  follows: "not good" is -0.45, "not bad at all" is +0.6.
+- ungrammatical, in [0, 1]: the share of the sentences that are not in the grammar. A last sentence without a full stop
+  counts as grammatical if a sentence of the grammar begins with it.
 - unfinished, 0 or 1: the text does not end in a full stop.
 - repeated_trigrams, repeated_valence, in [0, 1]: the share of the trigrams, and of the words with sentiment, that
-  occurred before.
-- mentions_aspect, 0 or 1: the column `aspect`, or the header's aspect where there is no such column.
+  have occurred before.
+- mentions_aspect, 0 or 1: W contains the word of the column `aspect`, or the header's aspect without this column.
 
-A completion without a word scores -1.5. Policy and reward model never see these numbers, only labels drawn by
-`supervised.preferences.noisy_preference`.
+A completion without tokens scores -1.5. The policy and the reward model never see these scores, only labels that
+`supervised.preferences.noisy_preference` draws.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ _BOUNDARIES = frozenset({".", ",", "but", "yet", "and", "although", "while"})
 
 
 def sentiment_values(tokens: Sequence[str]) -> list[float]:
-    """Return the value in [-1, 1] of each word with sentiment, in order; negation and degree count."""
+    """Return the value in [-1, 1] of each word with sentiment, in order, after negation, intensifier and softener."""
     values = []
     negated_at = -_NEGATION_REACH - 1
     for i, word in enumerate(tokens):
@@ -63,7 +63,7 @@ def sentiment_values(tokens: Sequence[str]) -> list[float]:
 
 
 def sentiment(tokens: Sequence[str]) -> float:
-    """Return the sum of the values over their number + 0.5, in (-1, 1); 0 without a word of sentiment."""
+    """Return the sum of the values divided by (their number + 0.5), in (-1, 1); 0 without a word with sentiment."""
     values = sentiment_values(tokens)
     return sum(values) / (len(values) + PRIOR_COUNT)
 
@@ -73,9 +73,9 @@ def _repeated_share(items: Sequence[object]) -> float:
 
 
 def _read(prompt: str, completion: str, aspect: object) -> tuple[list[list[str]], list[str], str]:
-    """Return the sentences that have words of the completion, their tokens in a row, and the aspect.
+    """Return the sentences that contain tokens of the completion, the tokens of these sentences, and the aspect.
 
-    Only the last sentence may lack its full stop. There are none if the completion has no token.
+    Only the last sentence may lack a full stop. A completion without tokens gives no sentences.
     """
     before, after = tokenize(prompt), tokenize(completion)
     if not after:
@@ -84,7 +84,7 @@ def _read(prompt: str, completion: str, aspect: object) -> tuple[list[list[str]]
     body = header_length(tokens)
     if aspect is None and body:
         aspect = tokens[3]
-    # The first judged sentence starts after the last full stop of the prompt.
+    # The first judged sentence starts after the last full stop of the prompt
     start = max(body, max((i + 1 for i, token in enumerate(before) if token == END), default=0))
     tokens = tokens[start:]
     sentences: list[list[str]] = [[]]
@@ -115,21 +115,21 @@ def _score(sentences: list[list[str]], tokens: list[str], aspect: str) -> float:
 
 
 def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
-    """Return the score of each response, about -2.5 to 1.2; the module's docstring gives the formula.
+    """Return the score of each response, about -2.5 to 1.2; the module's docstring has the formula.
 
     Args:
-        prompts: the texts that the responses continue.
-        completions: the generated texts, without end-of-text token.
-        columns: `aspect` holds the word each response should mention; other columns are ignored.
+        prompts: The texts that the responses continue.
+        completions: The generated texts, without the end-of-text token.
+        columns: `aspect` has the word that each response should mention; other columns are ignored.
     """
     aspects = columns.get("aspect", [None] * len(prompts))
     return [_score(*_read(*row)) for row in zip(prompts, completions, aspects, strict=True)]
 
 
 def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
-    """Return 1.0 for each response with at least one finished sentence and no wrong one, else 0.0.
+    """Return 1.0 for each response with a finished sentence and no ungrammatical sentence, else 0.0.
 
-    A last sentence without its full stop is not wrong as long as some sentence of the grammar begins with it.
+    A last sentence without a full stop is grammatical if a sentence of the grammar begins with it.
     """
     read = [_read(prompt, completion, None) for prompt, completion in zip(prompts, completions, strict=True)]
     return [float(END in tokens and all(map(_is_well_formed, sentences))) for sentences, tokens, _ in read]

@@ -1,7 +1,7 @@
-"""The words of the movie-review grammar, by word class, and the sentiment that each word carries.
+"""The words of the movie-review grammar by word class, and the sentiment of each word.
 
-A class that ends in `+` or `-` carries sentiment: its words are worth +1 or -1, those after the bar +0.6 or -0.6.
-All words are lower case and without apostrophes, so that a tokenizer that splits at white space has one token a word.
+Words of a class whose name ends in `+` or `-` have a sentiment: +1 or -1, and +0.6 or -0.6 after the bar `|`. All words
+are lower case and have no apostrophes, so that a tokenizer that splits at white space has one token per word.
 """
 
 STRONG = 1.0
@@ -67,4 +67,4 @@ def _read_classes() -> tuple[dict[str, tuple[str, ...]], dict[str, float]]:
 
 
 WORDS, VALENCE = _read_classes()
-VALENCE["too"] = -MILD  # "too long", "too loud": the adjectives of SIZE are neutral by themselves
+VALENCE["too"] = -MILD  # "too long", "too loud": the adjectives of SIZE alone are neutral

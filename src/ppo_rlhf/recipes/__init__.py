@@ -1,1 +1,1 @@
-"""What recipes of conf name: rewards, environments and the preparation of their tables."""
+"""Python functions that the recipes in conf/ refer to: rewards, environments and preparation of tables."""

@@ -1,6 +1,7 @@
-"""The reward of the random walks: a task whose optimum is 1, from Chen et al. 2021, arXiv:2106.01345, section 3.
+"""The reward of the random-walks task, whose optimum is 1; from Chen et al. 2021, arXiv:2106.01345, section 3.
 
-`scripts/write_random_walks.py` makes the graph and the walks; the rows of the prompts' file have what is needed here.
+`scripts/write_random_walks.py` makes the graph and the walks. The rows of the prompts file have the columns `edges` and
+`shortest`, which the reward reads.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from itertools import pairwise
 
 GOAL = "a"
 LONGEST = 10
-"""Nodes of a walk that is worth nothing, even if it ends at the goal."""
+"""A walk with this many nodes or more gets the reward 0, even if the walk ends at the goal."""
 
 
 def optimality(
@@ -16,10 +17,10 @@ def optimality(
 ) -> list[float]:
     """Return (10 - nodes) / (10 - nodes of the shortest walk) where a walk reaches the goal, else 0. A reward function.
 
-    A walk is its start, a letter (the prompt), and the nodes after it with spaces between them (the completion). It is
-    counted up to the first time that it is at the goal, as in trlX's version of the task. `edges` are all edges of the
-    graph as pairs of letters, `"ba cd"`: a walk with any other step is worth 0. `shortest` walks have both ends
-    included, and at most 9 nodes.
+    The prompt is the start node, one letter; the completion lists the next nodes with spaces between them. As in
+    trlX's version of the task, a walk ends at its first visit to the goal. `edges` are all edges of the graph as pairs
+    of letters, such as `"ba cd"`; a walk with a step along no edge gets 0. `shortest` is the number of nodes of the
+    shortest walk from the start to the goal, both included: at most 9.
     """
     scores = []
     for start, rest, graph, best in zip(prompts, completions, edges, shortest, strict=True):

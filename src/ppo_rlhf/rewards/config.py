@@ -1,4 +1,4 @@
-"""The settings of the reward: its components, their weights and names."""
+"""Settings of the reward: the components with their weights and names."""
 
 import re
 from typing import Annotated, Literal
@@ -11,23 +11,24 @@ from ppo_rlhf.rewards.functions import split_reference
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, read_judge, same_opinion
 
 Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]
-"""A function's `module:name`."""
+"""The `module:name` of a Python function."""
 LONGEST_METRIC_NAME = 250
-"""The most characters of a metric's key in MLflow."""
+"""MLflow refuses metric keys with more characters than this."""
 
 
 def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:
-    """Raise `ConfigError` if a user's name for `what` does not make a metric `key` that is new and that MLflow takes.
+    """Raise `ConfigError` if a user's `name` for `what` gives a metric `key` that MLflow refuses or that is in use.
 
-    A key that breaks MLflow's rules loses all metrics that are logged with it.
+    `taken` is True if another metric has the key. With `snake_case` the name must also be a snake-case identifier. If
+    one key of a batch breaks MLflow's rules, MLflow drops the whole batch of metrics.
     """
     pattern, allowed = r"\w[\w.\- ]*", "letters, digits, underscores, dashes, periods and spaces"
     if snake_case:
-        pattern, allowed = r"[a-z][a-z0-9_]*", "lower-case letters, digits and underscores, not end in _sft or _se"
+        pattern, allowed = r"[a-z][a-z0-9_]*", "lower-case letters, digits and underscores without a final _sft or _se"
     if taken or not re.fullmatch(pattern, name) or len(key) > LONGEST_METRIC_NAME:
         raise ConfigError(
-            f"{name!r} cannot name {what}: it makes the metric {key}, of at most {LONGEST_METRIC_NAME} characters, so "
-            f"it must be {allowed}, and not be, or begin or end like, a metric that exists"
+            f"{name!r} cannot name {what}: the metric would be {key}. Use {allowed}, keep the metric within "
+            f"{LONGEST_METRIC_NAME} characters, and avoid the names, prefixes and suffixes of existing metrics"
         )
 
 
@@ -36,20 +37,21 @@ class RewardComponentConfig:
     """One term of the reward."""
 
     type: Literal["model", "function", "llm"]
-    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`. `llm`: a
-    language model that judges, asked over OpenAI's chat API; see docs/rewards.md."""
+    """`model`: the catalog's `reward_model`. `function`: a Python function `reward(prompts, completions, **columns)`.
+    `llm`: a language model that judges responses, called over OpenAI's chat API. See docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor in the sum; negative for a penalty."""
+    """Factor of this component in the sum; a negative weight makes the component a penalty."""
     function: str | None = None
-    """`module:name`, found from the project's directory, its `src`, and the Python path; for type `function`."""
+    """`module:name` of the function, for type `function`. Python searches the module in the project's directory, in
+    the project's `src` and on the Python path."""
     llm: Annotated[LLMJudgeConfig | None, BeforeValidator(read_judge)] = None
     """The settings of `llm`, for type `llm`."""
     name: str | None = None
-    """What its metric is called (`reward/<name>`); by default `model`, `llm` or the function's name."""
+    """Name of the component's metric, `reward/<name>`; by default `model`, `llm` or the function's name."""
 
     def __post_init__(self) -> None:
         if self.type == "function" and not self.function:
-            raise ConfigError("a component of type function needs function: module:name.")
+            raise ConfigError("a component of type function needs the setting function: module:name.")
         if self.type != "function" and self.function:
             raise ConfigError(f"function={self.function} belongs to type function, not {self.type}.")
         if (self.type == "llm") != (self.llm is not None):
@@ -84,7 +86,7 @@ class RewardConfig:
         titles = [component.title for component in self.components]
         repeated = sorted({title for title in titles if titles.count(title) > 1})
         if repeated:
-            raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each its own name.")
+            raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each a unique name.")
         if self.normalise == "total":
             return
         if len(titles) == 1:
@@ -101,6 +103,9 @@ class RewardConfig:
         return any(component.type == "model" for component in self.components)
 
     def is_judge(self, judge: str | LLMJudgeConfig | None) -> bool:
-        """Return whether a judge is this reward or a part of it; None: the reward decides."""
+        """Return whether the judge, `module:name` or a language model, is a component with a positive weight.
+
+        A judge of None means that the reward itself judges: the result is then True.
+        """
         parts = [component.function or component.llm for component in self.components if component.weight > 0.0]
         return judge is None or any(same_opinion(judge, part) for part in parts)

@@ -28,13 +28,13 @@ RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
 _OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
-_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)  # for functions that name them
+_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)  # passed only to functions whose signature names them
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
-    """Import `module:name`, looked up from the project's directory, its `src`, and the Python path.
+    """Import `module:name` from the project's directory, the project's `src` or the Python path.
 
-    Without `project_path` the project is the nearest one above the working directory.
+    `project_path` defaults to the nearest project at or above the working directory.
 
     Raises:
         RewardError: The module or the name does not exist, is not callable, or importing the module fails.
@@ -44,11 +44,11 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     searched = [str(project), str(project / "src")]
     try:
         importlib.invalidate_caches()
-        with _first_on_path(searched), _left_as_found():
+        with _first_on_path(searched), _restoring_globals():
             module = importlib.import_module(module_name)
     except (TerminationSignal, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a user's file can raise anything, and a script may end itself
+    except BaseException as error:  # a user's module can raise any exception, and a script may call sys.exit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (module_name + ".").startswith(missing + "."):
             raise RewardError(
@@ -62,17 +62,20 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         what = "is not a function" if hasattr(module, name) else "does not exist there"
         raise RewardError(f"{reference}: {name} {what} ({getattr(module, '__file__', module_name)}).")
 
-    @functools.wraps(function)  # its signature decides what it is called with
-    def in_its_project(*positional: Any, **named: Any) -> list[float]:
-        with _first_on_path(searched):  # it may import its neighbours when it is called
+    @functools.wraps(function)  # keeps the signature, which decides the arguments of the call
+    def in_project(*positional: Any, **named: Any) -> list[float]:
+        with _first_on_path(searched):  # the function may import other files of the project during the call
             return cast("list[float]", _awaited(function(*positional, **named)))
 
-    return in_its_project
+    return in_project
 
 
 @contextlib.contextmanager
 def _first_on_path(folders: list[str]) -> Iterator[None]:
-    """Let imports find the user's files first, for a while: they could hide libraries' modules of the same name."""
+    """Put `folders` first on `sys.path` within the block.
+
+    The folders do not stay there: a user's file could hide a library's module of the same name.
+    """
     added = [path for path in folders if path not in sys.path]
     sys.path[:0] = added
     try:
@@ -83,12 +86,12 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _left_as_found() -> Iterator[None]:
-    """Put back what a user's code leaves changed, once it has run."""
+def _restoring_globals() -> Iterator[None]:
+    """Restore, after a user's code has run, the global state of torch and of the process that the code changed."""
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
     try:
-        # the second and the third put back what they found
+        # `set_grad_enabled` and `chdir` restore the grad mode and the working directory
         with guarded(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
             yield
     finally:
@@ -100,14 +103,14 @@ def _left_as_found() -> Iterator[None]:
 
 
 def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
-    """Raise `DataError` if a column but `own`, the prompts', has a name by which functions get prompts and responses.
+    """Raise `DataError` if a column has the name of an argument that carries prompts or responses to functions.
 
-    `where` says in errors where the table comes from.
+    `own` is the column of the prompts, which is exempt. `where` names the table in errors.
     """
     for name in set(columns).intersection((*_OURS, AGAINST)) - {own}:
         raise DataError(
-            f"{where}: reward functions get the prompts and responses by the names {', '.join(_OURS)}, so no "
-            f"other column can be called `{name}`. Rename it, or remove it."
+            f"{where}: reward functions get the prompts and responses as the arguments {', '.join(_OURS)}, so no "
+            f"other column can be called `{name}`. Rename or remove the column."
         )
 
 
@@ -119,16 +122,16 @@ def call_reward_function(
     columns: dict[str, list[Any]],
     completion_ids: Sequence[list[int]] | None = None,
 ) -> list[Any]:
-    """Call a user's function and check its result: one finite number a response.
+    """Call a user's function and check that it returns one finite number per response.
 
-    Prompts, completions and columns are keyword arguments; a function without `**columns` gets those that it names.
-    What a coroutine function (`async def`) returns is awaited. Given the tokens of each response, its stop token
-    included, a function that names `completion_ids` gets them, and may return for each response one number for each of
-    its tokens: a list, a 1-D array or a 1-D tensor.
+    Prompts, completions and columns are keyword arguments; a function without `**columns` gets only the arguments that
+    its signature names. A coroutine function (`async def`) is awaited. `completion_ids` are the tokens of each
+    response with its stop token; a function whose signature names them gets them. With `completion_ids` the function
+    may return per-token rewards: for each response a list, a 1-D array or a 1-D tensor with one number per token.
 
     Raises:
-        RewardError: It takes other arguments, raised, or returned another count, or something that is not a finite
-            float32 number; or a response has another count of numbers than of tokens.
+        RewardError: The function takes other arguments, raised, returned another number of entries than there are
+            responses, or of numbers than a response has tokens, or returned something else than finite float32 numbers.
     """
     if completion_ids is not None:
         columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
@@ -142,7 +145,7 @@ def call_reward_function(
             returned = f"{len(numbers)} numbers" if isinstance(numbers, list | tuple) else "only one number"
             raise RewardError(
                 f"reward function {name} returned {returned} for response {row} ({completions[row][:60]!r}) of "
-                f"{len(ids)} tokens. Return, for every response, one number for each of its completion_ids, or a score."
+                f"{len(ids)} tokens. Return for every response either one score or one number per completion_id."
             )
     return [[_score(number, name, row, completions[row]) for number in numbers] for row, numbers in enumerate(rows)]
 
@@ -154,16 +157,16 @@ def call_function(
     completions: Sequence[str],
     columns: dict[str, list[Any]],
 ) -> list[Any]:
-    """Call a user's function as `call_reward_function` says, and return its result: a list with one entry a response.
+    """Call a user's function as `call_reward_function` describes, and return a list with one entry per response.
 
-    `title` opens the text of errors. What the function changes in place are copies of its own.
+    `title` begins the text of errors. The function gets copies, so it may change its arguments in place.
 
     Raises:
-        RewardError: It takes other arguments, raised, or returned something else.
+        RewardError: The function takes other arguments, raised, or did not return one entry per response.
     """
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
-        with _left_as_found(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
+        with _restoring_globals(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
             result = _awaited(function(**{name: _copies(rows) for name, rows in arguments.items()}))
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
@@ -174,42 +177,42 @@ def call_function(
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
-        row, report = _row_at_hand(error, prompts, completions), traceback.format_exception(error)
+        row, report = _failing_row(error, prompts, completions), traceback.format_exception(error)
         at = ""
         if row is not None:
             at = f" at row {row}, prompt {prompts[row][:60]!r}, response {completions[row][:60]!r}"
             report = [f"Row {row}\nPrompt: {prompts[row]}\nResponse: {completions[row]}\n\n", *report]
         raise RewardError(f"{title} raised {kind_and_text(error)}{place}{at}{_written(report)}") from error
     if not isinstance(values, list):
-        raise RewardError(f"{title} returned a {type(values).__name__}. Return a list, one entry a response.")
+        raise RewardError(f"{title} returned a {type(values).__name__}. Return a list with one entry per response.")
     if len(values) != len(completions):
         raise RewardError(
-            f"{title} returned {len(values)} values for {len(completions)} responses. Return one for each."
+            f"{title} returned {len(values)} values for {len(completions)} responses. Return one value per response."
         )
     return values
 
 
 def _copies(rows: list[Any]) -> list[Any]:
-    """Return copies of rows in every depth, each by itself: repeated prompts share what their rows hold."""
+    """Return deep copies of rows. Each row is copied alone, because repeated prompts share their objects."""
     return [copy.deepcopy(row) for row in rows]
 
 
 def _awaited(result: Any) -> Any:
-    """Return what a coroutine function computes; any other result as it is."""
+    """Return the result of a coroutine; return any other value unchanged."""
     if not inspect.iscoroutine(result):
         return result
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(result)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this thread runs a loop already
+    with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this thread
         return thread.submit(asyncio.run, result).result()
 
 
 def _arguments(
     function: RewardFunction, title: str, texts: dict[str, list[str]], columns: dict[str, list[Any]]
 ) -> dict[str, list[Any]]:
-    """Return the keyword arguments that a function takes; raise `RewardError` if it does not take them by name."""
+    """Return the keyword arguments for a function; raise `RewardError` if its signature does not accept them."""
     try:
         signature = inspect.signature(function)
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -220,11 +223,11 @@ def _arguments(
         }
         signature.bind(**named)
     except (TypeError, ValueError) as error:  # some built-ins have no signature
-        ours = [*_OURS, *(name for name in columns if name in (MESSAGES, AGAINST))]
-        theirs = ", ".join(name for name in columns if name not in ours) or "none"
+        reserved = [*_OURS, *(name for name in columns if name in (MESSAGES, AGAINST))]
+        others = ", ".join(name for name in columns if name not in reserved) or "none"
         raise RewardError(
-            f"{title} cannot be called by the names of its arguments ({error}). Write it as (prompts, completions, "
-            f"**columns), or with some of {', '.join(ours)} and of the table's other columns: {theirs}."
+            f"{title} cannot be called with keyword arguments ({error}). Define the function with (prompts, "
+            f"completions, **columns), or with some of {', '.join(reserved)} and the table's other columns: {others}."
         ) from None
     return named
 
@@ -232,7 +235,7 @@ def _arguments(
 def _score(value: Any, name: str, row: int, completion: str) -> float:
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # a user's object can raise anything
+    except Exception:  # `float` of a user's object can raise any exception
         score = math.nan
     if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included
         shown = f"{value!r:.40}" if isinstance(value, float | str | None) else f"a value of type {type(value).__name__}"
@@ -243,19 +246,22 @@ def _score(value: Any, name: str, row: int, completion: str) -> float:
     return score
 
 
-def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
-    """Return ' (file, line n)' of the innermost call in the user's files, empty if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
+def _place(error: BaseException, is_users: Callable[[str], bool]) -> str:
+    """Return ' (file, line n)' of the innermost call in the user's files; empty if no call is in these files."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
-def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
-    """Return the row whose prompt or response the innermost call held when it raised; None if no call held one."""
+def _failing_row(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
+    """Return the row whose prompt or response is a local variable of the innermost frame of `error` that has one.
+
+    None if no frame has a prompt or response as a local variable.
+    """
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        held = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
-        texts_held = [sum(id(text) in held for text in row) for row in zip(prompts, completions, strict=True)]
-        if any(texts_held):
-            return texts_held.index(max(texts_held))
+        local_ids = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
+        matches = [sum(id(text) in local_ids for text in row) for row in zip(prompts, completions, strict=True)]
+        if any(matches):
+            return matches.index(max(matches))
     return None
 
 
@@ -268,9 +274,9 @@ def _written(report: list[str]) -> str:
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """Return the module and the name of `module:name`; raise `RewardError` if it is not of that form.
+    """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form.
 
-    A module of ours that has moved is returned by its new name.
+    The former name of a module of this package that has moved is replaced by the new name.
     """
     module_name, _, name = with_new_names(reference).partition(":")
     parts = [name, *module_name.split(".")]

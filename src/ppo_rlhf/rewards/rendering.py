@@ -1,7 +1,7 @@
-"""The token ids that a reward model reads for a prompt with its response: one place for training and scoring.
+"""The token ids that a reward model reads for a prompt with its response, in reward training and in scoring.
 
-A prompt that is text is followed by the response and, if the response stopped, by the reward model's end of text. A
-prompt that is a chat is shown as the reward model's chat template shows it, with the response as the assistant's
+A plain-text prompt is followed by the response and, if a stop token ended the response, by the reward model's
+end-of-text token. A chat prompt is rendered by the reward model's chat template, with the response as the assistant's
 message.
 """
 
@@ -50,17 +50,17 @@ from ppo_rlhf.rewards.scoring import ResponseBatch
 from ppo_rlhf.runtime.processes import is_main_process
 
 ENVIRONMENT = "environment"
-"""Role of a reply that is no turn of the policy's chat template."""
+"""Role of an environment's reply that the policy's chat template cannot write as a turn."""
 _REPLY_ROLES = ("user", "tool", "system")
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """Shows prompts with responses to a reward model."""
+    """Renders prompts with responses as the token ids that a reward model reads."""
 
     tokenizer: PreTrainedTokenizerBase  # the reward model's
-    policy_tokenizer: PreTrainedTokenizerBase  # of the prompts and responses
+    policy_tokenizer: PreTrainedTokenizerBase  # encoded the prompts and responses
 
     @cached_property
     def reads_policy_ids(self) -> bool:
@@ -69,12 +69,12 @@ class Rendering:
 
     @cached_property
     def has_policy_template(self) -> bool:
-        """Whether the reward model reads chats as the policy writes them: by its vocabulary and its template."""
-        own, other = (
+        """Whether the reward model and the policy have the same vocabulary and the same chat templates."""
+        reward_templates, policy_templates = (
             {name: without_template_defaults(text) for name, text in templates_of(each).items()}
             for each in (self.tokenizer, self.policy_tokenizer)
         )
-        return self.reads_policy_ids and own == other
+        return self.reads_policy_ids and reward_templates == policy_templates
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -85,9 +85,9 @@ class Rendering:
         """Return the token ids of N prompts with their responses.
 
         Raises:
-            DataError: The reward model's tokenizer has no chat template and a prompt is a chat, its template refuses
-                the conversation, or it is another one than the policy's and a reply of the environment is no turn of
-                the policy's.
+            DataError: A prompt is a chat, and the reward model's tokenizer has no chat template or its template
+                refuses the conversation; or the templates of reward model and policy differ, and the policy's template
+                cannot write a reply of the environment as a turn.
         """
         chats = batch.chats or [None] * len(batch)
         texts = [row for row, chat in enumerate(chats) if chat is None and not self.reads_policy_ids]
@@ -98,31 +98,31 @@ class Rendering:
         ]
 
     def check(self, chats: Iterable[str | None], name: str, tools: Iterable[Any] | None = None) -> None:
-        """Raise `DataError` if the reward model's chat template refuses a prompt, its messages as JSON, with a reply.
+        """Raise `DataError` if the reward model's chat template refuses a prompt with a reply.
 
-        Of prompts with the same roles and keys only the first is tried. `name` says in errors where they come from;
-        `tools` are the column of that name.
+        `chats` are the prompts' messages as JSON, None for plain text. Of prompts with the same roles and keys only the
+        first is rendered. `name` names the table in errors; `tools` is the column of that name.
         """
         tried: set[Hashable] = set()
         rows = zip(chats, repeat(None) if tools is None else tools, strict=False)
-        for row, (chat, given) in enumerate(rows):
+        for row, (chat, tools_cell) in enumerate(rows):
             if chat is None:
                 continue
-            whole, own = answered(json.loads(chat), CONTENT_MARK), read_tools(given, f"{name}: row {row}")
-            if is_new(kind_of(whole, own), tried):
+            whole, row_tools = answered(json.loads(chat), CONTENT_MARK), read_tools(tools_cell, f"{name}: row {row}")
+            if is_new(kind_of(whole, row_tools), tried):
                 where = f"{name}: row {row}, for the reward model ({self.tokenizer.name_or_path or 'its tokenizer'})"
-                shown = self._shown_tools(whole, own)
+                shown = self._shown_tools(whole, row_tools)
                 for to_answer in (False, True):
                     render_chat(whole, self.tokenizer, where, to_answer=to_answer, tools=shown)
 
     def _shown_tools(self, chat: Chat, tools: Tools) -> Tools:
-        """Return the tools if the reward model's template has a place for them; else none, which a line says once."""
+        """Return the tools if the reward model's chat template renders tools; else None, with one log line."""
         if not tools or not self.tokenizer.chat_template:
             return tools
-        with suppress(DataError):  # `render_chat` says what the template refuses
+        with suppress(DataError):  # `render_chat` reports a refusal of the template later
             text = apply_template(chat, self.tokenizer, "", tools=tools)
             if find_hidden(chat, tools, self.tokenizer, text).tools:
-                say_once("The reward model's chat template does not show tools: it reads conversations without them.")
+                say_once("The reward model's chat template renders no tools: it reads conversations without tools.")
                 return None
         return tools
 
@@ -141,8 +141,8 @@ class Rendering:
                 if (plain := _replies_as_text(chat, turns)) == chat:
                     raise
             say_once(
-                "The reward model's chat template does not take each reply as the policy's response_template reads it "
-                "(tool calls, reasoning): it reads such replies as text."
+                "The reward model's chat template refuses some replies as messages with tool calls or reasoning, which "
+                "the policy's response_template parsed: the reward model reads these replies as plain text."
             )
             return self._conversation(plain, tools, where, stopped)
         end: list[int] = []
@@ -154,17 +154,21 @@ class Rendering:
         return batch.prompt_ids[row] + closed
 
     def _encode(self, batch: ResponseBatch, rows: list[int]) -> list[list[int]]:
-        if not rows:  # of no texts some versions of transformers decode one
+        if not rows:  # some versions of transformers decode an empty list to one text
             return []
-        # decoded together: the policy's tokenizer knows whether there is a space between prompt and response
+        # Decode prompt and response together, so that the policy's tokenizer decides on the space between the two
         whole = [batch.prompt_ids[row] + batch.response_ids[row] for row in rows]
-        found = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
+        encoded = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
         eos = self.tokenizer.eos_token_id
-        return [append_end(ids, eos) if batch.terminated[row] else ids for row, ids in zip(rows, found, strict=True)]
+        return [append_end(ids, eos) if batch.terminated[row] else ids for row, ids in zip(rows, encoded, strict=True)]
 
 
 def _replies_as_text(chat: Chat, turns: list[str]) -> Chat:
-    """Return a conversation whose last messages are `turns` (`ResponseBatch`), the policy's with nothing but text."""
+    """Return the conversation with plain-text content in its last `len(turns)` messages.
+
+    A message with more keys than role and content, such as tool calls, becomes an assistant's message with the text of
+    its turn. `turns` are those of `ResponseBatch`.
+    """
     before, replies = chat[: len(chat) - len(turns)], chat[len(chat) - len(turns) :]
     pairs = zip(replies, turns, strict=True)
     return before + [
@@ -176,28 +180,31 @@ def _replies_as_text(chat: Chat, turns: list[str]) -> Chat:
 def conversation_ids(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, stopped: bool = True, tools: Tools = None
 ) -> list[int]:
-    """Return the ids of `tokenizer.apply_chat_template(chat, tools)`; a reply that did not stop leaves its turn open.
+    """Return the ids of `tokenizer.apply_chat_template(chat, tools)`.
+
+    `stopped` is False for a truncated reply: its turn is left open.
 
     Raises:
-        DataError: As `render_chat`, or a reply of an environment is no turn of the policy's template.
+        DataError: As `render_chat`, or the policy's template cannot write a reply of an environment as a turn.
     """
     if any(message["role"] == ENVIRONMENT for message in chat):
         raise DataError(
-            f"{where}: a reply of ppo.environment is no turn of the policy's chat template, so it cannot be shown to "
-            "a reward model with another one. Let the environment write the template's marks (docs/conversations.md)"
+            f"{where}: a reply of ppo.environment is no turn of the policy's chat template, so a reward model with "
+            "another template cannot read the reply. Let the environment write the marks of the policy's template "
+            "(docs/conversations.md)"
         )
     if not stopped and not (chat[-1]["content"] or "").strip():
-        chat = chat[:-1]  # nothing is said yet
+        chat = chat[:-1]  # the reply is still empty
     return chat_ids(chat, tokenizer, where, to_answer=not stopped, tools=tools)
 
 
 def close_response(
     ids: list[int], stopped: bool, end: list[int], special_ids: frozenset[int], *, has_turns: bool = False
 ) -> list[int]:
-    """Return a response as reward training shows it: with `end` after it if and only if it stopped.
+    """Return a response as reward training renders it: followed by `end` if and only if the response stopped.
 
-    A special stop token is replaced by `end`; a stop token that is text, such as a full stop, stays before it. With
-    turns, an episode can be cut off after the stop token of a turn, which then does not end the text.
+    `end` replaces a stop token that is a special token. A stop token that is text, such as a full stop, stays before
+    `end`. With turns, an episode can be truncated right after the stop token of a turn; that stop token is removed.
     """
     if not stopped and not has_turns:
         return ids
@@ -214,59 +221,60 @@ def conversations(
     policy_mask: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Chat | None]:
-    """Return N prompts with their responses as messages; None where the prompt is text.
+    """Return N prompts with their responses as messages; None where the prompt is plain text.
 
-    The policy's replies are as `_with_reply` reads them. A reply of an environment has the role that the policy's
-    template gives it, or `ENVIRONMENT` if it is no turn of it.
-    `prompts` are the messages of each prompt, None for text (empty: all are texts), `policy_mask` is that of
-    `ResponseBatch`, and the tokenizer is the policy's.
+    `_with_reply` parses the policy's replies. A reply of an environment has its role in the policy's template, or
+    `ENVIRONMENT` if the template cannot write the reply as a turn.
+    `prompts` are the messages of each prompt, None for plain text (empty list: all prompts are plain text).
+    `policy_mask` is that of `ResponseBatch`, and the tokenizer is the policy's.
     """
-    found: list[Chat | None] = [None] * len(prompt_ids)
-    own_turns: list[list[int]] = []
+    chats: list[Chat | None] = [None] * len(prompt_ids)
+    policy_turns: list[list[int]] = []
     for row, chat in enumerate(prompts):
         if chat is None:
             continue
         ids, before = response_ids[row], prompt_ids[row]
         is_policy = [True] * len(ids) if policy_mask is None else policy_mask[row].tolist()[: len(ids)]
-        for is_own, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
+        for by_policy, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
             turn = [token for token, _ in pairs]
-            if is_own:
+            if by_policy:
                 chat = _with_reply(chat, before, turn, tokenizer)
-                own_turns.append(turn)
+                policy_turns.append(turn)
             else:
                 chat = [*chat, _reply_message(chat, str(tokenizer.decode(before[-1:] + turn)), tokenizer)]
             before = before + turn
-        found[row] = chat if ids else answered(chat, "")
-    if own_turns:
-        _tell_of_special_tokens(own_turns, tokenizer, next(filter(None, prompts)))
-    return found
+        chats[row] = chat if ids else answered(chat, "")
+    if policy_turns:
+        _warn_of_special_tokens(policy_turns, tokenizer, next(filter(None, prompts)))
+    return chats
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What stands between the assistant's mark and the content of its message."""
+    """What a chat template writes around the content of an assistant's message."""
 
-    begun: str = ""  # written by the generation prompt, but part of the reply: `<think>`
-    channel: str = ""  # with special tokens, left to the policy: `<|channel|>final<|message|>`
+    begun: str = ""  # part of the reply that the generation prompt already contains, such as `<think>`
+    channel: str = ""  # mark with special tokens that the policy writes itself: `<|channel|>final<|message|>`
 
-    end: str | None = None  # written after the content; None: it cannot be found
+    end: str | None = None  # text after the content; None: the template does not reveal it
 
     @classmethod
     def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
-        """Return the form of replies to a chat, which its template and its system message decide.
+        """Return the form of replies to a chat, which depends on the chat template and the system messages.
 
-        Nothing that was sampled takes part, so no reply can make a template refuse the chat.
+        Sampled text takes no part in this, so no reply can make the template refuse the chat.
         """
         system = [*takewhile(lambda message: message["role"] == "system", chat)]
         return _form(tokenizer, str(tokenizer.chat_template), json.dumps(system))
 
 
-@lru_cache(maxsize=256)  # each row may have a system message of its own
+@lru_cache(maxsize=256)  # each row may have another system message
 def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> ReplyForm:
-    """Return the form of replies after system messages, given as JSON; `template` tells changed ones apart.
+    """Return the form of replies after `system`, the system messages as JSON.
 
-    What an earlier message of the assistant has before its content is the mark, and the channel if there is one:
-    templates write a reasoning, or an empty one, only into the last message.
+    `template` is a part of the cache's key: a tokenizer's template can change. Before the content of an earlier
+    assistant's message stand only the assistant's mark and the channel, because templates write reasoning, even empty
+    reasoning, only into the last message.
     """
     question = {"role": "user", "content": "?"}
     chat = [*json.loads(system), question]
@@ -274,10 +282,10 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> Rep
         return ReplyForm()
     end, earlier = last[1], around_answer(tokenizer, chat, [question])
     asked = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    if asked == last[0] or earlier is None:  # the template writes all of it by itself
+    if asked == last[0] or earlier is None:  # the generation prompt contains everything before the content
         return ReplyForm(end=end)
     shared = shared_length(asked, earlier[0])
-    if shared < len(asked):  # white space alone is no beginning of a reply
+    if shared < len(asked):  # white space alone does not count as the beginning of a reply
         return ReplyForm(begun=asked[shared:] if asked[shared:].strip() else "", end=end)
     channel = earlier[0][shared:]
     is_marked = special_ids(tokenizer).intersection(tokenizer(channel, add_special_tokens=False)["input_ids"])
@@ -285,14 +293,14 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> Rep
 
 
 def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """Return a chat with the policy's reply, given the tokens of the reply and of all before it.
+    """Return a chat with the policy's reply; `reply` are the reply's tokens, `before` all tokens before the reply.
 
-    A tokenizer with a response template parses the reply: reasoning and tool calls are keys of their own. Else content
-    is all that follows the assistant's mark, the generation prompt's part of it included; where the policy writes into
-    channels, it is what follows the template's channel of answers.
+    A tokenizer with a response template parses the reply: reasoning and tool calls become separate keys of the message.
+    Otherwise the content is everything after the assistant's mark, including the beginning that the generation prompt
+    contains. If the template uses channels, the content is the text after the last mark of the answer channel.
     """
     if getattr(tokenizer, "response_template", None):
-        with suppress(Exception):  # sampled text can be damaged in any way; then it stays as it is
+        with suppress(Exception):  # the parser can fail on sampled text; the reply is then read without the parser
             parsed: dict[str, Any] = tokenizer.parse_response(reply, prefix=before)
             whole = chat[:-1] if chat[-1]["role"] == ASSISTANT else chat
             if isinstance(parsed.setdefault("content", ""), str):
@@ -301,60 +309,66 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
         return answered(chat, *continuations(tokenizer, [before], [reply]))
     form = ReplyForm.of(chat, tokenizer)
     if form.channel:
-        reply = _of_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
+        reply = _answer_in_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
     begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"] if form.begun else []
-    if begun and _ends_with(before, begun, tokenizer):  # an environment may write another beginning of the turn
+    if begun and _ends_with(before, begun, tokenizer):  # an environment may have begun the turn differently
         (text,) = continuations(tokenizer, [before], [reply])
         return answered(chat, f"{tokenizer.decode(begun, skip_special_tokens=True)}{text}")
     return answered(chat, str(tokenizer.decode(reply, skip_special_tokens=True)))
 
 
 def _ends_with(ids: list[int], begun: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the text of tokens ends with that of others, which may be cut into other tokens there."""
+    """Return whether the text of `ids` ends with the text of `begun`, whose tokens may be split differently there."""
     text = str(tokenizer.decode(begun)).strip()
-    return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)  # 8: for white space
+    return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)  # 8: room for white space
 
 
-def _of_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what follows the last `channel` of a reply: nothing if there is another one, all if there is none."""
+def _answer_in_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens after the last `channel` mark of a reply.
+
+    Return no tokens if the reply has only marks of other channels, and all tokens if it has no mark.
+    """
     starts = [at for at in range(len(reply)) if reply[at : at + len(channel)] == channel]
     if starts:
         return reply[starts[-1] + len(channel) :]
     return reply if special_ids(tokenizer).intersection(channel).isdisjoint(reply) else []
 
 
-def _tell_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
-    """Warn once if special tokens stand within most of the replies, which their texts leave out; `chat` is a prompt."""
-    known, told = special_ids(tokenizer), f"special tokens of {tokenizer.name_or_path}"
-    if told in said or not is_main_process():
+def _warn_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
+    """Warn once if most replies contain the same special token before their end: decoded texts leave it out.
+
+    `chat` is one of the prompts.
+    """
+    known, topic = special_ids(tokenizer), f"special tokens of {tokenizer.name_or_path}"
+    if topic in said or not is_main_process():
         return
-    found = [{token for token in reply[:-1] if token in known} for reply in replies]
-    counts = Counter(token for tokens in found for token in tokens)
-    if tokens := [token for token, count in counts.items() if 2 * count > len(found)]:
-        said.add(told)
+    special = [{token for token in reply[:-1] if token in known} for reply in replies]
+    counts = Counter(token for tokens in special for token in tokens)
+    if tokens := [token for token, count in counts.items() if 2 * count > len(special)]:
+        said.add(topic)
         if getattr(tokenizer, "response_template", None):
-            rest = "`messages` has the parts, as the tokenizer's response_template reads them"
+            rest = "`messages` have the parts as the tokenizer's response_template parses them"
         elif channel := ReplyForm.of(chat, tokenizer).channel:
-            rest = f"`messages` and other reward models' templates get what follows the last {channel}"
+            rest = f"`messages` and reward models with another template get only the text after the last {channel}"
         else:
-            rest = "so do `messages`"
+            rest = "`messages` also lack the special tokens"
         logger.warning(
-            "Special tokens stand within the policy's replies (%s). The texts of completions leave them out, and their "
-            "parts run together; %s; completion_ids have everything.",
+            "The policy's replies contain special tokens (%s). The texts in completions lack the special tokens, so "
+            "the parts of a reply run together; %s; completion_ids have all tokens.",
             " ".join(sorted(tokenizer.convert_ids_to_tokens(tokens))),
             rest,
         )
 
 
 def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the message of an environment, given the text from the policy's stop token on; special tokens included."""
+    """Return the message of an environment; `text` begins at the policy's stop token and keeps special tokens."""
     for role in _REPLY_ROLES:
         marked = [*chat[:-1], {**chat[-1], "content": CONTENT_MARK}, {"role": role, "content": CONTENT_MARK}]
         try:
             rendered = apply_template(marked, tokenizer, "", to_answer=True)
-        except DataError:  # the template does not know this role
+        except DataError:  # the template refuses this role
             continue
-        if rendered.count(CONTENT_MARK) < 2:  # it leaves this role out
+        if rendered.count(CONTENT_MARK) < 2:  # the template leaves this role out
             continue
         rest, _, after = rendered.rpartition(CONTENT_MARK)
         before, after, text = rest.rpartition(CONTENT_MARK)[2].lstrip(), after.rstrip(), text.strip()
@@ -364,11 +378,11 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _after_reply(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    """Return the tokens that the chat template puts after the reply that ends a conversation."""
+    """Return the tokens that the chat template writes after the last reply of a conversation."""
     end = ReplyForm.of(chat, tokenizer).end
     if end is None:
         raise DataError(
-            f"{where}: the chat template refuses a question with an answer, or does not write the answer as it is, so "
-            "the end of a reply cannot be found"
+            f"{where}: the chat template refuses a question with an answer, or changes the text of the answer, so the "
+            "end of a reply cannot be determined"
         )
     return list(tokenizer(end, add_special_tokens=False)["input_ids"])

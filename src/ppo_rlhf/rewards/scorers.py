@@ -1,4 +1,4 @@
-"""The reward of a run, built as its configuration asks: a reward model, Python functions, or a weighted sum of both."""
+"""Build the reward of a run from its configuration: a reward model, Python functions, or a weighted sum of both."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
 
 NOTHING_TO_OFFLOAD = (
-    "ppo.offload_reward_model=true, but this run loads no reward model: leave it out, or give a "
-    "component of type model (in PPOTrainer: the model, or its directory)"
+    "ppo.offload_reward_model=true, but this run loads no reward model: leave the setting out, or add a component of "
+    "type model to reward.components (in PPOTrainer: pass a reward model or its directory)"
 )
 
 
 class ModelScorer:
-    """Scores prompts with their responses by a reward model, shown as in reward training (`Rendering`)."""
+    """Scores prompts with their responses by a reward model, rendered as in reward training (`Rendering`)."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class ModelScorer:
         batch_size: int | None = 64,
         device: torch.device | None = None,
     ) -> None:
-        """Take the reward model with its tokenizer, and the tokenizer of the responses.
+        """Take the reward model with its tokenizer, and the policy's tokenizer, which encoded the responses.
 
-        It scores on `device`, wherever the model is between its calls; None: where the model is. `batch_size`
-        sequences go in one pass; None: what memory allows.
+        Each call scores on `device`; None: the model's current device. Between calls the model may be offloaded. One
+        forward pass takes `batch_size` sequences; None: as many as fit into memory.
         """
         self.model = model
         self._tokenizer = tokenizer
@@ -57,15 +57,15 @@ class ModelScorer:
         self.context = context_length(model.config)
         if not reads_end(model, tokenizer.eos_token_id):
             say_once(
-                f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
-                "that is not its pad token, which is also its end of text."
+                f"The reward model ({type(model).__name__}) never reads the end of a text: its pad token is also its "
+                "end-of-text token, and it scores at the last token that is not the pad token."
             )
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
-        """Return the scores [N], on the CPU.
+        """Return the scores [N] on the CPU.
 
         Raises:
-            DataError: A prompt is a chat that the reward model's chat template does not take.
+            DataError: The reward model's chat template refuses a prompt.
             ModelError: A sequence is longer than the model's context.
             RewardError: A score is NaN or infinite.
         """
@@ -73,7 +73,7 @@ class ModelScorer:
         longest = max((len(ids) for ids in sequences), default=0)
         if self.context is not None and longest > self.context:
             raise ModelError(
-                f"a prompt with its response has {longest} tokens, the reward model reads {self.context}. "
+                f"a prompt with its response has {longest} tokens, the reward model's context is {self.context}. "
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
         with on_device(self.model, self._device):
@@ -89,21 +89,21 @@ class ModelScorer:
 
 @torch.no_grad()
 def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int | None) -> Tensor:
-    """Return the reward model's scores [N] of token sequences on the CPU, float32 or wider.
+    """Return the reward model's scores [N] of token sequences on the CPU, in float32 or wider.
 
-    Each process scores its share and gets all scores. Sequences of similar length make a batch, which is not padded if
-    the architecture does not need it.
+    Each process scores one shard of the sequences and returns all scores. A batch holds sequences of similar length.
+    Batches are padded only if the architecture needs padding.
     """
     lengths = [len(ids) for ids in sequences]
     shards = processes.dealt_rows(lengths)
-    own = shards[processes.own_rank()]
-    by_length = sorted(own, key=lambda row: lengths[row])
+    shard = shards[processes.own_rank()]
+    by_length = sorted(shard, key=lambda row: lengths[row])
     scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
     size = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
     for start in range(0, len(by_length), size):
         rows = by_length[start : start + size]
         scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
-    return processes.gather_dealt(scores[own], shards)
+    return processes.gather_dealt(scores[shard], shards)
 
 
 def build_reward_scorer(
@@ -116,13 +116,13 @@ def build_reward_scorer(
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
 ) -> RewardScorer:
-    """Import every function, and load the reward model, on `device` in `dtype`, if a component asks for it.
+    """Import every reward function, and load the reward model on `device` in `dtype` if a component uses it.
 
-    `batch_size` sequences go in one forward of the reward model; None: what memory allows. With `offload` it stays in
-    the host's memory and is on the device only while it scores.
+    One forward pass of the reward model takes `batch_size` sequences; None: as many as fit into memory. With `offload`
+    the reward model stays in host memory and moves to the device only while it scores.
 
     Raises:
-        ConfigError: No component is the reward model, and it is to be offloaded; or one is, and there is none.
+        ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
         RewardError: A function cannot be found.
         ModelError: The reward model cannot be loaded.
     """
@@ -134,7 +134,7 @@ def build_reward_scorer(
     model: PreTrainedModel | None = None
     if config.needs_model:
         if reward_model is None:
-            raise ConfigError("reward.components asks for a reward model, but there is none: set reward_model_path.")
+            raise ConfigError("reward.components uses a reward model, but there is none: set reward_model_path.")
         model = reward_model.reward_model(dtype)
         if offload:
             to_host(model)
@@ -152,9 +152,10 @@ def build_reward_scorer(
 def check_room(
     scorer: RewardScorer, prompt_lengths: Sequence[int], response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
-    """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
+    """Raise `ModelError` if a prompt with its response could be longer than the reward model's context.
 
-    This is checked only if the two share a vocabulary: other lengths are unknown before training.
+    Nothing is checked if the policy and the reward model have different vocabularies: the length in the reward model's
+    tokens is then unknown before training.
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
@@ -164,39 +165,41 @@ def check_room(
 def check_context(
     rendering: Rendering, context: int | None, longest: int, response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
-    """Raise `ModelError` if a response to the `longest` prompt could be longer than a reward model's context."""
-    closes = not rendering.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
+    """Raise `ModelError` if a prompt of `longest` tokens with its response could exceed the reward model's context."""
+    closes = not rendering.special_ids.issuperset(stop_token_ids)  # an end-of-text token then follows the stop token
     needed = longest + response_length + closes
     if rendering.reads_policy_ids and context is not None and needed > context:
-        end = " and an end of text after its stop token" if closes else ""
+        end = " and an end-of-text token after its stop token" if closes else ""
         raise ModelError(
-            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
-            f"{needed}, the reward model reads {context}. Shorten the prompts or ppo.response_length, "
+            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} the sequence would "
+            f"have {needed}, the reward model's context is {context}. Shorten the prompts or ppo.response_length, "
             "or use a reward model with a longer context"
         )
 
 
 def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
-    """Raise `DataError` if a prompt is a chat that the reward model's chat template does not take."""
+    """Raise `DataError` if the reward model's chat template refuses a prompt."""
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
         model.rendering.check(prompts.chats, "prompts", prompts.columns.get(TOOLS))
 
 
 def functions_of(scorer: RewardScorer) -> list[Scoring]:
-    """Return the components that are not a reward model."""
+    """Return the components that are Python functions."""
     return [scoring for _, _, scoring in scorer.components if not isinstance(scoring, ModelScorer)]
 
 
 def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
-    """Return a function's scores [N], or its numbers for each token [N, longest response]; float64, in every process.
+    """Return a function's scores [N], or its per-token rewards [N, longest response], in float64.
+
+    The main process calls the function; every process returns the result.
 
     Raises:
         RewardError: As `call_reward_function`.
     """
 
     def call() -> list[Any]:
-        given = (batch.prompts, list(batch.completions), batch.all_columns, batch.response_ids)
-        return call_reward_function(function, name, *given)
+        inputs = (batch.prompts, list(batch.completions), batch.all_columns, batch.response_ids)
+        return call_reward_function(function, name, *inputs)
 
     values = processes.on_main(call)
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
@@ -204,9 +207,9 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
 
 
 def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the accuracy on held-out pairs from the reward model's own configuration; None if it is not there.
+    """Return the reward model's accuracy on held-out pairs; None if it is unknown.
 
-    Reward training writes it there, so it is never the accuracy of another model.
+    Reward training writes the accuracy into the model's config.json, so it always belongs to this model.
     """
     if reward_model is None or not reward.needs_model:
         return None

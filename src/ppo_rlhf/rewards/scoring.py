@@ -1,4 +1,4 @@
-"""Scores of responses: what rewards are given and return, and their weighted sum."""
+"""Scores of responses: the inputs and outputs of reward components, and the weighted sum of the components."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ AGAINST = "against_completions"
 
 
 class DecodedWhenRead(UserList[str]):
-    """Texts that are decoded at the first look: functions see them on the main process only."""
+    """A list of texts that is decoded on first access.
+
+    Only the main process calls reward functions, so the other processes never decode.
+    """
 
     def __init__(self, texts: Callable[[], list[str]] | Iterable[str]) -> None:
-        """Take the function that gives them; or texts, as a slice or a copy does."""
+        """Take a function that returns the texts, or the texts (a slice or copy of the list passes texts)."""
         if callable(texts):
             self._decode = texts
         else:
             self.data = list(texts)
 
     @cached_property
-    def data(self) -> list[str]:  # type: ignore[override]  # UserList sets it at once
-        """The texts."""
+    def data(self) -> list[str]:  # type: ignore[override]  # UserList assigns `data` in __init__
+        """The decoded texts."""
         return self._decode()
 
 
 @dataclass(frozen=True)
 class ResponseBatch:
-    """N responses, as text for functions and as tokens for models."""
+    """N responses: texts for reward functions, token ids for reward models."""
 
     prompts: list[str]
     completions: Sequence[str]  # without special tokens
-    columns: dict[str, list[Any]]  # the prompt table's others, N entries each
+    columns: dict[str, list[Any]]  # the prompt table's other columns, N entries each
     prompt_ids: list[list[int]]
-    response_ids: list[list[int]]  # one that stopped ends in its stop token
-    terminated: list[bool]  # whether each response stopped by itself (False: it was cut off at its length)
-    # texts of each response's turns: the policy's, the environment's reply, the policy's, …; empty: there is one turn
+    response_ids: list[list[int]]  # a terminated response includes its stop token
+    terminated: list[bool]  # True: a stop token ended the response; False: the length limit cut it off
+    # texts of each response's turns, in order: policy, environment, policy, …; empty: every response is one turn
     turns: list[list[str]] = field(default_factory=list)
     policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
-    # messages of the prompts with the responses (`rendering.conversations`), None for a text; empty: all are texts
+    # messages of each prompt with its response (`rendering.conversations`), None for a prompt that is plain text;
+    # empty: all prompts are plain text
     chats: list[Chat | None] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -57,9 +61,9 @@ class ResponseBatch:
 
     @property
     def all_columns(self) -> dict[str, list[Any]]:
-        """The columns, and `turns` and `messages`, which a function gets if it names them.
+        """The columns of the prompt table, with `turns` and `messages` added.
 
-        A response without turns is one turn. A prompt that is text has no messages, but None.
+        A single-turn response has one entry in `turns`. `messages` is None for a prompt that is plain text.
         """
         turns = self.turns or [[text] for text in self.completions]
         return {**self.columns, TURNS: turns, MESSAGES: self.chats or [None] * len(self)}
@@ -69,9 +73,9 @@ class ResponseBatch:
 class Scores:
     """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
 
-    The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
-    response] is the weighted sum of such components by token, 0 after a response; None if there is none. `apart` has
-    the weights by component if each is normalised by itself; None: their sum is.
+    A per-token component scores a response by the sum over its tokens. `token_rewards` [N, longest response] is the
+    weighted sum of the per-token components at each token, 0 in the padding; None without a per-token component.
+    `apart` has the weight of each component if each component is normalised by itself; None if their sum is normalised.
     """
 
     total: Tensor
@@ -81,11 +85,11 @@ class Scores:
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
-"""Returns one number a response, [N], or one a token, [N, longest response], 0 after a response."""
+"""Returns one number per response, [N], or one per token, [N, longest response] with 0 in the padding."""
 
 
 class RewardScorer:
-    """Scores responses by every component and sums them up."""
+    """Scores responses by every component and adds up the weighted scores."""
 
     def __init__(
         self,
@@ -94,9 +98,9 @@ class RewardScorer:
         *,
         normalise: Literal["total", "component"] = "total",
     ) -> None:
-        """Take (name, weight, scoring) of each component, and the reward model if one of them is.
+        """Take (name, weight, scoring) of each component, and the reward model if a component uses one.
 
-        `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before it.
+        `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before the sum.
         """
         self.normalise = normalise
         self.names = [name for name, _, _ in components]
@@ -104,10 +108,10 @@ class RewardScorer:
         self.components = list(components)
 
     def score(self, batch: ResponseBatch) -> Scores:
-        """Return the scores, float64 on the CPU: float32 would lose small differences of large scores.
+        """Return the scores in float64 on the CPU: float32 would lose small differences between large scores.
 
-        Of several processes each must be given the whole batch. The main process calls the functions, and each process
-        scores its share by the reward model; all get all scores.
+        In a distributed run every process passes the whole batch. The main process calls the functions. The reward
+        model scores one shard in each process. Every process returns all scores.
 
         Raises:
             RewardError: A function raised, or a score is not a finite float32 number.
@@ -115,13 +119,13 @@ class RewardScorer:
         scores: dict[str, Tensor] = {}
         total, token_rewards = torch.zeros(len(batch), dtype=torch.float64), None
         for name, weight, scoring in self.components:
-            found = scoring(batch).to("cpu", torch.float64)
-            if found.dim() == 2:
+            rewards = scoring(batch).to("cpu", torch.float64)
+            if rewards.dim() == 2:
                 if batch.policy_mask is not None:  # the environment's tokens are not actions and get no reward
-                    found = torch.where(batch.policy_mask[:, : found.shape[1]], found, 0.0)
-                token_rewards = weight * found + (0.0 if token_rewards is None else token_rewards)
-                found = found.sum(-1)
-            scores[name] = found
-            total = total + weight * found
+                    rewards = torch.where(batch.policy_mask[:, : rewards.shape[1]], rewards, 0.0)
+                token_rewards = weight * rewards + (0.0 if token_rewards is None else token_rewards)
+                rewards = rewards.sum(-1)
+            scores[name] = rewards
+            total = total + weight * rewards
         weights = {name: weight for name, weight, _ in self.components}
         return Scores(total, scores, token_rewards, weights if self.normalise == "component" else None)

@@ -1,7 +1,7 @@
-"""From the raw score of a response to the final score that its last token gets as reward.
+"""Turn the raw score of a response into the final score, which is the reward of the response's last token.
 
-In this order: normalisation (of the sum of the rewards, or of each before their sum), scale, clip, penalties for
-cut-off and overlong responses. Penalties are not clipped. Rewards by token are only scaled.
+The steps, in this order: normalisation (of the sum of the rewards, or of each reward before the sum), scale, clip,
+penalties for truncated and overlong responses. Penalties are not clipped. Per-token rewards are only scaled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def final_scores(
 ) -> Tensor:
     """Return the final scores `[B]` of raw scores `[B]`.
 
-    `terminated` `[B]` is True where a stop token ended the response, `lengths` `[B]` counts its tokens, and `moments`
-    are of all scores before this batch; they are left as they are.
+    `terminated` `[B]` is True where a stop token ended the response. `lengths` `[B]` counts the tokens of each
+    response. `moments` are the statistics of all scores before this batch; this function does not update them.
     """
     return penalised(normalised(scores, moments, config), terminated, lengths, config)
 
@@ -78,10 +78,12 @@ def check_normalisation(normalise: str, config: PPOConfig) -> None:
 
 
 def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOConfig) -> Tensor:
-    """Return the token rewards `[B, T]` times `reward_scale`; 0 where a penalty replaces a cut-off response's score.
+    """Return the per-token rewards `[B, T]` times `reward_scale`.
+
+    Truncated responses get 0 for every token if `truncated_responses` is "replace".
 
     Raises:
-        ConfigError: A setting of PPO is defined only for scores of whole responses.
+        ConfigError: A PPO setting is set that is defined only for scores of whole responses.
     """
     check_token_rewards(config)
     if config.truncated_responses == "replace":
@@ -90,27 +92,27 @@ def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOCo
 
 
 def check_token_rewards(config: PPOConfig) -> None:
-    """Raise `ConfigError` if the reward cannot be given by token."""
+    """Raise `ConfigError` if a setting excludes per-token rewards."""
     for name in ("reward_normalisation", "reward_clip"):
         if name in config.not_default():
             raise ConfigError(
-                f"ppo.{name}={getattr(config, name)} is for scores of whole responses, but a reward function returns "
-                "one number a token; leave the setting out. ppo.reward_scale also scales the numbers of tokens"
+                f"ppo.{name}={getattr(config, name)} applies to scores of whole responses, but a reward function "
+                "returns one number per token; leave the setting out. ppo.reward_scale also scales per-token rewards"
             )
 
 
 def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
-    """Return `[B]` scores after normalisation, scale and clip. Scores without spread are normalised to 0."""
+    """Return the scores `[B]` after normalisation, scale and clip. Scores that are all equal are normalised to 0."""
     return _scaled(_normalised(scores, moments, config), config)
 
 
 def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
-    """Return `[B]` scores with the penalties of `truncated_responses`, `missing_eos_penalty` and `overlong_buffer`."""
+    """Return the scores `[B]` with the penalties of `truncated_responses`, `missing_eos_penalty`, `overlong_buffer`."""
     if config.overlong_buffer is not None:
         penalty = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
         scores = scores - penalty.to(scores.dtype)
     if config.truncated_responses == "bootstrap":
-        return torch.where(terminated, scores, 0.0)  # GAE uses V(s_T) instead
+        return torch.where(terminated, scores, 0.0)  # GAE bootstraps with V(s_T) instead
     if config.missing_eos_penalty is None:
         return scores
     replace = config.truncated_responses == "replace"

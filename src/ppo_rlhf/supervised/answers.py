@@ -1,4 +1,4 @@
-"""What people answered to pairs of responses: what most of them said, and how far they agree."""
+"""People's answers about pairs of responses: the majority's answer, and the agreement between people."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 AGREEMENT = "feedback/agreement"
-"""The metric of `agreement`."""
+"""The MLflow key of the metric `agreement`."""
 TRACE, PEOPLE, WHEN, RATIONALES, ALPHA = "trace_id", "people", "answered_at", "rationales", "agreement"
 KEPT = (TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
-"""Columns of preferences that people gave, beside those that a reward model reads."""
+"""Columns that a table of people's preferences has in addition to the columns that a reward model reads."""
 
 
 def majority(answers: Mapping[str, str]) -> str | None:
-    """Return what more than half of the people answered; None if nothing was, or nobody did."""
+    """Return the answer of more than half of the people; None without such an answer or without answers."""
     if not answers:
         return None
     value, count = Counter(answers.values()).most_common(1)[0]
@@ -21,15 +21,16 @@ def majority(answers: Mapping[str, str]) -> str | None:
 
 
 def agreement(answers: Sequence[Mapping[str, str]]) -> float | None:
-    """Return Krippendorff's alpha of the people's answers, one mapping a pair: 1 is agreement, 0 what chance gives.
+    """Return Krippendorff's alpha of people's answers: 1 is perfect agreement, 0 is agreement by chance.
 
-    Answers are names without order (nominal), and people may leave pairs out. Where no pair was answered twice there is
-    no agreement to measure: None. Source: Krippendorff 2011, Computing Krippendorff's Alpha-Reliability.
+    `answers` has one mapping of person to answer for each pair. Answers are nominal (unordered), and people may skip
+    pairs. Return None if no pair has answers of two people. Source: Krippendorff 2011, Computing Krippendorff's
+    Alpha-Reliability.
     """
-    several = [each for each in answers if len(each) > 1]
+    several = [values for values in answers if len(values) > 1]
     if not several:
         return None
-    from nltk.metrics.agreement import AnnotationTask  # heavy: only answers of several people pay for it
+    from nltk.metrics.agreement import AnnotationTask  # slow to import, so imported only when needed
 
-    told = [(person, pair, value) for pair, given in enumerate(several) for person, value in given.items()]
-    return float(AnnotationTask(told).alpha())
+    triples = [(person, pair, value) for pair, values in enumerate(several) for person, value in values.items()]
+    return float(AnnotationTask(triples).alpha())

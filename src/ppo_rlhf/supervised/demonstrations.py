@@ -1,6 +1,7 @@
-"""Demonstrations: the tables that supervised fine-tuning learns from, checked, split, and turned into tokens.
+"""Demonstrations for supervised fine-tuning: check the tables, split them, and tokenise them.
 
-Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
+Three of TRL's formats are supported: `text`; `prompt` and `completion`; `messages` (chats, which the tokenizer's chat
+template renders).
 """
 
 import copy
@@ -39,40 +40,40 @@ from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, 
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORED = -100  # the label that torch's cross entropy ignores
 PARTS = ("training demonstrations", "held-out demonstrations")
+"""Names, in messages, of the tables that `split_demonstrations` returns."""
 _NO_MARKS = (
     "the chat template does not mark the assistant's turns ({% generation %}), and TRL has no training template for it"
 )
-"""Names of the tables that `split_demonstrations` returns, for messages."""
 
 
 @settings_group("data_preparation")
 class DataPreparationConfig:
-    """How demonstrations are read, and how many are held out."""
+    """Settings for reading demonstrations and for holding demonstrations out."""
 
     text_column: str = "text"
     """Column of whole texts."""
     prompt_column: str = "prompt"
-    """Column of prompts, in tables of prompts and completions (texts, or chats); only completions are learnt."""
+    """Column of prompts, in tables of prompts and completions (texts or chats). SFT learns only the completions."""
     completion_column: str = "completion"
     """Column of completions."""
     messages_column: str = "messages"
-    """Column of chats, lists of `{"role": …, "content": …}`, or as ShareGPT has them, also as JSON; the tokenizer
-    needs a chat template. Without this column, `conversations` is read."""
+    """Column of chats: lists of `{"role": …, "content": …}` or of ShareGPT's messages, plain or as JSON. The tokenizer
+    needs a chat template. If this column is missing, `conversations` is read."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of the distinct demonstrations that are held out: the loss is evaluated on them."""
+    """Share of the distinct demonstrations that is held out to evaluate the loss."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
-    """Most demonstrations held out."""
+    """Maximum number of held-out demonstrations."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
-    """Use this many, drawn at random; None uses all."""
+    """Number of demonstrations to use, drawn at random; None uses all."""
     seed: Seed = 42
-    """Chooses which demonstrations are held out."""
+    """Seed of the choice of the held-out demonstrations."""
 
 
 @dataclass(frozen=True)
 class TokenisedDemonstrations:
-    """N token sequences with their labels (`IGNORED` where nothing is learnt)."""
+    """N token sequences with their labels; `IGNORED` labels tokens that are not learnt."""
 
     input_ids: list[list[int]]
     labels: list[list[int]]
@@ -81,16 +82,17 @@ class TokenisedDemonstrations:
 def split_demonstrations(
     frame: pd.DataFrame, config: DataPreparationConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Check the table and return (demonstrations to train on, demonstrations held out).
+    """Check the table and return (training demonstrations, held-out demonstrations).
 
-    Both have the columns `messages`, or `prompt` and `completion`, or `text`: the first that the table has. If prompts
-    and completions are chats, `messages` has both, and `prompt` the part that is not learnt; a column `tools` of the
-    table stays. Chats are JSON: Parquet would add the keys of one message to all, and has no type for some chats.
-    Copies of one demonstration go to one side, and are held out once. With a tokenizer its chat template is tried.
+    The returned tables have the columns `messages`, or `prompt` and `completion`, or `text`, in this order of
+    preference. If prompts and completions are chats, the columns are `messages` with the whole chat and `prompt` with
+    the part that is not learnt. A column `tools` is kept. Chats are stored as JSON: Parquet would add the keys of one
+    message to all messages, and has no type for some chats. Copies of one demonstration are never on both sides, and a
+    held-out demonstration is kept once. With a tokenizer one chat of each kind is rendered as a check.
 
     Raises:
-        DataError: No such columns, a value that is empty or not text, fewer than two distinct rows, or a chat that the
-            template does not take or show.
+        DataError: The columns are missing, a value is empty or not text, fewer than two rows are distinct, or the chat
+            template refuses a chat or leaves a part of a chat out.
     """
     table = _standard_columns(frame, config)
     if tokenizer is not None and "messages" in table:
@@ -112,16 +114,16 @@ def tokenise_demonstrations(
     name: str = "demonstrations",
     template: str | None = None,
 ) -> TokenisedDemonstrations:
-    """Return token sequences and labels of a table that `split_demonstrations` made.
+    """Return the token sequences and labels of a table from `split_demonstrations`.
 
-    The end of text closes texts and completions. Where there are prompts, only completions are learnt; of chats the
-    assistant's turns, if `template` marks them; else texts and chats are learnt whole. Longer sequences are cut at
-    `max_length` tokens, and then have no end of text. `name` is the table's, for messages; `template` is from
-    `training_template`.
+    Texts and completions end in the end-of-text token. Tables with prompts learn only the completions. Other chats
+    learn only the assistant's turns if `template` marks them, and are learnt whole otherwise; texts are learnt whole.
+    Sequences are truncated to `max_length` tokens; a truncated sequence has no end-of-text token. `name` names the
+    table in messages; `template` is from `training_template`.
 
     Raises:
-        DataError: There are chats and no chat template, or one that leaves a message out; or nothing to learn within
-            `max_length`.
+        DataError: The tokenizer has no chat template for chats, the template leaves a message out, or no row has a
+            learnt token within `max_length`.
     """
     encoded = (
         _encode_chats(frame, tokenizer, template, name)
@@ -132,13 +134,13 @@ def tokenise_demonstrations(
     for ids, learnt in encoded:
         truncated += max_length is not None and len(ids) > max_length
         ids, learnt = ids[:max_length], learnt[:max_length]
-        if any(label != IGNORED for label in learnt[1:]):  # the first token has nothing to be predicted from
+        if any(label != IGNORED for label in learnt[1:]):  # the first token is never predicted
             input_ids.append(ids)
             labels.append(learnt)
     if truncated:
-        logger.warning("%d of %d %s are cut at %d tokens", truncated, len(frame), name, max_length)
+        logger.warning("%d of %d %s are truncated to %d tokens", truncated, len(frame), name, max_length)
     if len(input_ids) < len(frame):
-        logger.warning("%d %s have nothing to learn and are left out", len(frame) - len(input_ids), name)
+        logger.warning("%d %s have no token to learn and are left out", len(frame) - len(input_ids), name)
     if not input_ids:
         raise DataError(
             f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens. Raise "
@@ -148,40 +150,45 @@ def tokenise_demonstrations(
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool | None) -> str | None:
-    """Return a chat template that marks the assistant's turns, None if chats are learnt whole.
+    """Return a chat template that marks the assistant's turns; None if chats are learnt whole.
 
-    It is the tokenizer's own if that has marks, or else the one that TRL has for it.
+    The template is the tokenizer's template if that has marks, else TRL's training template for it.
 
     Raises:
-        ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, and there are no marks.
+        ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, but no template with marks
+            exists.
     """
     if assistant_only is False or not getattr(tokenizer, "chat_template", None):
         return None
-    from trl.chat_template_utils import get_training_chat_template  # heavy: only chats pay for it
+    from trl.chat_template_utils import get_training_chat_template  # slow to import, so imported only for chats
 
-    whole = templates_of(tokenizer)["default"]
-    own = without_template_defaults(whole)
-    known = copy.copy(tokenizer)  # TRL knows templates by their text
-    known.chat_template = own
+    template = templates_of(tokenizer)["default"]
+    body = without_template_defaults(template)
+    with_body = copy.copy(tokenizer)  # TRL looks up templates by their text, without our defaults
+    with_body.chat_template = body
     try:
-        return whole.removesuffix(own) + (get_training_chat_template(known) or own)
-    except ValueError as error:  # TRL has none for this template
+        return template.removesuffix(body) + (get_training_chat_template(with_body) or body)
+    except ValueError as error:  # TRL has no training template for this template
         if assistant_only:
             raise ConfigError(
-                f"supervised_finetuning.assistant_only_loss=true: {_NO_MARKS}. Set it to false to learn whole chats."
+                f"supervised_finetuning.assistant_only_loss=true: {_NO_MARKS}. Set the setting to false to learn whole "
+                "chats."
             ) from error
         return None
 
 
 def describe_learnt(template: str | None, assistant_only: bool | None) -> str:
-    """Return in a line what is learnt of chats, given what `training_template` returned for a setting, and why."""
+    """Return a line that says which parts of chats SFT learns, and why.
+
+    `template` is what `training_template` returned for the setting `assistant_only`.
+    """
     if template is not None:
-        return "Of chats only the assistant's turns are learnt (supervised_finetuning.assistant_only_loss)."
+        return "SFT learns only the assistant's turns of chats (supervised_finetuning.assistant_only_loss)."
     if assistant_only is False:
-        return "Whole chats are learnt (supervised_finetuning.assistant_only_loss=false)."
+        return "SFT learns whole chats (supervised_finetuning.assistant_only_loss=false)."
     return (
-        f"Whole chats are learnt, the user's turns too: {_NO_MARKS}. To learn only the assistant's, give the tokenizer "
-        "a template that marks them, or give prompts and completions."
+        f"SFT learns whole chats, including the user's turns: {_NO_MARKS}. To learn only the assistant's turns, give "
+        "the tokenizer a template that marks these turns, or give prompts and completions."
     )
 
 
@@ -189,10 +196,10 @@ def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
     """Yield the texts that a tokenizer can be trained on.
 
     Raises:
-        DataError: The demonstrations are chats, which need a tokenizer with a chat template.
+        DataError: The demonstrations are chats, which need an existing tokenizer with a chat template.
     """
     if "messages" in frame.columns:
-        raise DataError("demonstrations: chats need a model with a chat template. Set base_model_path.")
+        raise DataError("demonstrations: chats need a base model with a chat template. Set base_model_path.")
     yield from frame["text"] if "text" in frame.columns else frame["prompt"] + frame["completion"]
 
 
@@ -207,8 +214,8 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
     if chosen is None:
         raise DataError(
             f"demonstrations: the columns are {', '.join(map(str, frame.columns))}; needed is `{config.text_column}`, "
-            f"or `{config.prompt_column}` and `{config.completion_column}`, or `{config.messages_column}`. Name yours "
-            "in data_preparation.text_column and its siblings."
+            f"or `{config.prompt_column}` and `{config.completion_column}`, or `{config.messages_column}`. Set "
+            "data_preparation.text_column, prompt_column, completion_column or messages_column to your columns."
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
     for given, standard in chosen.items():
@@ -216,15 +223,19 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         table[standard] = [
             read(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])
         ]
-    # of prompts and completions the first row decides
+    # The first row decides whether prompts and completions are chats or texts
     are_chats = not isinstance(table.iloc[0, -1], str)
-    kind, wanted = (list, "a chat") if are_chats else (str, "text")
+    kind, expected = (list, "a chat") if are_chats else (str, "text")
     for given, standard in chosen.items():
         for row, value in enumerate(table[standard]):
             if not isinstance(value, kind) or (standard == "text" and are_chats):
-                fix = "Name it in data_preparation.messages_column" if standard == "text" else "Give one kind"
+                fix = (
+                    "Set data_preparation.messages_column to this column"
+                    if standard == "text"
+                    else "Give only texts or only chats"
+                )
                 raise DataError(
-                    f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}. {fix}"
+                    f"demonstrations: row {row}, column `{given}`: expected {expected}, got {value!r:.60}. {fix}"
                 )
     name_unused("demonstrations", frame.columns, chosen, of_chats=are_chats)
     if not are_chats:
@@ -242,12 +253,12 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
 
 
 def _chat_of(record: dict[str, str]) -> tuple[Chat, Tools]:
-    """Return the messages and the tools of a row of a standard table of chats."""
+    """Return the messages and the tools of a row of a table from `_standard_columns`."""
     return json.loads(record["messages"]), json.loads(record.get(TOOLS, "null"))
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]
-"""The tokens and the labels of each row."""
+"""Yields the tokens and the labels of each row."""
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
@@ -271,7 +282,10 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, templ
 
 
 def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
-    """Return tokens as labels, from where they differ from the prompt's: they may merge across its end, as in TRL."""
+    """Return the labels of `ids`: `IGNORED` for the tokens shared with the prompt, else the token itself.
+
+    As in TRL, the tokens at the end of the prompt may merge with the completion; a merged token is learnt.
+    """
     shared = shared_length(prompt, ids)
     return [IGNORED] * shared + ids[shared:]
 
@@ -279,13 +293,13 @@ def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
 def _marked(
     messages: Chat, tools: Tools, tokenizer: PreTrainedTokenizerBase, template: str, where: str
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat, and as labels those of the assistant's turns."""
+    """Return the tokens of a chat, and labels for the tokens of the assistant's turns only."""
     try:
-        found: Any = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
-    except Exception as error:  # a template is a program: it can raise anything
+    except Exception as error:  # a template is a program: it can raise any exception
         raise DataError(f"{where}: the chat template refuses a chat: {in_one_line(error)}") from error
-    ids, mask = found["input_ids"], found["assistant_masks"]
+    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     check_shown(messages, tokenizer, where, str(tokenizer.decode(ids)), tools=tools)
     return list(ids), [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]

@@ -1,4 +1,4 @@
-"""The settings that both supervised trainings share."""
+"""Settings that supervised fine-tuning and reward-model training share."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,23 +12,23 @@ from ppo_rlhf.config.settings_group import Seed
 TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 
 History = list[dict[str, float]]
-"""Metrics of a training: one dictionary a logged step, with `step` (optimiser steps done) and the metrics' keys."""
+"""Metrics of a training: one dictionary per logged step, with `step` (completed optimiser steps) and the metrics."""
 Watch = Callable[[int], AbstractContextManager[Callable[[int, Mapping[str, float]], None]]]
-"""Opens a display of so many optimiser steps; it yields a function that is called with each step's new metrics."""
+"""Opens a progress display for the given number of optimiser steps; yields a function that takes (step, metrics)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationConfig:
-    """The settings of both supervised trainings; names are TRL's."""
+    """Settings of the optimiser for supervised fine-tuning and reward-model training; the names are TRL's."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
     """Passes over the training data."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimiser steps; overrides num_train_epochs."""
+    """Number of optimiser steps; overrides num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    """Shape of the learning rate over the steps."""
+    """Schedule of the learning rate over the optimiser steps."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -36,35 +36,35 @@ class OptimisationConfig:
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are clipped to this 2-norm."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it. Of
-    several processes the last batch of an epoch is filled up with rows of its first."""
+    """Rows (texts or pairs) in one forward and backward pass of all processes together. The number of processes must
+    divide this batch. With several processes the last batch of an epoch is filled up with rows of the first batch."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
-    """Passes that make one optimiser step."""
+    """Forward and backward passes per optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Longest sequence in tokens; None takes the model's context."""
+    """Maximum length of a sequence in tokens; None: the model's context."""
     group_by_length: bool = True
-    """Put rows of similar length into one batch: less padding."""
+    """Put rows of similar length into one batch, which needs less padding."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
     bf16: bool = False
     """Autocast to bfloat16 (weights stay float32); for GPUs."""
     logging_steps: Annotated[int, Field(ge=1)] = 10
-    """Optimiser steps between logged losses; each is the mean over them."""
+    """Optimiser steps between logged losses; a logged loss is the mean over these steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA if there is a device, else the CPU. A process uses one device."""
+    """auto uses CUDA if a device is available, else the CPU. A process uses one device."""
     seed: Seed = 42
     """Seed of random initial weights and of the order of the data."""
 
     def longest_sequence(self, context: int | None) -> int | None:
-        """Return the most tokens of a training sequence for a model with this context; None: no limit."""
+        """Return the maximum length of a training sequence for a model with this context; None: no limit."""
         return min((length for length in (self.max_length, context) if length is not None), default=None)
 
 
 def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
-    """Return a line if the learning rate suits tiny models only, and the model is larger."""
+    """Return a warning if the learning rate suits only tiny models but the model is larger; else no lines."""
     if parameters <= TINY_MODEL or config.learning_rate < TINY_MODELS_RATE:
         return []
     return [
         f"{group}.learning_rate={config.learning_rate:g} suits models of less than {TINY_MODEL / 1e6:g} M parameters, "
-        f"this one has {parameters / 1e6:.3g} M: 1e-5 to 5e-4 is usual"
+        f"this model has {parameters / 1e6:.3g} M: 1e-5 to 5e-4 is usual"
     ]

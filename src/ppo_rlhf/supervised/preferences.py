@@ -1,7 +1,7 @@
-"""Preferences: pairs of responses, one chosen over the other, given by the user or sampled from the SFT policy.
+"""Preferences: pairs of a chosen and a rejected response, given by the user or sampled from the SFT policy.
 
-A pair has its texts and the token sequences of reward training, which are those that the reward model is shown when
-rewards are scored later (`rewards.rendering`).
+A pair has its texts and the token sequences for reward training. The reward model later reads the same sequences when
+it scores rewards (`rewards.rendering`).
 """
 
 import math
@@ -51,35 +51,36 @@ def check_preferences(
     rejected_column: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> pd.DataFrame:
-    """Return the columns `prompt` (empty without one), `chosen` and `rejected`, and `tools` if there are; in order.
+    """Return the columns `prompt` (empty text without a prompt), `chosen`, `rejected` and, if given, `tools`.
 
-    Values are texts, or lists of chat messages with the prompt apart, inside both, or both. Of chats it is then apart.
-    The index has the numbers of the rows: pairs of equal responses are left out. With a tokenizer its chat template is
-    tried.
+    Values of `frame` are texts or lists of chat messages. The prompt of a chat may be in the prompt column, at the
+    beginning of both responses, or in both places; the returned table has the prompt only in `prompt`. Pairs of equal
+    responses are left out; the index keeps the row numbers of `frame`. With a tokenizer one chat of each kind is
+    rendered as a check.
 
     Raises:
-        DataError: A column is missing, a value is empty or neither text nor chat, all pairs are of equal responses, or
-            the template does not take or show a chat.
+        DataError: A column is missing, a value is empty or neither text nor chat, all pairs have equal responses, or
+            the chat template refuses a chat or leaves a part of a chat out.
     """
-    wanted = {chosen_column: "chosen", rejected_column: "rejected"}
-    for column in wanted:
+    renamed = {chosen_column: "chosen", rejected_column: "rejected"}
+    for column in renamed:
         if column not in frame.columns:
             raise DataError(
-                f"preferences: no column `{column}`; the columns are {', '.join(map(str, frame.columns))}. Name yours "
-                "in reward_modelling.chosen_column and reward_modelling.rejected_column."
+                f"preferences: no column `{column}`; the columns are {', '.join(map(str, frame.columns))}. Set "
+                "reward_modelling.chosen_column and reward_modelling.rejected_column to your columns."
             )
     if prompt_column in frame.columns:
-        wanted = {prompt_column: "prompt", **wanted}
-    table = frame[list(wanted)].rename(columns=wanted).reset_index(drop=True)
-    for given, standard in wanted.items():
+        renamed = {prompt_column: "prompt", **renamed}
+    table = frame[list(renamed)].rename(columns=renamed).reset_index(drop=True)
+    for given, standard in renamed.items():
         values = enumerate(table[standard].tolist())
         table[standard] = [
             read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
         ]
-    records = [_prompt_apart(record, row) for row, record in enumerate(table.to_dict("records"))]
+    records = [_separate_prompt(record, row) for row, record in enumerate(table.to_dict("records"))]
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
-    used = [*wanted, *(KEPT if TRACE in frame else ())]  # of people's answers these are kept beside the model
+    used = [*renamed, *(KEPT if TRACE in frame else ())]  # columns of people's answers are stored with the model
     name_unused("preferences", frame.columns, used, of_chats=any(are_chats))
     for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
         where = f"preferences: row {row}"
@@ -93,64 +94,66 @@ def check_preferences(
 
 
 def _chats_of(checked: pd.DataFrame) -> Iterator[tuple[str, Chat, Tools]]:
-    """Yield each conversation of a checked table: where it is, its messages, its tools."""
+    """Yield (row as errors name it, messages, tools) for each conversation of a checked table."""
     tools = checked.get(TOOLS, repeat(None))
-    for row, prompt, *responses, own in zip(checked.index, *map(checked.get, SIDES), tools, strict=False):
+    for row, prompt, *responses, row_tools in zip(checked.index, *map(checked.get, SIDES), tools, strict=False):
         chats = (join_chats(prompt, response) for response in responses if isinstance(response, list))
-        yield from ((f"preferences: row {row}", chat, own) for chat in chats)
+        yield from ((f"preferences: row {row}", chat, row_tools) for chat in chats)
 
 
 def _without_equals(table: pd.DataFrame, chosen: str, rejected: str) -> pd.DataFrame:
-    """Return a table without the pairs of equal responses, which teach nothing and count half in the accuracy."""
+    """Return a table without pairs of equal responses: they teach nothing and count as half right in the accuracy."""
     differ = [first != second for first, second in zip(table[chosen], table[rejected], strict=True)]
     if not any(differ):
-        raise DataError(f"preferences: the responses are equal in all {len(differ)} pairs. Give pairs that differ")
+        raise DataError(
+            f"preferences: the two responses are equal in all {len(differ)} pairs. Give pairs of different responses"
+        )
     if not all(differ):
-        say_once(f"preferences: {differ.count(False)} of {len(differ)} pairs are of equal responses and left out.")
+        say_once(f"preferences: {differ.count(False)} of {len(differ)} pairs have equal responses and are left out.")
     return table[differ]
 
 
-def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Chat]:
-    """Return a pair of chats with their prompt apart, and a pair of texts as it is."""
+def _separate_prompt(record: dict[str, str | Chat], row: int) -> dict[str, str | Chat]:
+    """Return a pair of chats with the prompt separated from the responses; return a pair of texts unchanged."""
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
         return {"prompt": "", **record}
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"preferences: row {row} has both texts and chats. Give chosen and rejected both as texts, with a prompt "
-            "that is text, or both as chats, with the prompt inside or apart."
+            "that is text, or both as chats, with the prompt in the responses or in the prompt column."
         )
     if isinstance(prompt, list):
         is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
         start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
         return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
-    from trl.data_utils import extract_prompt  # heavy: only chats pay for it
+    from trl.data_utils import extract_prompt  # slow to import, so imported only for chats
 
-    found = extract_prompt({"chosen": chosen, "rejected": rejected})
-    pair: dict[str, str | Chat] = {name: list(value) for name, value in found.items()}
-    asked = {(message["content"] or "").strip() for message in [*chosen, *rejected] if message["role"] == "user"}
-    if isinstance(prompt, str) and not asked:
+    extracted = extract_prompt({"chosen": chosen, "rejected": rejected})
+    pair: dict[str, str | Chat] = {name: list(value) for name, value in extracted.items()}
+    questions = {(message["content"] or "").strip() for message in [*chosen, *rejected] if message["role"] == "user"}
+    if isinstance(prompt, str) and not questions:
         pair["prompt"] = [*pair["prompt"], {"role": "user", "content": prompt}]
-    elif isinstance(prompt, str) and prompt.strip() not in asked:
+    elif isinstance(prompt, str) and prompt.strip() not in questions:
         raise DataError(
-            f"preferences: row {row}: the prompt {prompt[:60]!r} is no user's message of the chats beside it. Give it "
-            "as a chat; or to leave it out, set reward_modelling.prompt_column to a name that no column has"
+            f"preferences: row {row}: the prompt {prompt[:60]!r} is not a user's message of the row's chats. Give the "
+            "prompt as a chat; or to ignore the prompt, set reward_modelling.prompt_column to a name that no column has"
         )
     return pair
 
 
 def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """Return a checked table of pairs with their token sequences (`COLUMNS`).
+    """Return a checked table of pairs with token sequences (`COLUMNS`).
 
-    The end of text closes each given text, as in TRL. A prompt is joined to its response without a space. A chat is
-    all that the tokenizer's chat template makes of it. Pairs whose tokens are equal are left out.
+    A text is the prompt and the response, joined without a space and followed by the end-of-text token, as in TRL. The
+    tokens of a chat are those of the tokenizer's chat template. Pairs with equal tokens are left out.
     """
     rows = []
     tools = frame.get(TOOLS, repeat(None))
-    for row, prompt, *responses, own in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
-        ids = [_encode(prompt, response, own, tokenizer, f"preferences: row {row}") for response in responses]
+    for row, prompt, *responses, row_tools in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
+        ids = [_encode(prompt, response, row_tools, tokenizer, f"preferences: row {row}") for response in responses]
         rows.append([*map(_readable, [prompt, *responses]), *ids])
-    # a template may leave out what is all their difference, such as white space
+    # Different texts can have equal tokens: a template may remove white space, for example
     return _without_equals(pd.DataFrame(rows, columns=list(COLUMNS), index=frame.index), "chosen_ids", "rejected_ids")
 
 
@@ -159,14 +162,14 @@ def noisy_preference(
 ) -> list[bool]:
     """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
 
-    A beta of 0 draws at random, infinity is always right (and draws between equals). The labels have a random stream of
-    their own: the one of pair i depends only on the seed, i and the scores.
+    With a beta of 0 the labels are random. With an infinite beta the higher score is always preferred, and labels of
+    equal scores are random. The label of pair i depends only on the seed, i and the pair's scores.
     """
     rng = random.Random(seed)
     labels = []
     for first, second in zip(first_scores, second_scores, strict=True):
         logit = 0.0 if first == second else beta * (first - second)
-        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow.
+        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow
         labels.append(rng.random() < 0.5 * (1.0 + math.tanh(0.5 * logit)))
     return labels
 
@@ -184,15 +187,16 @@ def sample_preferences(
     seed: int,
     batch_size: int = 256,
 ) -> pd.DataFrame:
-    """Sample two responses to each of `pairs` prompts, label them by noisy Bradley–Terry preferences; return `COLUMNS`.
+    """Sample two responses to each of `pairs` prompts, and label the pairs by noisy Bradley–Terry preferences.
 
-    The first of a pair is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
-    equal responses are left out, so the table may be a little shorter than `pairs`. Each prompt is used once before any
-    is used again. Engine and precision are those of PPO's own rollouts, `config`'s. The main process calls the
-    labeller, given with its name. The seed is that of the prompts' order, the noise and the labels.
+    The first response is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
+    equal responses are left out, so the returned table, with the columns `COLUMNS`, may have fewer than `pairs` rows.
+    Every prompt is used once before any prompt is used again. `config` gives the engine and the precision, as in PPO's
+    rollouts. `labeller` is (name, function); only the main process calls the function. `seed` fixes the order of the
+    prompts, the sampling noise and the labels.
 
     Raises:
-        DataError: All pairs are of equal responses.
+        DataError: All pairs have equal responses.
         RewardError: The labeller failed.
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
@@ -205,7 +209,7 @@ def sample_preferences(
     scores = on_main(
         lambda: [call_reward_function(function, name, b.prompts, list(b.completions), b.all_columns) for b in batches]
     )
-    sequences = [Rendering(tokenizer, tokenizer).sequences(each) for each in batches]
+    sequences = [Rendering(tokenizer, tokenizer).sequences(responses) for responses in batches]
     rows = []
     for row, first_is_chosen in enumerate(noisy_preference(scores[0], scores[1], beta, seed)):
         if batches[0].response_ids[row] == batches[1].response_ids[row]:

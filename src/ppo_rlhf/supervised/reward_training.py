@@ -1,4 +1,4 @@
-"""Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, by TRL's RewardTrainer."""
+"""Train a reward model on preferences: Bradley–Terry loss, the SFT policy's backbone, TRL's RewardTrainer."""
 
 import logging
 import math
@@ -28,45 +28,46 @@ from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch,
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""A run and its report warn below this accuracy: PPO would mostly learn the reward model's errors."""
+"""A run and its report warn if the accuracy is lower: PPO would mostly learn the reward model's errors."""
 
 
 @settings_group("reward_modelling")
 @dataclass(frozen=True, kw_only=True)
 class RewardModellingConfig(OptimisationConfig):
-    """Where preferences come from and how the reward model is trained."""
+    """Settings for the preferences and for training the reward model."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
-    """Passes over the pairs (TRL's default is 3; more than one overfits quickly: Ouyang et al. 2022, appendix C.2)."""
+    """Passes over the pairs. TRL's default is 3; more than one pass overfits quickly (Ouyang et al. 2022, appendix
+    C.2)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
     """Peak learning rate of AdamW (TRL's default for reward models)."""
     prompt_column: str = "prompt"
-    """Column of prompts in given preferences; without such a column, responses are whole texts."""
+    """Column of prompts in given preferences. If the column is missing, responses are whole texts."""
     chosen_column: str = "chosen"
     """Column of the preferred responses."""
     rejected_column: str = "rejected"
     """Column of the rejected responses."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts (without prompts, of the distinct pairs) that are held out: they measure the accuracy."""
+    """Share of the prompts that is held out to measure the accuracy; without prompts, share of the distinct pairs."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
-    """Most prompts held out."""
+    """Maximum number of held-out prompts."""
     preferences_path: str | None = None
-    """Where given preferences come from, for the model card."""
+    """Path of given preferences, for the model card."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from such a model."""
+    """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from the reward model."""
     normalise: bool = True
-    """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, in the saved weights.
-    If the responses are samples of the SFT policy, PPO starts at score 0."""
+    """Whether the saved weights shift and scale the scores to mean 0 and standard deviation 1 over all training
+    responses. If these responses are samples of the SFT policy, PPO starts at score 0."""
 
     labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
-    policy; used if no preferences are given."""
+    policy; used only if no preferences are given."""
     pairs: Annotated[int, Field(ge=2)] = 7000
-    """Pairs to sample."""
+    """Number of pairs to sample."""
     label_beta: Annotated[float, Field(ge=0.0)] = 6.0
     """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
-    """Responses sampled at a time."""
+    """Number of responses in one generation batch."""
 
     @property
     def columns(self) -> tuple[str, str, str]:
@@ -77,16 +78,17 @@ class RewardModellingConfig(OptimisationConfig):
 def train_reward_model(
     sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig, watch: Watch | None = None
 ) -> tuple[TrainedModel, History]:
-    """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
+    """Train a score head and the SFT policy's backbone so that chosen responses score higher than rejected responses.
 
-    Minimises -log sigmoid(score of the chosen - score of the rejected) (Bradley–Terry; Ouyang et al. 2022, eq. 1) over
-    a table of `preferences.COLUMNS`.
+    The loss is -log sigmoid(score of the chosen - score of the rejected response) (Bradley–Terry; Ouyang et al. 2022,
+    eq. 1). `preferences` has the columns `preferences.COLUMNS`.
 
     Returns:
-        The reward model with its tokenizer and card, as transformers' own classifier where that computes the same
-        scores up to a constant (`score_mean` in its configuration), and its metrics by optimiser step:
-        `reward_model/loss` (mean over the steps since the last), `reward_model/learning_rate`, and once an epoch
-        `reward_model/eval_accuracy` (share of all held-out pairs in the right order, ties half).
+        The reward model with its tokenizer and model card, and its metrics by optimiser step: `reward_model/loss` (mean
+        over the steps since the last logged loss), `reward_model/learning_rate`, and once per epoch
+        `reward_model/eval_accuracy` (share of all held-out pairs in the right order; ties count half). The model is a
+        classifier of transformers if such a classifier computes the same scores up to a constant (`score_mean` in the
+        model's config.json).
 
     Raises:
         TrainingError: The final accuracy is below `minimum_accuracy`.
@@ -119,29 +121,31 @@ def train_reward_model(
     except ModelError as error:
         own_form = str(error)
         logger.info(
-            "The reward model keeps this project's form, which others load after `import %s`: %s.", OWN_FORM, error
+            "The reward model is saved as a class of this package; other programs load it after `import %s`: %s.",
+            OWN_FORM,
+            error,
         )
-    saved.config.held_out_accuracy = accuracy  # so that a report shows this model's accuracy
+    saved.config.held_out_accuracy = accuracy  # reports read the model's accuracy from its configuration
     facts = _facts(config, len(trained), accuracy, len(held_out))
     has_template = tokenizer.chat_template is not None
     card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
-    tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
+    tokenizer.padding_side = "right"  # some classifiers, such as GPT-2's, count positions wrongly with left padding
     return TrainedModel(saved, tokenizer, card=card), history
 
 
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return (pairs to train on, pairs held out); all pairs of one prompt go to one side.
+    """Return (training pairs, held-out pairs); pairs of one prompt are never on both sides.
 
-    Without prompts, copies of one pair go to one side, and are held out once.
+    Without prompts, copies of one pair are never on both sides, and a held-out pair is kept once.
 
     Raises:
-        DataError: There are fewer than two prompts (without prompts, distinct pairs).
+        DataError: There are fewer than two distinct prompts, or without prompts fewer than two distinct pairs.
     """
     has_prompts = bool(pairs["prompt"].astype(bool).any())
-    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)  # chats are lists, with no hash
+    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)  # lists have no hash
     keys = pairs["prompt"].tolist() if has_prompts else list(sides)
     share, most = config.held_out_share, config.max_held_out
-    advice = "Give pairs of more prompts." if has_prompts else "Give more."
+    advice = "Give pairs of more prompts." if has_prompts else "Give more pairs."
     rows = hold_out(
         keys, share, most, config.seed, "held_out_pairs", name="preferences", advice=advice, copies=has_prompts
     )
@@ -155,7 +159,7 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
 
 
 def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out: int) -> dict[str, str]:
-    """Return what the model card says of data, training and accuracy, with the interval of a win rate."""
+    """Return the model card's entries for data, training and accuracy; the accuracy has a confidence interval."""
     right, ties = divmod(round(2 * accuracy * held_out), 2)
     rate = win_rate(np.array([[1.0]] * right + [[0.5]] * ties + [[0.0]] * (held_out - right - ties)))
     source = f"sampled from the model it started from, labelled by `{config.labeller}`"
@@ -166,7 +170,7 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
         "Data": f"{pairs:,} pairs {source}",
-        "Training": f"Bradley–Terry loss, {length}, {batch} pairs a step, AdamW, peak learning rate "
+        "Training": f"Bradley–Terry loss, {length}, {batch} pairs per step, AdamW, peak learning rate "
         f"{config.learning_rate:g} ({config.lr_scheduler_type}), seed {config.seed}",
         "Accuracy": f"{rate.rate:.1%} of {held_out} held-out pairs are in the right order "
         f"(95 % interval {rate.low:.1%} to {rate.high:.1%})",
@@ -175,14 +179,17 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
 
 @torch.no_grad()
 def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
-    """Rescale the head so that responses with these scores [N] get mean 0 and standard deviation 1.
+    """Rescale the score head so that the `scores` [N], computed before the call, get mean 0 and standard deviation 1.
 
     Raises:
-        TrainingError: All scores are equal, or not finite.
+        TrainingError: All scores are equal, or a score is not finite.
     """
     mean, deviation = float(scores.double().mean()), float(scores.double().std())
     if not deviation > 0.0:  # NaN included
-        raise TrainingError(f"reward_modelling: the scores of all responses have mean {mean}, deviation {deviation}.")
+        raise TrainingError(
+            f"reward_modelling: the scores of all responses have mean {mean} and standard deviation {deviation}, so "
+            "they cannot be normalised."
+        )
     model.score.weight.div_(deviation)
     model.score.bias.sub_(mean).div_(deviation)
 
@@ -195,14 +202,14 @@ def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch
 
 
 def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
-    return [[int(i) for i in ids] for ids in pairs[column]]  # from Parquet they are arrays
+    return [[int(i) for i in ids] for ids in pairs[column]]  # a table from Parquet has arrays
 
 
 def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    """Return the pairs whose token sequences have at most `limit` tokens (None: all), and warn of the others."""
+    """Return the pairs whose sequences have at most `limit` tokens, and warn of longer pairs; None: no limit."""
     fits = preferences[["chosen_ids", "rejected_ids"]].map(len).max(axis=1) <= (math.inf if limit is None else limit)
     if not fits.all():
-        logger.warning("%d of %d pairs are longer than %d tokens and left out", (~fits).sum(), len(fits), limit)
+        logger.warning("%d of %d pairs are longer than %d tokens and are left out", (~fits).sum(), len(fits), limit)
     return preferences[fits]
 
 
@@ -210,10 +217,12 @@ def _check_accuracy(accuracy: float, pairs: int, minimum: float) -> None:
     text = f"the reward model puts {accuracy:.1%} of {pairs} held-out pairs in the right order"
     if accuracy < minimum:
         raise TrainingError(
-            f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, another learning_rate or "
-            "more epochs."
+            f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, change learning_rate or "
+            "raise num_train_epochs."
         )
     if accuracy < RELIABLE_ACCURACY:
         logger.warning(
-            "%s. Below %.0f %% PPO tends to learn its errors: give more pairs or epochs.", text, 100 * RELIABLE_ACCURACY
+            "%s. Below %.0f %% PPO tends to learn the reward model's errors: give more pairs or epochs.",
+            text,
+            100 * RELIABLE_ACCURACY,
         )

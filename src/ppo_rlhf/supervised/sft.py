@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a language model on demonstrations, or its training from scratch."""
+"""Supervised fine-tuning of a language model on demonstrations, or training of a small model from scratch."""
 
 import logging
 from dataclasses import dataclass
@@ -37,21 +37,21 @@ Size = Annotated[int, Field(ge=1)]
 @settings_group("supervised_finetuning")
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFinetuningConfig(OptimisationConfig):
-    """How the SFT policy is trained. Without a base model it is a small Llama of the shape given here."""
+    """Settings for training the SFT policy. The sizes are for the small Llama that is trained without a base model."""
 
     hidden_size: Size = 64
-    """Width of the hidden states; an even multiple of the attention heads."""
+    """Width of the hidden states; an even multiple of num_attention_heads."""
     intermediate_size: Size = 176
     """Width inside the feed-forward layers."""
     num_hidden_layers: Size = 3
-    """Transformer layers."""
+    """Number of transformer layers."""
     num_attention_heads: Size = 4
-    """Attention heads of a layer."""
+    """Number of attention heads per layer."""
     max_position_embeddings: Size = 64
     """Context in tokens, prompt and response together."""
     assistant_only_loss: bool | None = None
-    """Learn only the assistant's turns of chats. None: if the chat template marks them (`{% generation %}`), or TRL has
-    a training template that does; else whole chats."""
+    """Whether SFT learns only the assistant's turns of chats. None: true if the chat template, or TRL's training
+    template for it, marks these turns (`{% generation %}`); else false, and whole chats are learnt."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
@@ -70,12 +70,13 @@ def train_sft_policy(
 ) -> tuple[TrainedModel, History]:
     """Fine-tune the base model with TRL's SFTTrainer; both tables are from `split_demonstrations`.
 
-    Without a base model the weights are random, and a word-level tokenizer is trained on the corpus.
+    Without a base model the training starts from random weights, and a word-level tokenizer is trained on the
+    demonstrations.
 
     Returns:
         The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
-        last), `sft/learning_rate`, and once an epoch `sft/eval_loss` (nats per learnt token over all held-out
-        demonstrations).
+        last logged loss), `sft/learning_rate`, and once per epoch `sft/eval_loss` (nats per learnt token over all
+        held-out demonstrations).
     """
     if base_model is None:
         model, tokenizer = _from_scratch(demonstrations, config)
@@ -104,16 +105,16 @@ def train_sft_policy(
 
 @torch.no_grad()
 def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
-    """Return the cross entropy in nats: the mean over all learnt tokens (there must be one), not over batches.
+    """Return the cross entropy in nats as the mean over all learnt tokens, not over batches.
 
-    Each process computes its share of the rows. The model has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`),
-    which never holds the logits of a batch.
+    At least one token must be learnt. Each process computes one shard of the rows. The model has TRL's fused head
+    (`trl.trainer.utils.add_fused_lm_head`), which never materialises the logits of a whole batch.
     """
     order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
-    own = [order[i] for i in processes.own_share(len(order))]
+    shard = [order[i] for i in processes.own_share(len(order))]
     total, count = 0.0, 0
-    for start in range(0, len(own), batch_size):
-        batch = own[start : start + batch_size]
+    for start in range(0, len(shard), batch_size):
+        batch = shard[start : start + batch_size]
         ids, labels = ([torch.tensor(table[row]) for row in batch] for table in (rows.input_ids, rows.labels))
         mask = [torch.ones_like(row) for row in ids]
         padded = (pad_sequence(part, True, fill) for part, fill in ((ids, 0), (mask, 0), (labels, IGNORED)))

@@ -1,9 +1,9 @@
-"""TRL's trainers as functions: quiet, offline, seeded, and one training on all processes.
+"""TRL's trainers as functions: quiet, offline and seeded, with one training for all processes.
 
-Both trainers take token sequences that were made here, so TRL neither tokenises nor truncates, and one place decides
-which sequences end in an end of text.
+Both trainers get token sequences from this package, so TRL neither tokenises nor truncates, and only this package
+decides which sequences end in an end-of-text token.
 
-Imported only when something is trained: TRL and the Trainer take most of a second.
+This module is imported only for a training, because importing TRL and the Trainer takes most of a second.
 """
 
 import copy
@@ -48,7 +48,7 @@ SAME = (
     "logging_steps",
     "seed",
 )
-"""Settings that have the same name in TRL; its default of bf16 is True."""
+"""Settings with the same name in TRL. `bf16` is always passed, because TRL's default is True."""
 
 
 def run_sft_trainer(
@@ -59,18 +59,18 @@ def run_sft_trainer(
     evaluate: Evaluation,
     watch: Watch | None = None,
 ) -> History:
-    """Train a language model in place on token sequences and their labels; return `sft/*` metrics.
+    """Train a language model in place on token sequences and their labels; return the `sft/*` metrics.
 
-    `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
+    `evaluate` is called with the model, which then has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
     """
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
     _check_processes("supervised_finetuning", config)
     options = {**trainer_options(config), "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     text = model.config.get_text_config()
-    if not hasattr(text, "num_experts"):  # TRL reads it where a model has router logits; Granite has another
+    if not hasattr(text, "num_experts"):  # TRL's router loss reads `num_experts`, which Granite lacks
         options["router_aux_loss_coef"] = 0.0
         if getattr(text, "num_local_experts", 0):
-            logger.warning("supervised_finetuning: without %s's loss of balanced experts", type(model).__name__)
+            logger.warning("supervised_finetuning: %s is trained without its router loss", type(model).__name__)
     callback = HistoryCallback("sft", evaluate, watch)
     return _train(SFTTrainer, SFTConfig, options, model, tokenizer, table=table, callback=callback)
 
@@ -84,7 +84,7 @@ def run_reward_trainer(
     evaluate: Evaluation,
     watch: Watch | None = None,
 ) -> History:
-    """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
+    """Train a reward model in place on pairs of token sequences; return the `reward_model/*` metrics."""
     lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
     _check_processes("reward_modelling", config)
@@ -95,23 +95,23 @@ def run_reward_trainer(
 
 
 def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
-    """Return keyword arguments for TRL's SFTConfig and RewardConfig, except `output_dir`."""
+    """Return the keyword arguments for TRL's SFTConfig and RewardConfig without `output_dir`."""
     warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
     return {
         **{name: getattr(config, name) for name in SAME},
         gradient_checkpointing.NAME: config.gradient_checkpointing,
         "max_steps": config.max_steps or -1,
         "lr_scheduler_type": "constant_with_warmup" if warms_up else config.lr_scheduler_type,
-        "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
-        "accelerator_config": {"split_batches": True},  # each step sees this batch, whatever the number of processes
+        "warmup_steps": config.warmup_ratio,  # a value below 1 is a share of the steps
+        "accelerator_config": {"split_batches": True},  # the batch is shared by all processes, not one for each
         "use_cpu": resolve_device(config.device).type == "cpu",
         "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
         "length_column_name": "length",
-        "remove_unused_columns": False,  # would remove the lengths; the collators pick their columns by name
-        "max_length": None,  # cut before, where it is counted
-        "logging_nan_inf_filter": False,  # would log the last finite loss instead of NaN
+        "remove_unused_columns": False,  # True would remove the lengths; the collators select columns by name
+        "max_length": None,  # the sequences are truncated already
+        "logging_nan_inf_filter": False,  # True would log the last finite loss instead of NaN
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -119,10 +119,10 @@ def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
 
 
 class HistoryCallback(TrainerCallback):
-    """Collects training losses and learning rates by optimiser step, and our own evaluation of each epoch."""
+    """Collects training losses and learning rates by optimiser step, and this package's evaluation of each epoch."""
 
     def __init__(self, prefix: str, evaluate: Evaluation, watch: Watch | None) -> None:
-        """Metrics become `<prefix>/loss` and `<prefix>/<name>` for each name that `evaluate` returns."""
+        """Record metrics as `<prefix>/loss`, `<prefix>/learning_rate` and `<prefix>/<name>` for `evaluate`'s names."""
         self.history: History = []
         self._prefix = prefix
         self._evaluate = evaluate
@@ -131,12 +131,12 @@ class HistoryCallback(TrainerCallback):
         self._report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the display, now that the number of steps is known."""
+        """Open the progress display: the number of steps is known now."""
         if self._watch is not None:
             self._report = self.display.enter_context(self._watch(state.max_steps))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the mean loss since the last log, and the learning rate."""
+        """Record the mean loss since the last log, and the learning rate."""
         logs = kwargs["logs"]
         if "loss" in logs:
             self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})
@@ -170,17 +170,17 @@ def _train(
     table: dict[str, Any],
     callback: HistoryCallback,
 ) -> History:
-    """Train `model` in place; its configurations stay as they were, and it stays on the device of the training."""
-    kept = {  # trainers align them with the tokenizer; classifiers have no generation_config
+    """Train `model` in place, and restore its configurations; the model stays on the device of the training."""
+    configurations = {  # trainers align these with the tokenizer; classifiers have no generation_config
         name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
     }
     with (
         _global_randomness_restored(),
-        errors_only("transformers.trainer_utils"),  # warns of the alignment, which is undone below
+        errors_only("transformers.trainer_utils"),  # silences the warning about the alignment, which is undone below
         tempfile.TemporaryDirectory() as output_dir,
         callback.display,
     ):
-        # a run uses nothing from the network
+        # Disable TRL's telemetry: a run makes no network requests
         silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})
         trainer = silent(
             model,
@@ -189,12 +189,13 @@ def _train(
             processing_class=copy.deepcopy(tokenizer),
             callbacks=[callback],
         )
-        trainer.remove_callback(PrinterCallback)  # prints every log to standard output
+        trainer.remove_callback(PrinterCallback)  # it prints every log to standard output
         trainer.train()
-    # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
+    # Remove the `forward` that TRL and accelerate set on the instance: a copy of the model would call it with the
+    # weights of the original
     vars(model).pop("forward", None)
     gradient_checkpointing.disable_gradient_checkpointing(model)
-    for name, configuration in kept.items():
+    for name, configuration in configurations.items():
         setattr(model, name, configuration)
     model.eval()
     return callback.history
@@ -207,18 +208,18 @@ def _check_processes(group: str, config: OptimisationConfig) -> None:
     if rows % count:
         raise ConfigError(
             f"{group}.per_device_train_batch_size={rows} is the batch of all processes, and {count} processes cannot "
-            f"share it evenly. Set it to a multiple of {count}."
+            f"share {rows} rows evenly. Set per_device_train_batch_size to a multiple of {count}."
         )
     if count == 1 and config.device != "cpu" and torch.cuda.device_count() > 1:
         raise ConfigError(
-            f"{group}: this process sees {torch.cuda.device_count()} GPUs, and TRL's trainers use one a process. Start "
-            "one process for each with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one of them."
+            f"{group}: this process sees {torch.cuda.device_count()} GPUs, but TRL's trainers use one GPU per process. "
+            "Start one process per GPU with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
 
 
 @contextmanager
 def _global_randomness_restored() -> Iterator[None]:
-    """Give the global random generators back as they were: trainers seed them."""
+    """Restore the state of the global random generators after the block: trainers seed these generators."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
