@@ -128,7 +128,7 @@ def test_equal_responses_are_left_out_and_counted(folder: Path, queues: ReviewQu
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         table, done = collect(folder, temperature=1e-4)
     assert len(table) == done["added"] == 0
-    assert "6 of 6 pairs are of equal responses and left out." in caplog.messages
+    assert any(line.startswith("6 of 6 pairs ") for line in caplog.messages)
 
 
 def stop_at(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +200,16 @@ def test_a_policy_that_has_gone_is_named_before_anything_is_made(folder: Path, q
 
 
 def test_an_untracked_run_is_refused(queues: ReviewQueues) -> None:
-    with pytest.raises(ConfigError, match=r"tracking is off for it\. Take it out of tracking\.disable_tracking"):
+    with pytest.raises(ConfigError, match=r"collect_feedback.*tracking\.disable_tracking"):
         nodes.find_queued_pairs(FeedbackConfig())
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"queue": "default"}, r"^feedback\.queue='default': a queue's name has letters"),
+        ({"queue": "default"}, r"^feedback\.queue='default': a queue's name"),
         ({"queue": "it's"}, r"^feedback\.queue="),
-        ({"against": "sft_policy"}, r"^feedback\.against=sft_policy is feedback\.policy, too"),
+        ({"against": "sft_policy"}, r"^feedback\.against=sft_policy .*feedback\.policy"),
         ({"temperature": 0.0}, r"^feedback\.temperature=0\.0"),
     ],
 )

@@ -396,7 +396,7 @@ def test_a_missing_argument_is_named_with_the_names_of_ours_apart_from_the_table
     (problem,) = user.problems()
     assert "missing a required argument: 'answer'" in problem
     assert problem.endswith(
-        "or with some of prompts, completions, completion_ids, turns, messages and of the table's other columns: genre."
+        "or with some of prompts, completions, completion_ids, turns, messages and the table's other columns: genre."
     )
 
 

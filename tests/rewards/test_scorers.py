@@ -479,7 +479,7 @@ def test_a_function_that_would_end_the_process_is_refused_and_its_forked_workers
         (SystemExit(3), 3, ""),
         (SystemExit("done"), 1, "done\n"),
         (ValueError("no"), 1, "ValueError: no\n"),
-        (None, 1, "A forked process came back from the function that forked it. It ends here.\n"),
+        (None, 1, "ends here.\n"),
     ],
 )
 def test_a_forked_worker_that_exits_as_python_does_ends_alone(end, code, said, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -140,9 +141,9 @@ def test_processes_whose_launcher_is_gone_end_with_one_line(monkeypatch: pytest.
     monkeypatch.setattr(processes, "_store", lost)
     reset = torch.distributed.DistNetworkError("Connection reset by peer")
     for error in (reset, RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")):
-        told = processes.first_error(processes.first_error(error))
-        assert isinstance(told, LaunchError)
-        assert str(told) == "the launcher or process 0 has ended, through which the processes find each other."
+        first = processes.first_error(processes.first_error(error))
+        assert isinstance(first, LaunchError)
+        assert re.match("the launcher or process 0.* has ended", str(first))
     own = ValueError("odd")
     assert processes.first_error(own) is own
 
@@ -212,7 +213,8 @@ def free_ports(number: int) -> list[str]:
 def test_a_process_that_hangs_fails_or_ends_is_named_by_the_one_that_waits_for_it():
     command = [sys.executable, "-c", ENDS_OR_HANGS, *free_ports(3)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    late, ended = "Process 0 has waited 0 s for process 1.", "process 1 has ended, or has not come for 0 minutes."
+    late = "Process 0 has waited 0 s for process 1."
+    ended = "process 1 has ended, or has not reached this point for 0 minutes."
     assert done.stdout.splitlines() == [late, ended, late, "process 1 failed: ValueError: odd", ended], done.stderr
 
 

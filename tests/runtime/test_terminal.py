@@ -27,7 +27,7 @@ print("…")  # which ASCII has not
 print("heard", file=sys.stderr)
 raise SystemExit
 """
-WITHOUT_STDOUT = "stdout cannot be written to ({}): what is printed there is lost, the command continues."
+WITHOUT_STDOUT = "stdout cannot be written to ({}): its output is lost, the command continues."
 
 
 def start(project: Path, in_place_of_mlflow: str, redirected: str = "") -> subprocess.CompletedProcess[str]:

@@ -172,7 +172,7 @@ MARKED = (
 def test_of_chats_the_assistants_turns_are_learnt_where_the_template_marks_them(template, learnt, assistant_only):
     tokenizer = word_tokenizer(chat_template=template)
     if assistant_only and not learnt:
-        with pytest.raises(ConfigError, match="assistant_only_loss=true: the chat template does not mark"):
+        with pytest.raises(ConfigError, match="assistant_only_loss=true: the chat template"):
             training_template(tokenizer, assistant_only)
         return
     marks = training_template(tokenizer, assistant_only)
@@ -361,5 +361,5 @@ def test_rows_with_nothing_to_learn_within_the_length_are_left_out(caplog):
 def test_a_tokenizer_is_trained_on_texts_or_prompts_with_their_completions():
     assert list(corpus_texts(pd.DataFrame({"text": ["a", "b"]}))) == ["a", "b"]
     assert list(corpus_texts(pd.DataFrame({"prompt": ["a"], "completion": [" b"]}))) == ["a b"]
-    with pytest.raises(DataError, match="Set base_model_path"):
+    with pytest.raises(DataError, match="base_model_path"):
         list(corpus_texts(pd.DataFrame({"messages": [CHAT]})))

@@ -217,7 +217,7 @@ def test_chats_are_written_by_the_tokenizers_template(row):
     assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, BEGIN]]
     assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, BEGIN]]
     assert pairs["chosen"][0].endswith("a: b")
-    with pytest.raises(DataError, match="need a tokenizer with a chat template"):
+    with pytest.raises(DataError, match="chat template"):
         tokenise_preferences(frame, word_tokenizer())
 
 

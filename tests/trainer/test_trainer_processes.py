@@ -30,7 +30,7 @@ def test_arguments_that_differ_between_the_processes_are_refused_in_each_by_name
     for found in by_rank:
         assert found[name].startswith(f"{call}: the processes give different ")
         assert what in found[name].partition(".")[0]
-        assert "Each gives the same arguments, and the trainer shares the work" in found[name]
+        assert "ppo_rlhf.runtime.processes.from_main(value)" in found[name]
         assert "\n" not in found[name]
 
 

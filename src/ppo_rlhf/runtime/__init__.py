@@ -1,1 +1,1 @@
-"""One run's processes, signals, locks, files, paths and terminal."""
+"""The environment of a run: processes, signals, locks, files, paths and terminal."""

@@ -1,4 +1,4 @@
-"""Locks between processes: on a run's directory while it trains, and on a folder for short work that must not meet."""
+"""Locks between processes: on the directory of a run while the run trains, and on a folder during short work."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 SLOW_S = 2.0
-"""Who waits longer for a folder says so."""
-_held: WeakSet[IO[bytes]] = WeakSet()  # the locked files of this process
+"""A process that waits longer than this for a folder logs a warning."""
+_held: WeakSet[IO[bytes]] = WeakSet()  # the lock files that this process holds
 
 
 def lock_run(directory: Path) -> IO[bytes] | None:
-    """Return the locked file `run.lock` of a run's directory, which is made if needed; None if another process has it.
+    """Return the locked file `run.lock` of a run's directory; None if another process holds the lock.
 
-    Closing the file frees it, and so does the end of the process. It belongs to this opened file: a POSIX record lock
-    would be freed by whatever reads the file in this process, such as a copy of the directory. A forked worker closes
-    its copy at once, or the lock would outlive a killed run. A directory that is made appears with the lock: a run that
-    looks for one to resume must not take one that just begins.
+    Closing the file releases the lock, and so does the end of the process. The lock is a `flock`, which belongs to the
+    opened file: a POSIX record lock would be released when this process closes any other handle of the file, for
+    example after copying the directory. A forked worker closes its copy of the file at once; otherwise the lock would
+    outlive a killed run. A missing directory is created together with the lock, so that another process that looks for
+    a run to resume never sees a new run without its lock.
 
     Raises:
         CheckpointError: The directory or the file cannot be written.
     """
     path = directory / LOCK_FILE
-    place = directory if directory.exists() else directory.with_name(f".{directory.name}.new")
+    folder = directory if directory.exists() else directory.with_name(f".{directory.name}.new")
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        file = (place / LOCK_FILE).open("ab")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.close()
             return None
         except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
-        if place != directory:
-            place.replace(directory)
+            logger.warning("%s cannot be locked (%s): let no other process resume this run.", path, error.strerror)
+        if folder != directory:
+            folder.replace(directory)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be written, so checkpoints cannot be: {error.strerror}") from error
     _held.add(file)
     return file
 
@@ -62,9 +63,12 @@ os.register_at_fork(after_in_child=_close_held)
 
 
 def is_let_go(directory: Path) -> bool:
-    """Return whether a run's directory has a lock that no process holds; False where files cannot be locked."""
+    """Return whether a run's directory has a lock file that no process has locked.
+
+    False if the file system does not support locks.
+    """
     try:
-        with (directory / LOCK_FILE).open("r+b") as file:  # a network file system locks only what may be written
+        with (directory / LOCK_FILE).open("r+b") as file:  # network file systems lock only writable files
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -73,9 +77,10 @@ def is_let_go(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the block; others wait, and say so. The lock is on the folder, no file is made.
+    """Let one process at a time run the block; a process that waits for `SLOW_S` seconds logs a warning.
 
-    A network file system may refuse to lock a folder: then nobody waits.
+    The lock is on the folder itself, so no file is created. If the file system refuses to lock a folder, as a network
+    file system may, no process waits.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     line = "Waiting for another process that has locked %s: a run that starts or registers its model, or `kedro clean`."
@@ -88,5 +93,5 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         waits.cancel()
         yield
     finally:
-        waits.cancel()  # also if a signal ended the wait
+        waits.cancel()  # a signal may have interrupted the wait
         os.close(descriptor)

@@ -1,29 +1,30 @@
-"""Names that more than one module knows: datasets of the loop, and what a run is called in other processes."""
+"""Names that several modules use: datasets of the PPO loop, settings, tags and environment variables."""
 
 STATE, NEXT_STATE = "training_state", "next_training_state"
-"""Datasets with the training state before and after an iteration: the second becomes the first."""
+"""Datasets with the training state before and after an iteration. `next_training_state` is the next iteration's
+`training_state`."""
 ITERATION_METRICS, EVALUATION_METRICS = "ppo_metrics", "evaluation_metrics"
 CHECKPOINT, RESUME_CHECKPOINT = "checkpoint", "resume_checkpoint"
-"""Datasets: the checkpoints that a run writes, and the one that it resumes from."""
+"""Datasets: the checkpoints that a run writes, and the checkpoint that a run resumes from."""
 POLICY, CRITIC = "ppo_policy", "ppo_critic"
 HUMAN_EVALUATION = "human_evaluation"
 TEMPLATE = "chat_template_kwargs"
-"""The setting that gives values to what a chat template reads."""
+"""The setting with values for the variables of a chat template."""
 TRAININGS = "sweep_trainings"
-"""The dataset of a sweep's trainings."""
+"""The dataset with the trainings of a sweep."""
 LATEST = "latest"
 """`resume=latest` resumes the newest unfinished run."""
 RUN_ID = "PPO_RLHF_RUN_ID"
-"""The environment variable by which all processes of a run know its MLflow run id."""
+"""The environment variable that passes the MLflow run id to all processes of a run."""
 TRAINING_KL = "training_kl"
 """Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
 
 SET = "set"
-"""Tag of an MLflow run: what was set on the command line, or for a training of a sweep in its grid."""
+"""Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep those of its grid."""
 
 
 def env_option(environment: str | None) -> str:
-    """Return what a command is typed with to be of an environment; nothing for conf/local, which is the default."""
+    """Return the option ` --env …` for a command; empty for conf/local, the default environment."""
     return f" --env {environment}" if environment not in (None, "local") else ""
 
 
@@ -34,11 +35,11 @@ MOVED = {
     "ppo_rlhf.demo.calculator": "ppo_rlhf.recipes.calculator",
     "ppo_rlhf.demo.random_walks": "ppo_rlhf.recipes.random_walks",
 }
-"""Modules that settings name as module:function, by the name that they had before they moved."""
+"""Maps the former name of a module to the new name, for modules that settings refer to as module:function."""
 
 
 def with_new_names(text: str) -> str:
-    """Return a setting's value, or a tag's name, with the new name of each module in it that has moved."""
-    for before, now in MOVED.items():
-        text = text.replace(before, now)
+    """Return a setting's value, or a tag's name, with the former module names replaced by the new names."""
+    for former, new in MOVED.items():
+        text = text.replace(former, new)
     return text

@@ -1,4 +1,4 @@
-"""Code of users, which may neither end this process nor go on with its work in a process that it has forked."""
+"""Guards around users' code: it may not end this process, and its forked processes may not continue the run."""
 
 import multiprocessing
 import os
@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE_S = 5.0
-"""Python ends within this time if nothing keeps it."""
-_guarded: list[int] = []  # the process of each block of `guarded` that is open, whichever thread opened it
+"""Python exits within this many seconds unless a thread or child process keeps it alive."""
+_guarded: list[int] = []  # the process id of each open block of `guarded`, of all threads
 _guarding = threading.Lock()
 _leave = os._exit
 
 
 @contextmanager
 def ending_children() -> Iterator[None]:
-    """End a process that was forked within the block where it would leave the block, by an error or by a return.
+    """End every process that is forked within the block when the process would leave the block.
 
-    It ends as Python would, with the exit code of its `SystemExit`, or its traceback and 1. But it skips what Python
-    calls at the end: that is the parent's, as are the run in MLflow, the lock and the callbacks.
+    A process leaves the block by an error or by a return. It ends with the exit code of its `SystemExit`, else with a
+    traceback and exit code 1. Python's exit handlers are skipped: they belong to the parent, as do the MLflow run, the
+    lock and the callbacks.
     """
     parent, leave = os.getpid(), os._exit
     try:
@@ -30,15 +31,18 @@ def ending_children() -> Iterator[None]:
             _end(stop, leave)
         raise
     if os.getpid() != parent:
-        print("A forked process came back from the function that forked it. It ends here.", file=sys.stderr)
+        print(
+            "A forked process returned from the function that forked it. The forked process ends here.", file=sys.stderr
+        )
         _end(SystemExit(1), leave)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Do likewise, and raise `SystemExit` in place of `os._exit`, which would end the run without a message.
+    """End forked processes as `ending_children` does, and make `os._exit` raise `SystemExit` within the block.
 
-    Blocks of several threads may overlap: `os._exit` is back at the end of the last one.
+    The real `os._exit` would end the run without a message. Blocks of several threads may overlap: `os._exit` is
+    restored at the end of the last block.
     """
     global _leave
     process = os.getpid()
@@ -50,7 +54,7 @@ def guarded() -> Iterator[None]:
         try:
             yield
         finally:
-            if os.getpid() == process:  # in a forked one another thread's lock would never be freed
+            if os.getpid() == process:  # in a forked process another thread's lock is never released
                 with _guarding:
                     _guarded.remove(process)
                     if not _guarded:
@@ -59,12 +63,15 @@ def guarded() -> Iterator[None]:
 
 def _refuse(code: int) -> None:
     if os.getpid() not in _guarded:
-        _leave(code)  # a forked worker of theirs may end
+        _leave(code)  # worker processes that the user's code has forked may exit
     raise SystemExit(f"os._exit({code})")
 
 
 def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
-    """Call it as the work is done: if Python ends but does not come to its end, say which threads it waits for."""
+    """Print, if Python has not exited `seconds` after this call, which threads and child processes keep it alive.
+
+    Call the function when the work of the command is done.
+    """
 
     def say() -> None:
         if threading.main_thread().is_alive():  # a notebook, or a program that has other work
@@ -72,7 +79,10 @@ def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
         threads = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon]
         names = ", ".join([*threads, *(child.name for child in multiprocessing.active_children())])
         if names:
-            line = f"The command has ended, but this process waits for what its code started: {names}. Ctrl-C ends it."
+            line = (
+                "The command has ended, but this process waits for threads or processes that its code started: "
+                f"{names}. Ctrl-C ends the process."
+            )
             print(line, file=sys.stderr)
 
     timer = threading.Timer(seconds, say)
@@ -91,6 +101,6 @@ def _end(stop: BaseException, leave: Callable[[int], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+        except (OSError, ValueError, AttributeError):  # the stream is closed, missing or a pipe without a reader
             continue
     leave(code)

@@ -1,20 +1,21 @@
-"""Paths: of catalog entries, and as they are shown."""
+"""Paths of catalog entries, and how messages show paths."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 SHIPPED_CONF = Path(__file__).parents[1] / "starter" / "project" / "conf"
-"""The configuration that this package comes with: a copy of the repository's conf/base and of the files beside it."""
+"""The configuration in the installed package: a copy of the repository's conf/base and of the files beside it."""
 
 DOCS = Path(__file__).parents[1] / "docs"
-"""The pages that messages name as docs/…, likewise."""
+"""The documentation in the installed package: the pages that messages refer to as docs/…."""
 
 
 def expand_home(filepath: str) -> str:
-    """Return a path that begins with `~` below the user's home directory, any other as it is.
+    """Return a path that begins with `~` as a path below the user's home directory; return other paths unchanged.
 
-    Kedro puts the project in front of every relative `filepath`, and of these, too. A path that exists is that path.
+    Kedro prepends the project to every relative `filepath`, including those with `~`, so `~` may be any part of the
+    path. A path that exists is returned unchanged.
     """
     path = Path(filepath)
     if "~" not in path.parts or os.path.exists(path):
@@ -23,10 +24,10 @@ def expand_home(filepath: str) -> str:
 
 
 def restore_hub_name(filepath: str) -> str:
-    """Undo what Kedro does to a name on the hub: it makes every relative `filepath` absolute below the project.
+    """Return the name on the hub that Kedro has made absolute; return other paths unchanged.
 
-    `name` and `organisation/name`, with or without `@revision`, are names on the hub where neither they nor their first
-    part exist in the project.
+    Kedro makes every relative `filepath` absolute below the project. `name` and `organisation/name`, with or without
+    `@revision`, are names on the hub if neither this path nor its first part exists in the project.
     """
     path = Path(filepath)
     if not path.is_absolute() or os.path.exists(path):
@@ -41,20 +42,23 @@ def restore_hub_name(filepath: str) -> str:
 
 
 def last_name(path: str) -> str:
-    """Return the last part of a path, or a name on the hub without its owner."""
+    """Return the last part of a path, or a name on the hub without the owner."""
     name, at, revision = path.partition("@")
     return Path(path).name if Path(path).is_absolute() else f"{Path(name).name}{at}{revision}"
 
 
 def path_of(dataset: Any) -> str | None:
-    """Return the path or hub id of a catalog entry; None if it has none, or there is no entry.
+    """Return the path or hub id of a catalog entry; None if the entry is None or has no path.
 
-    A dataset tells its path only by `_describe`, with which Kedro prints it.
+    Kedro has no public way to read the path of a dataset, so this reads `_describe`, which Kedro prints.
     """
     path = None if dataset is None else dataset._describe().get("filepath")
     return None if path is None else str(path)
 
 
 def shown(path: str | Path, project: Path | None = None) -> str:
-    """Return a path below the project (None: the working directory) relative to it; another one, or a hub id, as is."""
+    """Return a path below the project relative to the project; return other paths and hub ids unchanged.
+
+    `project` defaults to the working directory.
+    """
     return str(path).removeprefix(f"{project or os.getcwd()}{os.sep}")

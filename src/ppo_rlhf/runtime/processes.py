@@ -1,7 +1,7 @@
-"""The processes of one run, joined through accelerate: who this process is, and what the processes tell each other.
+"""The processes of one run: rank and world size, process group (through accelerate), and collectives on objects.
 
-torchrun or `accelerate launch` starts the processes. A run that was started plainly is one process; then every function
-here returns at once and no process group exists.
+torchrun or `accelerate launch` starts the processes. A run without a launcher has one process: then every function here
+returns at once, and no process group exists.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(hours=2)
-"""How long a process waits for the main one, which a reward function, a judge, MLflow or a disk may keep busy."""
+"""Timeout for waiting for the main process, which may be busy with a reward function, a judge, MLflow or a disk."""
 PATIENCE = timedelta(minutes=10)
-"""How long a process waits in rollouts and updates, where all of them compute."""
+"""Timeout for collectives in rollouts and updates, where all processes compute."""
 SLOW_S = 60.0
-"""A process that comes later than this is named, and so is a call of somebody else's code that takes longer."""
+"""A warning names processes that reach a collective later than this, and calls of users' code that take longer."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, or launch with conf/accelerate/fsdp2.yaml"
@@ -45,7 +45,8 @@ _INSTEAD = {
     "TORCH_DEVICE": "ppo.device",
     **{f"USE_{name}": _SMALLER for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
 }
-"""Settings of accelerate that would do nothing here, or change numbers unseen; and ours."""
+"""Maps settings of accelerate that are refused to the settings to use instead. The refused settings would have no
+effect here, or would silently change numbers."""
 _FSDP2 = {
     "VERSION": ("2",),
     "AUTO_WRAP_POLICY": ("transformer_based_wrap", ""),
@@ -56,27 +57,29 @@ _FSDP2 = {
     "ACTIVATION_CHECKPOINTING": ("false", ""),
     "CPU_RAM_EFFICIENT_LOADING": ("false", ""),
 }
-"""What accelerate's settings of FSDP may say, in lower case."""
+"""The supported values of accelerate's FSDP settings, in lower case."""
 _HOW = (
-    "Start it with `torchrun --nproc_per_node N -m kedro run`, a script with `torchrun --nproc_per_node N script.py`; "
-    "`accelerate launch --config_file conf/accelerate.yaml` takes the place of torchrun"
+    "Start the run with `torchrun --nproc_per_node N -m kedro run`, or a script with `torchrun --nproc_per_node N "
+    "script.py`; `accelerate launch --config_file conf/accelerate.yaml` can replace torchrun"
 )
 
 
 def process_count() -> int:
-    """Return the number of processes that the launcher started for this run."""
+    """Return the world size: the number of processes that the launcher started for this run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def shards_models() -> bool:
-    """Return whether the launch asks for FSDP2: each process then holds a share of every weight that trains."""
+    """Return whether the launch uses FSDP2: each process then holds a shard of every trainable weight."""
     return process_count() > 1 and _asks_for_fsdp(os.environ)
 
 
 def refuse_sharding(what: str) -> None:
-    """Raise `ConfigError` if the launch asks for FSDP2: what is named here is done on whole models only."""
+    """Raise `ConfigError` if the launch uses FSDP2, for a stage `what` that supports only unsharded models."""
     if shards_models():
-        raise ConfigError(f"{what} does not shard models: launch with conf/accelerate.yaml instead of an FSDP file.")
+        raise ConfigError(
+            f"{what} does not support sharded models: launch with conf/accelerate.yaml instead of an FSDP file."
+        )
 
 
 def _asks_for_fsdp(environment: Mapping[str, str]) -> bool:
@@ -84,50 +87,54 @@ def _asks_for_fsdp(environment: Mapping[str, str]) -> bool:
 
 
 def is_main_process() -> bool:
-    """Return whether this process tracks, prints and saves."""
+    """Return whether this is the main process (rank 0), which tracks, prints and saves."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a launch whose processes would each train a run of their own over the same folders.
+    """Refuse a launch that is not supported.
+
+    Without this check every process of an unsupported launcher would train a separate run in the same folders.
 
     Raises:
-        ConfigError: accelerate is told what is a setting of ours, or is not done here.
-        LaunchError: A launcher was asked for several processes, but did not say which of them this one is; or FSDP2 was
-            asked for with one process.
+        ConfigError: A setting of accelerate is not supported, or is a setting of this package.
+        LaunchError: A launcher started several processes but did not set the rank of this process; or FSDP2 was
+            requested for one process.
     """
-    for name, ours in _INSTEAD.items():
+    for name, setting in _INSTEAD.items():
         value = environment.get(f"ACCELERATE_{name}", "")
         if value.lower() not in ("", "0", "no", "none", "false", "" if name.startswith("USE") else "1"):
             raise ConfigError(
-                f"ACCELERATE_{name}={value}: set {ours} instead, and unset it or launch with conf/accelerate.yaml."
+                f"ACCELERATE_{name}={value}: set {setting} instead, and unset ACCELERATE_{name} or launch with "
+                "conf/accelerate.yaml."
             )
     if _asks_for_fsdp(environment):
-        for name, done in _FSDP2.items():
-            if (value := environment.get(f"FSDP_{name}", "")).lower() not in done:
-                raise ConfigError(f"FSDP_{name}={value} is not done here: launch with conf/accelerate/fsdp2.yaml.")
+        for name, supported in _FSDP2.items():
+            if (value := environment.get(f"FSDP_{name}", "")).lower() not in supported:
+                raise ConfigError(f"FSDP_{name}={value} is not supported: launch with conf/accelerate/fsdp2.yaml.")
         if int(environment.get("WORLD_SIZE", "1")) == 1:
-            raise LaunchError(f"FSDP2 shares weights out among processes, and this launch starts one. {_HOW}.")
+            raise LaunchError(f"FSDP2 shards weights across processes, but this launch starts one process. {_HOW}.")
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return
     for name in _OTHER_LAUNCHERS:
         if int(environment.get(name, "1")) > 1:
             raise LaunchError(
-                f"{name}={environment[name]}: this launcher's processes would train one run each. {_HOW}."
+                f"{name}={environment[name]}: each process of this launcher would train a separate run. {_HOW}."
             )
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         raise LaunchError(f"WORLD_SIZE={environment['WORLD_SIZE']}, but RANK and LOCAL_RANK are not set. {_HOW}.")
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
-        raise LaunchError(f"`accelerate launch --cpu` starts one process, whatever --num_processes says. {_HOW}.")
+        raise LaunchError(f"`accelerate launch --cpu` ignores --num_processes and starts one process. {_HOW}.")
 
 
 def join_processes() -> PartialState:
-    """Join the process group on the first call, and return what accelerate knows of this process.
+    """Join the process group on the first call, and return accelerate's state of this process.
 
     The backend is gloo without a CUDA device or with `ACCELERATE_USE_CPU=true`, else NCCL.
 
     Raises:
-        LaunchError: The launch is refused, GPUs are missing, or the processes did not find each other.
+        ConfigError, LaunchError: As `check_launch`.
+        LaunchError: There are fewer GPUs than processes, or accelerate joined another number of processes.
     """
     import torch
     from accelerate import PartialState
@@ -138,41 +145,45 @@ def join_processes() -> PartialState:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not cpu and local > torch.cuda.device_count():
         raise LaunchError(
-            f"{local} processes were started on a machine that shows them {torch.cuda.device_count()} GPUs, and each "
-            "needs its own: start fewer, let all of them see all GPUs, or keep to the CPU (ACCELERATE_USE_CPU=true)."
+            f"{local} processes were started on this machine, but they see only {torch.cuda.device_count()} GPUs, and "
+            "each process needs one GPU: start fewer processes, make all GPUs visible to every process, or use the CPU "
+            "(ACCELERATE_USE_CPU=true)."
         )
-    found = PartialState(cpu=cpu, timeout=TIMEOUT)
-    if found.num_processes != process_count():
+    state = PartialState(cpu=cpu, timeout=TIMEOUT)
+    if state.num_processes != process_count():
         raise LaunchError(
-            f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each "
-            f"would train a run of its own. {_HOW}."
+            f"The launcher started {process_count()} processes, but accelerate joined {state.num_processes}: each "
+            f"process would train a separate run. {_HOW}."
         )
-    if found.backend == "gloo":
-        _linger()
-    return found
+    if state.backend == "gloo":
+        _delay_exit()
+    return state
 
 
 @cache
-def _linger() -> None:
-    """Let gloo's threads drop their last tensors before Python ends: one that is late aborts the process."""
+def _delay_exit() -> None:
+    """Delay Python's exit by 0.2 s, so that gloo's threads release their tensors: a late thread aborts the process."""
     atexit.register(time.sleep, 0.2)
 
 
 def forget_accelerator() -> None:
-    """Let the next `Accelerator` of this process have another precision or device; the process group stays.
+    """Reset accelerate's state, so that the next `Accelerator` can have another precision or device.
 
-    Accelerators that were made before must not be used any more. accelerate keeps the first one's state for good and
-    has no public way to change it; transformers' TrainingArguments makes the same call.
+    The process group stays. Existing accelerators must not be used after this call. accelerate keeps the state of the
+    first accelerator and has no public way to change it; transformers' TrainingArguments calls the same private method.
     """
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=process_count() == 1)
-    GradientState._reset_state()  # an interrupted accumulation would leave `sync_gradients` False
+    GradientState._reset_state()  # an interrupted gradient accumulation leaves `sync_gradients` False
 
 
 @cache
 def quick_group(backend: str | None = None) -> Any:
-    """Return a group of all processes that wait for each other for PATIENCE; they call this in the same order."""
+    """Return a process group of all processes with the timeout `PATIENCE`.
+
+    All processes must call this function in the same order.
+    """
     import torch
 
     join_processes()
@@ -181,15 +192,15 @@ def quick_group(backend: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Name the processes that do not come to this block within SLOW_S."""
+    """Log a warning that names the processes which have not reached this block after `SLOW_S` seconds."""
     if process_count() == 1:
         yield
         return
     join_processes()
-    place = _places(os.environ["RANK"], 1)
+    position = _collectives_reached(os.environ["RANK"], 1)
 
     def name_late() -> None:
-        if late := _late(place):
+        if late := _late_ranks(position):
             logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
     with _calling_after(SLOW_S, name_late):
@@ -197,7 +208,7 @@ def together() -> Iterator[None]:
 
 
 def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[None]:
-    """Log what is waited for if the block takes long."""
+    """Log a warning that `what` has not answered if the block takes longer than `seconds`."""
     line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
     return _calling_after(seconds, lambda: logger.warning("%s", line))
 
@@ -213,42 +224,48 @@ def _calling_after(seconds: float, function: Callable[[], None]) -> Iterator[Non
         timer.cancel()
 
 
-def _late(place: int) -> str:
-    return ", ".join(str(rank) for rank in range(process_count()) if _places(rank) < place)
+def _late_ranks(position: int) -> str:
+    return ", ".join(str(rank) for rank in range(process_count()) if _collectives_reached(rank) < position)
 
 
 def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
-    """Return what ended the run: this error, or a LaunchError with that of the process that failed before this one."""
+    """Return the error that ended the run.
+
+    This is `error`, or a LaunchError with the text of an error in another process that failed before this process.
+    `was_stopped` is True if a stop request ended this process; its error is then not recorded for other processes.
+    """
     import torch.distributed as dist
 
     if process_count() == 1 or not dist.is_initialized():
         return error
-    is_left = isinstance(error, dist.DistError) or "third_party/gloo" in str(error)
+    is_peer_lost = isinstance(error, dist.DistError) or "third_party/gloo" in str(error)
     try:
-        if is_left:
-            late = _late(_places(os.environ["RANK"])) or "unknown"
-            error = LaunchError(f"process {late} has ended, or has not come for {PATIENCE.seconds / 60:.0f} minutes.")
-        is_told = isinstance(error, LaunchError)
-        own = str(error) if is_told else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
-        first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", own).decode()
-    except dist.DistError:  # the launcher, or process 0, holds the store
-        gone = "the launcher or process 0 has ended, through which the processes find each other."
-        return LaunchError(gone) if is_left else error
-    return error if first in (own, "-") else LaunchError(" ".join(first.split()))
+        if is_peer_lost:
+            late = _late_ranks(_collectives_reached(os.environ["RANK"])) or "unknown"
+            minutes = PATIENCE.seconds / 60
+            error = LaunchError(f"process {late} has ended, or has not reached this point for {minutes:.0f} minutes.")
+        names_process = isinstance(error, LaunchError)
+        text = str(error) if names_process else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
+        first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", text).decode()
+    except dist.DistError:  # the store is gone: it belongs to the launcher or to process 0
+        gone = "the launcher or process 0, which connects the processes, has ended."
+        return LaunchError(gone) if is_peer_lost else error
+    return error if first in (text, "-") else LaunchError(" ".join(first.split()))
 
 
 def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public function for the store
 
     return _get_default_store()
 
 
-def _places(rank: int | str, more: int = 0) -> int:
+def _collectives_reached(rank: int | str, more: int = 0) -> int:
+    """Return how many blocks of `together` a process has reached, after adding `more`."""
     return int(_store().add(f"ppo_rlhf/places/{rank}", more))
 
 
 def wait_for_all() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has called this function (a barrier)."""
     if process_count() > 1:
         with together():
             join_processes().wait_for_everyone()
@@ -259,7 +276,7 @@ _is_alone = False
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Let the main process call by itself, within the block, what otherwise all processes call together."""
+    """Make `from_main`, `on_main` and `from_all` skip their collectives in a block that only the main process runs."""
     global _is_alone
     _is_alone = True
     try:
@@ -269,7 +286,7 @@ def alone() -> Iterator[None]:
 
 
 def from_main(value: T) -> T:
-    """Return the main process's value in every process; it must be picklable."""
+    """Return the main process's value in every process (a broadcast); the value must be picklable."""
     if process_count() == 1 or _is_alone:
         return value
     from accelerate.utils import broadcast_object_list
@@ -280,10 +297,10 @@ def from_main(value: T) -> T:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Call the function on the main process only, and return its result (picklable) in every process.
+    """Call the function in the main process only, and return its result (picklable) in every process.
 
     Raises:
-        PPORLHFError: The function raised it on the main process; every process raises it.
+        PPORLHFError: The function raised this error in the main process; every process raises the error.
     """
     outcome: T | PPORLHFError | None = None
     if is_main_process():
@@ -298,96 +315,101 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def after_main(function: Callable[[], T]) -> T:
-    """Call the function on the main process first, then on the others, which find on disk what it keeps there.
+    """Call the function in the main process first, then in all processes, which find the main process's cache on disk.
 
-    With accelerate's `main_process_first` they would wait two hours for a main process in which it raises.
+    With accelerate's `main_process_first` the other processes would wait two hours if the function raises in the main
+    process.
 
     Raises:
-        PPORLHFError: The function raised it on the main process; every process raises it.
+        PPORLHFError: The function raised this error in the main process; every process raises the error.
     """
 
-    def keep() -> None:
+    def fill_cache() -> None:
         function()
 
     if process_count() > 1:
-        on_main(keep)
+        on_main(fill_cache)
     return function()
 
 
 def from_all(value: T) -> list[T]:
-    """Return each process's value, in the order of their ranks; it must be picklable."""
+    """Return the values of all processes in the order of their ranks (an all-gather); values must be picklable."""
     if process_count() == 1 or _is_alone:
         return [value]
     import torch
 
-    found: list[Any] = [None] * process_count()
+    values: list[Any] = [None] * process_count()
     with together():
-        torch.distributed.all_gather_object(found, value, group=quick_group("gloo"))
-    return found
+        torch.distributed.all_gather_object(values, value, group=quick_group("gloo"))
+    return values
 
 
 def check_alike(call: str, **arguments: Any) -> None:
-    """Raise `DataError` in every process unless all of them come here with equal arguments of a call."""
+    """Raise `DataError` in every process unless all processes pass equal `arguments` of `call`."""
     if process_count() == 1:
         return
-    own = {name: fingerprint(value) for name, value in arguments.items()}
-    all_of_them = from_all(own)
-    if differing := [name for name in own if any(one.get(name) != own[name] for one in all_of_them)]:
+    fingerprints = {name: fingerprint(value) for name, value in arguments.items()}
+    gathered = from_all(fingerprints)
+    if differing := [name for name in fingerprints if any(one.get(name) != fingerprints[name] for one in gathered)]:
         raise DataError(
-            f"{call}: the processes give different {' and '.join(differing)}. Each gives the same arguments, and the "
-            "trainer shares the work; ppo_rlhf.runtime.processes.from_main(value) hands the main process's value to all"
+            f"{call}: the processes give different {' and '.join(differing)}. Every process must give the same "
+            "arguments; the trainer divides the work. ppo_rlhf.runtime.processes.from_main(value) returns the main "
+            "process's value in every process"
         )
 
 
 def own_rank() -> int:
-    """Return the number of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def own_share(count: int) -> range:
-    """Return the rows of `count` that this process computes: contiguous, and in all processes as equal as can be."""
-    rank, processes = own_rank(), process_count()
-    return range(count * rank // processes, count * (rank + 1) // processes)
+    """Return this process's shard of `count` rows: contiguous, and of equal size in all processes up to one row."""
+    rank, world_size = own_rank(), process_count()
+    return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def dealt_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows that each process computes, ascending: as many for each as can be, and of about as many tokens.
+    """Split rows evenly across processes, balancing tokens; return each process's rows in ascending order.
 
-    The processes take the longest rows first, in snake order: 0, 1, ..., n, n, ..., 1, 0, and so on.
+    The rows, sorted by falling length, are assigned to the processes in snake order: 0, 1, ..., n, n, ..., 1, 0, ...
     """
     shards: list[list[int]] = [[] for _ in range(process_count())]
-    for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
-        turn, seat = divmod(place, len(shards))
-        shards[-1 - seat if turn % 2 else seat].append(row)
+    for position, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
+        turn, rank = divmod(position, len(shards))
+        shards[-1 - rank if turn % 2 else rank].append(row)
     return [sorted(shard) for shard in shards]
 
 
 def gather_dealt(own_rows: torch.Tensor, shards: list[list[int]]) -> torch.Tensor:
-    """Return the rows `[B, …]` of all processes on the CPU, each in its place.
+    """Return the rows `[B, …]` of all processes on the CPU, in the original order.
 
-    This process has the rows `[b, …]` of its shard, in its order; `shards` are from `dealt_rows`.
+    `own_rows` are the rows `[b, …]` of this process's shard, in the shard's order; `shards` are from `dealt_rows`.
     """
     import torch
 
-    most = max(map(len, shards))
-    own = own_rows.cpu()
-    filled = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    of_all = zip(gather_tensors(filled), shards, strict=True)
-    found = torch.cat([rows[: len(shard)] for rows, shard in of_all])
-    placed = torch.empty_like(found)
-    placed[[row for shard in shards for row in shard]] = found
-    return placed
+    longest = max(map(len, shards))
+    local_rows = own_rows.cpu()
+    padded = torch.cat([local_rows, local_rows.new_zeros(longest - len(local_rows), *local_rows.shape[1:])])
+    gathered = zip(gather_tensors(padded), shards, strict=True)
+    in_shard_order = torch.cat([rows[: len(shard)] for rows, shard in gathered])
+    in_row_order = torch.empty_like(in_shard_order)
+    in_row_order[[row for shard in shards for row in shard]] = in_shard_order
+    return in_row_order
 
 
 def gather_tensors(own: torch.Tensor) -> list[torch.Tensor]:
-    """Return each process's tensor, in the order of their ranks; all have one shape and type, and are on the CPU."""
+    """Return the tensors of all processes in the order of their ranks.
+
+    The tensors must have the same shape and dtype in all processes, and must be on the CPU.
+    """
     if process_count() == 1:
         return [own]
     import torch
 
     sent = own.contiguous()
-    sent = sent.view(torch.uint8) if own.dtype == torch.bool else sent  # gloo knows no truth values
-    found = [torch.empty_like(sent) for _ in range(process_count())]
+    sent = sent.view(torch.uint8) if own.dtype == torch.bool else sent  # gloo does not support bool
+    received = [torch.empty_like(sent) for _ in range(process_count())]
     with together():
-        torch.distributed.all_gather(found, sent, group=quick_group("gloo"))
-    return [tensor.view(own.dtype) for tensor in found]
+        torch.distributed.all_gather(received, sent, group=quick_group("gloo"))
+    return [tensor.view(own.dtype) for tensor in received]

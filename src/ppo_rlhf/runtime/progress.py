@@ -1,4 +1,4 @@
-"""The progress of a run, as a user sees it: one bar on a terminal, log lines elsewhere."""
+"""The progress display of a run: one bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SHOWN = {
     "sft/eval_loss": "held-out loss {:.3f}",
     "reward_model/eval_accuracy": "accuracy {:.1%}",
 }
-"""The metrics on the screen, the most telling ones first; docs/metrics.md has their units."""
+"""The metrics of the progress display, the most important first; docs/metrics.md has their units."""
 
 Show = Callable[[int, Mapping[str, float]], None]
-"""Shows that an iteration or step (counted from 1) is complete, with its metrics."""
+"""Shows that an iteration or step (counted from 1) is complete; the second argument has its metrics."""
 
 listeners: list[Callable[[Mapping[str, float], int], None]] = []
-"""Called with the metrics of a stage that is one node, and their step, while it runs."""
+"""Functions called with (metrics, step) after each step of a stage that runs as one node, such as SFT."""
 
 logger = logging.getLogger(__name__)
 
 
 def say(line: str) -> None:
-    """Log a line, only in the main process; print it if logging is not set up, as transformers' Trainer does."""
+    """Log a line in the main process only; print it if logging is not configured, as transformers' Trainer does."""
     if not is_main_process():
         return
     if logger.hasHandlers():
@@ -51,15 +51,19 @@ def say(line: str) -> None:
 
 
 def readings(metrics: Mapping[str, float]) -> list[str]:
-    """Return the metrics that are shown, in words."""
+    """Return the texts of the metrics in `SHOWN`."""
     return [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
 
 
 @dataclass
 class Lines:
-    """A log line for each of few iterations; of many for the first, the last, and one in `interval_s` seconds."""
+    """Log lines for completed iterations.
 
-    done: int  # iterations that were complete before
+    Up to `FEW_ITERATIONS` iterations get one line each. Of more iterations the first and the last get a line, and the
+    others at most one line in `interval_s` seconds.
+    """
+
+    done: int  # iterations that were complete at the start
     total: int
     interval_s: float = LINE_INTERVAL_S
     step: str = "Iteration"
@@ -67,7 +71,7 @@ class Lines:
     line_at: float = -math.inf
 
     def show(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Say that an iteration is complete, if it is one that has a line."""
+        """Log that an iteration is complete, if a line is due for this iteration."""
         now = time.monotonic()
         has_few = self.total - self.done <= FEW_ITERATIONS
         if has_few or iteration >= self.total or now - self.line_at >= self.interval_s:
@@ -75,7 +79,7 @@ class Lines:
             say(", ".join([f"{self.step} {iteration}/{self.total}", *readings(metrics), *self.time_left(iteration)]))
 
     def time_left(self, iteration: int) -> list[str]:
-        """Return, in words, how long the iterations after this one take at the pace so far; nothing after the last."""
+        """Return [the text of the remaining time at the pace so far]; an empty list after the last iteration."""
         if iteration >= self.total:
             return []
         seconds = (time.monotonic() - self.started_at) / max(1, iteration - self.done) * (self.total - iteration)
@@ -84,9 +88,10 @@ class Lines:
 
 @contextmanager
 def reporting(done: int, total: int, title: str = "PPO", step: str = "Iteration") -> Iterator[Show]:
-    """Yield a function that shows an iteration: in a bar on a terminal (rich's console, as Kedro's log), else in Lines.
+    """Yield a function that shows a completed iteration: in a bar on a terminal, else by `Lines`.
 
-    Of the `total` iterations `done` are complete already; `step` stands for `Iteration` in a log line.
+    The bar uses rich's console, as Kedro's log does. `done` of the `total` iterations are complete already. `step` is
+    the first word of a log line.
     """
     lines = Lines(done, total, step=step)
     console = rich.get_console()
@@ -106,7 +111,7 @@ def reporting(done: int, total: int, title: str = "PPO", step: str = "Iteration"
 
 @contextmanager
 def watching(title: str, total: int) -> Iterator[Show]:
-    """Yield a function that shows the metrics of a stage's optimiser step, and tells the listeners."""
+    """Yield a function that shows the metrics of a stage's optimiser step and calls the `listeners`."""
     with reporting(0, total, title, f"{title} step") as show:
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
@@ -119,13 +124,13 @@ def watching(title: str, total: int) -> Iterator[Show]:
 
 @contextmanager
 def silenced(names: Iterable[str]) -> Iterator[None]:
-    """Let these loggers through only from WARNING on, unless they were set to DEBUG."""
+    """Raise the level of these loggers to WARNING within the block, except loggers at level DEBUG."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for quiet, level in levels.items():
-        if quiet.getEffectiveLevel() > logging.DEBUG:
-            quiet.setLevel(max(logging.WARNING, level))
+    for named_logger, level in levels.items():
+        if named_logger.getEffectiveLevel() > logging.DEBUG:
+            named_logger.setLevel(max(logging.WARNING, level))
     try:
         yield
     finally:
-        for quiet, level in levels.items():
-            quiet.setLevel(level)
+        for named_logger, level in levels.items():
+            named_logger.setLevel(level)

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGINT and SIGHUP as exceptions, so that a run that is stopped closes its files and its MLflow run.
+"""SIGTERM, SIGINT and SIGHUP as exceptions, so that a stopped run closes its files and its MLflow run.
 
-A node's code may contain `except Exception`, so the exception that interrupts it is a BaseException. Kedro's session
-tells its hooks only of Exceptions, so LoopRunner raises an error in its place, and in place of any other BaseException.
+The exception that interrupts a node is a BaseException, because a node's code may contain `except Exception`. Kedro's
+session reports only Exceptions to its hooks, so LoopRunner replaces every BaseException by an error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
-"""A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
+"""A signal this soon after the first signal counts as the same request: `timeout` and launchers send a signal to a
+process and then to its group."""
 
 
 class TerminationSignal(BaseException):
-    """A signal, or a limit of time, asked this process to stop; raised in the main thread."""
+    """Raised in the main thread when a signal or a time limit asks this process to stop."""
 
     def __init__(self, signum: int, why: str = "") -> None:
         super().__init__(signal.Signals(signum).name)
@@ -35,12 +36,12 @@ class TerminationSignal(BaseException):
 
 
 class RunInterruptedError(PPORLHFError, RuntimeError):
-    """A run was stopped by a signal, or as its time was over."""
+    """A run was stopped by a signal or by its time limit."""
 
     def __init__(self, signum: int, why: str = "") -> None:
-        """Take the signal; `why` says what else stopped the run, in its place."""
-        read = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
-        super().__init__(f"The run was stopped by {why or signal.Signals(signum).name + read}.")
+        """Take the signal; a non-empty `why` replaces the signal's name in the message."""
+        detail = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
+        super().__init__(f"The run was stopped by {why or signal.Signals(signum).name + detail}.")
         self.signum = signum
 
     @property
@@ -50,13 +51,13 @@ class RunInterruptedError(PPORLHFError, RuntimeError):
 
 
 def as_error(stop: BaseException) -> Exception:
-    """Return what ended a run as an Exception: Kedro's session tells its hooks of nothing else."""
+    """Return the cause of a run's end as an Exception: Kedro's session reports only Exceptions to its hooks."""
     if isinstance(stop, Exception):
         return stop
     error: Exception = TrainingError(f"The run was ended by {type(stop).__name__}: {str(stop) or 'no reason'}.")
     if isinstance(stop, TerminationSignal | KeyboardInterrupt):
         error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT), getattr(stop, "why", ""))
-    elif isinstance(stop.__context__, BrokenPipeError):  # rich ends the process so
+    elif isinstance(stop.__context__, BrokenPipeError):  # rich exits like this when its output is closed
         error = RunInterruptedError(signal.SIGPIPE)
     error.__cause__ = stop
     return error
@@ -64,31 +65,32 @@ def as_error(stop: BaseException) -> Exception:
 
 @dataclass
 class _State:
-    """The state of the handlers, one for the process."""
+    """The state of the signal handlers of this process."""
 
-    process: int = 0  # id of the one that set the handlers; forked workers inherit them
-    blocks: int = 0  # nested ones of `raising_on_signals`
-    deferring: int = 0  # nested blocks of `deferring_signals`
-    held: int | None = None  # the signal that waits for the end of those
+    process: int = 0  # id of the process that set the handlers; forked workers inherit the handlers
+    blocks: int = 0  # number of nested blocks of `raising_on_signals`
+    deferring: int = 0  # number of nested blocks of `deferring_signals`
+    held: int | None = None  # the signal that is raised at the end of the outermost block of `deferring_signals`
     first_at: float | None = None  # time of the first signal, in seconds
-    finish_first: Callable[[int], None] | None = None  # takes the first signal in place of the exception
+    finish_first: Callable[[int], None] | None = None  # called with the first signal instead of raising an exception
 
 
 _state = _State()
 
 
 def time_is_over(hours: float | None) -> str:
-    """Return why a process stops that has run for so many hours or longer; empty: it goes on, or has no limit."""
+    """Return why this process stops: it has run for `hours` or longer. Empty: time is left, or `hours` is None."""
     over = hours is not None and time() - psutil.Process().create_time() >= 3600.0 * hours
     return f"ppo.max_time={hours:g} hours" if over else ""
 
 
 @contextmanager
 def raising_on_signals() -> Iterator[None]:
-    """Raise `TerminationSignal` on the SIGNALS within the block; restore the former handlers after it.
+    """Raise `TerminationSignal` on each of `SIGNALS` within the block; restore the former handlers after the block.
 
-    Does nothing outside the main thread, where Python allows no handlers. A signal that is ignored (`nohup`, a shell's
-    background job) stays ignored. Blocks may be nested: the outermost one decides which signal is the first.
+    The block does nothing outside the main thread, where Python allows no signal handlers. An ignored signal (`nohup`,
+    a shell's background job) stays ignored. Blocks may be nested: a new outermost block resets which signal counts as
+    the first.
     """
     if not _in_main_thread():
         yield
@@ -104,17 +106,18 @@ def raising_on_signals() -> Iterator[None]:
         yield
     finally:
         for signum, handler in former.items():
-            if handler is not None:  # None: it was set from outside Python and cannot be restored
+            if handler is not None:  # None: code outside Python set the handler, which Python cannot restore
                 signal.signal(signum, handler)
         _state.blocks -= 1
 
 
 @contextmanager
 def deferring_signals() -> Iterator[None]:
-    """Hold `TerminationSignal` back until the end of the block, for short work that must not be cut: a database call.
+    """Defer `TerminationSignal` to the end of the block, for short work that must not be interrupted.
 
-    Interrupted, SQLAlchemy may keep its connection and SQLite's lock, and the run could not be marked as killed. A call
-    to a server may also hang: another signal while one is held back ends the process at once.
+    An interrupted database call may leave SQLAlchemy with an open connection and SQLite's lock, and the run could then
+    not be marked as killed. Because a call to a server may hang, a second signal during the block ends the process at
+    once.
     """
     if not _in_main_thread():
         yield
@@ -133,14 +136,15 @@ def deferring_signals() -> Iterator[None]:
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.
 
-    The block should end soon after that. If it has not ended after `grace_s` seconds, `TerminationSignal` is raised.
-    `ask` returns the line that says so, which `say` logs in a thread. Called in the signal handler, `ask` may interrupt
-    any line of Python: it must not wait for a lock, and a logging handler has one.
+    `ask` requests a graceful end of the block. If the block has not ended after `grace_s` seconds, `TerminationSignal`
+    is raised. `ask` returns a line for the user, which `say` logs in a thread. The signal handler calls `ask`, which
+    can thus interrupt any line of Python, so `ask` must not wait for a lock; logging handlers use locks.
     """
     if not _in_main_thread():
         yield
         return
-    # the signal with its line, None at the end of the block; the only queue whose `put` a signal handler may call
+    # Items are (signal, line), or None at the end of the block. A signal handler may call `put` of SimpleQueue only:
+    # the methods of other queues wait for locks.
     requests: SimpleQueue[tuple[int, str] | None] = SimpleQueue()
 
     def stop_after_grace() -> None:
@@ -152,8 +156,8 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
             requests.get(timeout=grace_s)
             return
         name = signal.Signals(signum).name
-        say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stands.")
-        _state.first_at = float("-inf")  # the next signal is no repetition of the first
+        say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stays valid.")
+        _state.first_at = float("-inf")  # so that the next signal does not count as a repetition of the first
         signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
     watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
@@ -168,11 +172,11 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if signum == signal.SIGHUP:  # the terminal is being closed: the run would fail as it prints to it
+    if signum == signal.SIGHUP:  # the terminal is being closed: printing to the terminal would fail
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    if os.getpid() != _state.process:  # a forked worker has no iteration to finish, and its pool waits for its end
+    if os.getpid() != _state.process:  # a forked worker exits at once: it has no iteration to finish
         raise TerminationSignal(signum)
     now, first_at = monotonic(), _state.first_at
     if first_at is not None and now - first_at < SAME_REQUEST_S:
@@ -185,7 +189,7 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     elif _state.held is None:
         _state.held = signum
     else:
-        os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call did not end.\n".encode())
+        os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call did not return.\n".encode())
         os._exit(128 + signum)
 
 

@@ -1,4 +1,4 @@
-"""A command without a terminal: its output may be closed or full, and Ctrl-C may come while Python imports."""
+"""Standard streams of a command: the output may be closed or full, and Ctrl-C may come while Python imports."""
 
 import io
 import os
@@ -7,16 +7,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-_LOST = "{} cannot be written to ({}): what is printed there is lost, the command continues.\n"
+_LOST = "{} cannot be written to ({}): its output is lost, the command continues.\n"
 
 
 def prepare_terminal() -> None:
-    """Make what cannot be printed no error, except in a pipe that nobody reads, and an early Ctrl-C one line.
+    """Keep a command running if its output cannot be written, and print one line instead of a traceback on Ctrl-C.
 
-    Does nothing to streams that were replaced: a notebook's, a test's.
+    A pipe without a reader still raises an error. Replaced streams, such as those of a notebook or a test, are not
+    changed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:  # in this order each takes its own number, which a file of the run would take
+    for name in closed:  # in this order each stream gets its usual descriptor, which a file of the run would get else
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if stream is not None and stream is getattr(sys, name):
@@ -36,14 +37,14 @@ def prepare_terminal() -> None:
 
 
 class _Output(io.FileIO):
-    """Standard output or error."""
+    """Standard output or standard error."""
 
     def __init__(self, descriptor: int, label: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._label, self._is_full = label, False
 
     def write(self, data: Any) -> int:
-        """Write, or lose what cannot be written and say so once."""
+        """Write the data; if this fails, discard the data and print one line about the first failure."""
         try:
             return super().write(data)
         except BrokenPipeError:

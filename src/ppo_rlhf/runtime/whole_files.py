@@ -1,4 +1,4 @@
-"""Writing a file or a folder so that nobody ever sees half of it."""
+"""Atomic writes: other processes never see a partly written file or folder."""
 
 import os
 import platform
@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 
 ABANDONED_S = 24 * 3600
-"""A draft this old belongs to a process that was killed on another machine."""
+"""An older draft is deleted: it belongs to a process that was killed on another machine."""
 
 
 @contextmanager
 def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Path]:
-    """Yield a hidden path beside `target` to write to; after the block it is on the disk and is renamed to `target`.
+    """Yield a draft, a hidden path beside `target` to write to, and publish the draft as `target` after the block.
 
-    A file that was there is replaced. If the block fails, nothing changes. Drafts of killed processes are deleted.
+    An existing file is replaced. If the block fails, `target` does not change. Drafts of killed processes are deleted.
 
     Raises:
-        OSError: It cannot be written, or `target` is a folder that is not empty, unless a folder is to be replaced.
+        OSError: The draft cannot be written, or `target` is a non-empty folder and `replaces_folder` is False.
     """
     with drafted(target) as draft:
         yield draft
@@ -31,19 +31,19 @@ def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Pa
 
 @contextmanager
 def drafted(target: Path) -> Iterator[Path]:
-    """Yield a hidden path beside `target` to write to, and let the block `publish` it; what is left there is deleted.
+    """Yield a draft, a hidden path beside `target` to write to. The block calls `publish` to rename the draft.
 
-    Drafts of killed processes are deleted.
+    An unpublished draft is deleted after the block. Drafts of killed processes are deleted before the block.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(draft_of("*", process="*") + "*"):  # SQLite adds -journal
+    for old in target.parent.glob(draft_of("*", process="*") + "*"):  # SQLite appends -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
-            number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
-            has_ended = number is not None and not psutil.pid_exists(int(number[1]))
+            match = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
+            has_ended = match is not None and not psutil.pid_exists(int(match[1]))
             if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
     draft = target.with_name(draft_of(target.name))
-    delete(draft)  # of a process that had the same number
+    delete(draft)  # left by an earlier process with the same process id
     try:
         yield draft
     finally:
@@ -51,7 +51,7 @@ def drafted(target: Path) -> Iterator[Path]:
 
 
 def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None:
-    """Rename a draft to `target` once it is on the disk.
+    """Sync a draft to disk and rename it to `target`.
 
     Raises:
         OSError: As `written_whole`.
@@ -65,22 +65,22 @@ def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None
 
 
 def draft_of(name: str, process: str | None = None) -> str:
-    """Return the hidden name under which a process, by default this one, writes a file of this name."""
+    """Return the hidden name of a process's draft of the file `name`; `process` defaults to this process."""
     return f".{name}.{process or process_name()}.draft"
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder; its name goes first, so that nobody finds half of it."""
+    """Delete a folder. The folder is first renamed, so that other processes never see a partly deleted folder."""
     delete(folder.rename(folder.with_name(draft_of(f"{folder.name}.old"))))
 
 
 def process_name() -> str:
-    """Return a name that no other process has, on this machine or on another one that shares its disk."""
+    """Return a name that is unique among the processes of all machines that share a disk."""
     return f"{platform.node()}-{os.getpid()}"
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder; nothing happens if it is not there."""
+    """Delete a file or a folder; do nothing if the path does not exist."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -88,7 +88,7 @@ def delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
