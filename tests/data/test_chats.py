@@ -1,4 +1,4 @@
-"""Chats: how they are read, and that a template shows all of them or the row is refused."""
+"""Chats: reading them, and refusing a row if the chat template leaves a part of it out."""
 
 import json
 import re
@@ -170,7 +170,7 @@ def test_a_system_text_beside_a_chat_is_its_first_message_unless_the_chat_has_an
 
 @pytest.mark.parametrize("role", ["developer", "function", "critic"])
 def test_a_message_that_the_template_leaves_out_is_refused_with_its_role(role):
-    chat = [USER, {"role": role, "content": "Is"}]  # a word of the other message, too
+    chat = [USER, {"role": role, "content": "Is"}]  # the word also occurs in the other message
     found = refused(render_chat, chat, tokenizer(), "row 5")
     assert found.startswith(f"row 5: message 1 has the role `{role}`, and the chat template ")
 
@@ -229,7 +229,7 @@ def test_reasoning_that_the_template_leaves_out_is_named_and_alone_it_is_refused
 
 
 def test_a_template_that_changes_what_it_shows_is_no_refusal():
-    """As DeepSeek's drops earlier thoughts, Llama's what is said beside a call, and Gemma's has no system role."""
+    """DeepSeek's template drops earlier reasoning, Llama's the content beside a call; Gemma's has no system role."""
     template = (
         "{% set start = messages[0].content + ' ' if messages[0].role == 'system' else '' %}"
         "{% for m in messages if m.role != 'system' %}"
@@ -319,7 +319,7 @@ def test_prompts_are_rendered_with_their_tools_and_system_from_every_kind_of_fil
 
 
 def test_one_line_names_the_columns_that_only_reward_functions_get(caplog):
-    """Of texts none is shown; a column that means nothing elsewhere is a reward function's, as ever."""
+    """Texts show no other column. A column without a meaning in other libraries goes to reward functions silently."""
     for _ in range(2):
         prompts_of(table_of({"prompt": ["a"], "tools": [TOOLS], "images": [["x.png"]], "answer": ["b"]}))
         prompts_of(table_of({"prompt": [[USER]], "tools": [TOOLS], "answer": ["b"]}))

@@ -1,4 +1,4 @@
-"""Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
+"""Prompts: accepted formats, treatment of overlong prompts, and no training on held-out prompts."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def tokenise(
 
 
 def with_specials(tokenizer, template: str):
-    """Let the tokenizer put special tokens around every text, as some do by default."""
+    """Make the tokenizer add special tokens around every text, as some tokenizers do by default."""
     special = [("</s>", 2), ("<unk>", 1)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
     return tokenizer
@@ -67,7 +67,7 @@ def test_lengths_and_texts_of_many_selected_rows_are_not_gathered_one_by_one(mon
     tokenised = PromptReader(build_tokenizer(), 10, 4, "error").tokenise(table, "prompt", "prompts")
     monkeypatch.delattr(
         "datasets.table.IndexedTableMixin.fast_gather"
-    )  # a slice for each row: seconds and 100 MB for 300,000
+    )  # one slice per row would take seconds and 100 MB for 300,000 rows
     prompts = PromptDataset.of_table(tokenised.select([2, 0]))
     assert prompts.lengths == [2, 1]
     assert prompts.texts_frame()["prompt"].tolist() == ["a b", "a"]
@@ -133,7 +133,7 @@ def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no
 
 
 def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one():
-    """As a chat template rendered it beforehand; the expected ids are those of the tokenizer's own template."""
+    """A text that a chat template has rendered already; the expected ids are those of the tokenizer's template."""
     tokenizer = with_specials(build_tokenizer(bos_token="<unk>"), "<unk> $A </s>")
     tokenizer.chat_template = "<unk> " + CHAT_TEMPLATE
     messages = [{"role": "s", "content": "a b"}]
@@ -170,7 +170,7 @@ def test_a_message_without_content_has_the_content_null(absent):
 
 
 def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_filled_in_absent_keys(tmp_path):
-    """Arrow gives every message of a table the keys of each, and every call the arguments of each."""
+    """An Arrow table gives every message the keys of all messages, and every call the arguments of all calls."""
     template = "{% for m in messages %}{{ m | tojson }} </s> {% endfor %}"
     tokenizer = build_tokenizer(chat_template=template)
     other_call = {"tool_calls": [{"function": {"name": "v", "arguments": {"day": "d"}}}]}
@@ -270,7 +270,7 @@ def test_overlong_prompts_are_dropped_with_their_columns():
 
 @pytest.fixture
 def stretched() -> TrainedModel:
-    """A Phi 3 whose RoPE is another one beyond 10 tokens; it reads 64."""
+    """A Phi 3 whose RoPE changes beyond 10 tokens; its context is 64."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     lengths = {"original_max_position_embeddings": 10, "max_position_embeddings": 64}
@@ -349,7 +349,7 @@ CHATS = [[{"role": "user", "content": text}] for text in "abc"]
 @pytest.mark.parametrize("prompts", [["a", "b", "a", "c"], CHATS], ids=["text", "chats"])
 def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prompts):
     table, evaluation = table_of({"prompt": prompts}), table_of({"prompt": prompts[:2]})
-    for maximum in (1, 2):  # all that were given, whatever number of them is used
+    for maximum in (1, 2):  # all evaluation prompts given, not only those that are used
         trained, held_out = split_held_out(table, evaluation, PromptsConfig(max_held_out=maximum))
         assert trained == [len(prompts) - 1]
         assert len(held_out) == maximum
@@ -442,7 +442,7 @@ def test_tokens_that_are_kept_serve_only_the_day_that_the_template_prints(tmp_pa
 
 
 def test_other_values_for_the_chat_template_give_other_tokens_of_the_same_file(tmp_path):
-    """The cache of tokenised prompts is asked again, and answers only for the values that it was made with."""
+    """The cache of tokenised prompts is reused only for the values that it was created with."""
     template = CHAT_TEMPLATE + "{% if add_generation_prompt and not thinks %} b{% endif %}"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     found, files = [], []

@@ -1,4 +1,4 @@
-"""What is held out of a table: a seeded share of its distinct rows, and never a copy of one that is trained on."""
+"""Held-out rows of a table: a seeded share of the distinct rows, and never a copy of a training row."""
 
 import pytest
 

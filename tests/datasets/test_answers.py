@@ -1,4 +1,4 @@
-"""Preferences from a review queue: the right side is chosen, what cannot be used is counted, and rows are kept."""
+"""Preferences from a review queue: the majority's response is chosen, unused pairs are counted, rows are stored."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_fingerprint_is_of_the_answers_as_they_were_read(here: ReviewQueues)
     dataset = RecordsDataset("mlflow:sft")
     before = dataset.fingerprint()
     answer(here, second, "B")
-    assert dataset.fingerprint() == before  # the run has read them
+    assert dataset.fingerprint() == before  # the run has read the answers
     assert len(dataset.load() or []) == 1
     assert RecordsDataset("mlflow:sft").fingerprint() != before
 

@@ -1,4 +1,4 @@
-"""The catalog entries of a run's checkpoints and evaluations: per MLflow run, pruned, and never half-written."""
+"""The catalog entries of a run's checkpoints and evaluations: one folder per MLflow run, pruned, written atomically."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def active_run(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch):
-    """Write an empty directory in place of a checkpoint: what is in one is tested with `training`."""
+    """Write an empty directory instead of a checkpoint; other tests check the content of checkpoints."""
     iterations = []
 
     def write(directory: Path, state) -> Path:
@@ -79,7 +79,11 @@ def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there
 
 @pytest.mark.parametrize(
     ("iterations", "keep", "most"),
-    [(60, 2, 4), (60, 5, 7), (10, 5, 2)],  # the newest, the best, and one being written; one in all, and its draft
+    [
+        (60, 2, 4),
+        (60, 5, 7),
+        (10, 5, 2),
+    ],  # the newest, the best, one being written
 )
 def test_a_run_has_as_many_checkpoints_at_once_as_are_counted(iterations, keep, most):
     assert checkpoints.most_checkpoints(PPOConfig(save_interval=10, save_total_limit=keep), iterations) == most
@@ -95,8 +99,8 @@ def test_checkpoints_are_written_only_when_due(tmp_path, written):
     [
         ({}, {}, [50, 60]),
         ({10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}, {}, [20, 50, 60]),
-        ({10: 0.2, 20: 0.9, 30: 0.1}, {"kl_alarm": 30.0}, [10, 50, 60]),  # 20 has drifted too far
-        ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1}, [20, 60]),  # 15 has no checkpoint
+        ({10: 0.2, 20: 0.9, 30: 0.1}, {"kl_alarm": 30.0}, [10, 50, 60]),  # the KL of iteration 20 is too high
+        ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1}, [20, 60]),  # iteration 15 has no checkpoint
     ],
     ids=["newest", "best", "drifted", "not saved"],
 )
@@ -120,7 +124,7 @@ def test_each_mlflow_run_has_a_directory_of_its_own(tmp_path, monkeypatch):
     for iteration in (20, 30, 40):
         dataset.save(after(iteration))
     assert checkpoint_iterations(tmp_path / "other") == [30, 40]
-    assert checkpoint_iterations(tmp_path / "run") == [10]  # another run's are never pruned
+    assert checkpoint_iterations(tmp_path / "run") == [10]  # checkpoints of another run are never pruned
 
 
 def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_path, monkeypatch):
@@ -128,7 +132,7 @@ def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_p
     monkeypatch.setenv("PPO_RLHF_RUN_ID", "of-main")
     monkeypatch.setenv("RANK", "1")
     assert run_directory(tmp_path) == tmp_path / "of-main"
-    monkeypatch.setenv("RANK", "0")  # tracking is off; the variable is of an earlier run
+    monkeypatch.setenv("RANK", "0")  # tracking is disabled; an earlier run set the variable
     assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
 
 
@@ -154,7 +158,7 @@ def test_a_log_of_evaluations_that_holds_something_else_is_damaged(tmp_path, con
 
 
 def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):
-    """Taken for empty it would make the best checkpoint one like any other."""
+    """If a damaged file counted as empty, the best checkpoint would be pruned like any other."""
     rows = {10: evaluation(10, 0.9), 20: evaluation(20, 0.1)}
     saved = saved_through(tmp_path, rows)
     damaged = tmp_path / "run" / "evaluations.json"

@@ -45,7 +45,7 @@ def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):
 
 
 def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_back(tmp_path, monkeypatch):
-    """Twice, and once more after a folder that a user put there; a copy of the folder has other times."""
+    """Save twice, then once more beside a user's folder; a copy of the folder has other modification times."""
     times = iter(["2026-05-01T00.00.00.000Z", "2026-03-01T00.00.00.000Z", "2026-02-01T00.00.00.000Z"])
     monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: next(times))
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
@@ -62,7 +62,7 @@ def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_bac
 
 
 def test_of_two_runs_that_export_in_the_same_millisecond_the_second_takes_the_next_name(tmp_path, monkeypatch):
-    """The first takes its name while the second still writes."""
+    """The first process publishes the version name while the second process is still writing."""
     now = "2026-11-28T15.00.00.000Z"
     monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: now)
     model, folder = trained(1), tmp_path / "policy"
@@ -116,7 +116,7 @@ def test_kedros_load_version_is_the_version_that_is_read(tmp_path):
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "mine", tiny_model())
-    handle = PretrainedModelDataset("/project/~/mine").load()  # as Kedro hands it on
+    handle = PretrainedModelDataset("/project/~/mine").load()  # as Kedro passes the path
     assert handle.source == str(tmp_path / "mine")
 
 
@@ -134,7 +134,7 @@ def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="disk full"):
         PretrainedModelDataset(str(tmp_path / "policy")).save(broken)
     assert len(list((tmp_path / "policy").iterdir())) == 1
-    save(tmp_path / "policy" / ".9999.1.draft", tiny_model(seed=1))  # what a killed process leaves
+    save(tmp_path / "policy" / ".9999.1.draft", tiny_model(seed=1))  # the draft of a killed process
     handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
     assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 
@@ -158,7 +158,7 @@ def test_a_user_who_gave_no_model_gets_none():
 
 
 def test_a_missing_model_is_refused_in_one_line_when_it_is_used_and_not_before(tmp_path):
-    """A run whose rewards are functions names a reward model that need not be there."""
+    """A run whose rewards are functions may name a reward model that does not exist."""
     handle = PretrainedModelDataset(str(tmp_path / "nothing" / "here")).load()
     with pytest.raises(ModelError, match="there is no such model directory") as caught:
         handle.config()

@@ -33,7 +33,7 @@ def write(path, rows=ROWS):
 
 
 def message_of(path, **options) -> str:
-    """The reason that Kedro's error carries: the command line shows only this."""
+    """Return the text of the cause of Kedro's error; the command line shows only this text."""
     with pytest.raises(DatasetError) as caught:
         RecordsDataset(str(path), **options).load()
     assert isinstance(caught.value.__cause__, DataError)
@@ -59,7 +59,7 @@ def test_every_format_gives_the_same_rows(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
 def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, ending):
-    """Pandas would make floats of the numbers: 3.0, and 9007199254740992 of the other."""
+    """pandas would turn the numbers into floats: 3.0, and 9007199254740992 for the other number."""
     rows = [{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 2**53 + 1}]
     path = tmp_path / f"rows.{ending}"
     if ending == "csv":
@@ -127,7 +127,7 @@ def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "rows.jsonl")
-    assert RecordsDataset("/project/~/rows.jsonl").load().to_list() == ROWS  # as Kedro hands it on
+    assert RecordsDataset("/project/~/rows.jsonl").load().to_list() == ROWS  # as Kedro passes the path
 
 
 def test_nested_values_come_through(tmp_path):
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_the_place(tmp_path, na
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_one_byte_that_is_not_utf8_far_inside_a_chat_is_named_with_file_row_and_column(tmp_path, ending):
-    """`datasets` takes the byte, and only a look at that row would fail. The files have 10 and 2,500 rows."""
+    """`datasets` accepts the byte; only reading that row would fail. The files have 10 and 2,500 rows."""
     for name, count, bad in (("a", 10, None), ("b", 2_500, 2_041)):
         texts = [b"good \xc3\xa9"] * count
         if bad is not None:
@@ -281,7 +281,7 @@ def test_a_file_on_the_hub_is_read_from_its_copy_in_the_cache(tmp_path, monkeypa
 def test_an_address_of_the_hub_that_is_wrong_or_out_of_reach_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "is named hf://datasets/<owner>/<name>/<file>" in message_of("hf://datasets/gsm8k")
-    assert "cannot be downloaded" in message_of("hf://datasets/org/set/train.parquet")  # the tests are offline
+    assert "cannot be downloaded" in message_of("hf://datasets/org/set/train.parquet")  # tests have no network
 
 
 # --- folders, shards, compressed files, and names on the hub
@@ -361,7 +361,7 @@ def test_arrow_files_are_written_below_the_cache_and_read_again_from_there(tmp_p
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands for the hub: answers with these rows, and records how it was asked."""
+    """A fake of the hub that returns these rows and records the arguments of each call."""
     asked = []
 
     def load_dataset(path, **given):
@@ -389,7 +389,7 @@ def hub(monkeypatch):
 def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hub, tmp_path, name, asked):
     assert rows_of(name) == ROWS
     (tmp_path / "pyproject.toml").touch()
-    assert rows_of(tmp_path / name) == ROWS  # as Kedro hands a relative path on
+    assert rows_of(tmp_path / name) == ROWS  # as Kedro passes a relative path
     assert hub == [asked, asked]
     assert RecordsDataset(name).preview()["data"] == []
 

@@ -1,4 +1,4 @@
-"""MLflow's review queues: what is written comes back exactly, tells no side, and what is wrong is said in one line."""
+"""MLflow's review queues: pairs are read back exactly, traces do not reveal the sides, errors are one line."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_store_of_the_caller_is_put_back(queues: ReviewQueues) -> None:
 
 @pytest.fixture
 def old_server() -> Iterator[str]:
-    """A tracking server that knows experiments and no review queues, as MLflow before 3.14."""
+    """A tracking server with experiments but without review queues, like MLflow before 3.14."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs that write the same catalog entries at the same time: each reads what it wrote."""
+"""Runs that write the same catalog entries at the same time: each run reads its own data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny_models import tiny_model, word_tokenizer
 
 
 class FolderDataset(AbstractDataset[str, str]):
-    """An entry that is a folder, as of some of Kedro's plugins."""
+    """A catalog entry that is a folder, as in some of Kedro's plugins."""
 
     def __init__(self, filepath: str) -> None:
         self._filepath = Path(filepath)
@@ -70,7 +70,7 @@ ENTRIES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def content(kind: str, run: str) -> Any:
-    """What the run writes, as it is saved."""
+    """A fake of the dataset that the run writes."""
     if kind in ("csv", "csv in MLflow", "parquet"):
         return pd.DataFrame({"by": [run]})
     return (None, run) if kind == "card in MLflow" else run
@@ -83,7 +83,7 @@ def in_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     made: Any, entries: dict[str, Any], *, between: Callable[[], object] = lambda: None, fail: bool = False
 ) -> tuple[Any, DataCatalog]:
-    """Run two nodes, of which one makes `x` and the other one reads it; `between` comes before it is read."""
+    """Run two nodes: the first writes `x`, the second reads `x`; call `between` before the second node."""
     read: list[Any] = []
 
     def take(x: Any) -> int:
@@ -123,7 +123,7 @@ def test_a_run_reads_and_logs_its_own_though_another_one_wrote_in_between(
 
     in_run("run", monkeypatch)
     read, catalog = run(content(kind, "run"), entries, between=other)
-    for found in (read, catalog["x"].load()):  # after it has ended, too: it ended last
+    for found in (read, catalog["x"].load()):  # also after the end of the run, because this run ended last
         if isinstance(found, pd.DataFrame):
             assert_frame_equal(found, content(kind, "run"))
         else:
@@ -176,7 +176,7 @@ def test_what_a_run_that_failed_has_written_stays_and_is_published(tmp_path: Pat
 
 
 class HalfDataset(AbstractDataset[str, str]):
-    """Writes half, and then the disk is full."""
+    """Writes half of the data and then fails like a full disk."""
 
     def __init__(self, filepath: str) -> None:
         self._filepath = Path(filepath)
@@ -248,7 +248,7 @@ def trained(seed: int) -> TrainedModel:
 
 
 def test_a_model_that_a_run_only_reads_is_the_same_one_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another run may write a newer one while this one trains from the older."""
+    """Another run may write a newer version while this run trains from the older version."""
     in_run("run", monkeypatch)
     model = PretrainedModelDataset(str(tmp_path / "sft"))
     model.save(trained(0))
@@ -274,7 +274,7 @@ def test_a_model_that_a_run_only_reads_is_the_same_one_to_its_end(tmp_path: Path
 def test_the_other_processes_read_the_main_ones_version(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """They look when another run has written a newer one already."""
+    """The other processes look up the version only after another run has written a newer version."""
     main = PretrainedModelDataset(str(tmp_path / "policy"))
     main.save(trained(0))
     PretrainedModelDataset(str(tmp_path / "policy")).save(trained(1))
@@ -300,7 +300,7 @@ def test_the_other_processes_read_the_main_ones_file_and_write_none(tmp_path: Pa
     in_run("run", monkeypatch)
     main = catalog()
     main.save("x", [1])
-    (tmp_path / "x.json").write_text("[2]")  # another run's
+    (tmp_path / "x.json").write_text("[2]")  # written by another run
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("PPO_RLHF_RUN_ID", "run")
     follower = catalog()

@@ -46,7 +46,7 @@ def test_no_text_of_a_spreadsheet_is_a_formula_and_what_is_read_is_what_was_save
 
 @pytest.fixture
 def ascii_locale():
-    """The locale of a container without one, in which Python takes ASCII for text."""
+    """A container without a locale, in which Python's default encoding is ASCII."""
     before = locale.setlocale(locale.LC_CTYPE)
     locale.setlocale(locale.LC_CTYPE, "C")
     yield
@@ -54,7 +54,7 @@ def ascii_locale():
 
 
 def csv_entries(tmp_path):
-    """The project's entries of kedro-datasets' CSV, and our own kinds of it."""
+    """The project's catalog entries of kedro-datasets' CSVDataset and of its subclasses in this package."""
     catalog = OmegaConfigLoader(str(Path(__file__).parents[2] / "conf"), **CONFIG_LOADER_ARGS)["catalog"].items()
     inner = {name: entry.get("dataset", entry) for name, entry in catalog if isinstance(entry, dict)}
     found = {name: entry for name, entry in inner.items() if entry["type"] == "pandas.CSVDataset"}

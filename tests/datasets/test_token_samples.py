@@ -1,4 +1,4 @@
-"""A run's first and newest samples."""
+"""The token samples of a run's first and newest iteration."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ def test_a_run_keeps_its_first_and_its_newest_samples(tmp_path: Path):
     assert dataset.load() == []
     for iteration in (1, 5, 10):
         dataset.save(shown(iteration))
-        dataset.save({})  # not due
+        dataset.save({})  # no samples were due
     assert iterations() == [1, 10]
-    dataset.save(shown(5))  # it resumes from a checkpoint of iteration 3
+    dataset.save(shown(5))  # the run resumes from a checkpoint of iteration 3
     assert iterations() == [1, 5]
     dataset.save(shown(1))
     assert iterations() == [1]

@@ -1,4 +1,4 @@
-"""The grammar writes what it recognises, and recognises nothing else."""
+"""The recogniser accepts the sentences that the grammar generates, and no other sentences."""
 
 import random
 
@@ -50,7 +50,7 @@ def test_every_beginning_of_a_written_sentence_is_a_sentence_start(reviews):
         "the detective , played by oscar rossi , is boring but touching .",
         "silent harbor is an awful thriller by clara quinn .",
         "the story is set in a small village .",
-        "the plot is brilliant , but the plot is superb .",  # odd, but polarity is meaning, not grammar
+        "the plot is brilliant , but the plot is superb .",  # odd, but the grammar ignores polarity
     ],
 )
 def test_a_hand_written_sentence_is_recognised(sentence):

@@ -1,4 +1,4 @@
-"""The gold judge against scores worked out by hand."""
+"""The gold judge compared with scores computed by hand."""
 
 import random
 import time
@@ -102,7 +102,7 @@ def test_punctuation_without_spaces_and_upper_case_are_read_the_same():
         ("plot is brilliant . the jokes drag .", 1.0),
         ("plot is brilliant . the jokes drags .", 0.0),
         ("plot plot is brilliant . the jokes drag .", 0.0),
-        ("plot is brilliant . the jokes", 1.0),  # could still be finished
+        ("plot is brilliant . the jokes", 1.0),  # a sentence of the grammar begins like this
         ("plot is brilliant . jokes the", 0.0),
         ("plot is brilliant", 0.0),  # no finished sentence
         ("", 0.0),

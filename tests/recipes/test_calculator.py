@@ -1,4 +1,4 @@
-"""The calculator example: its files are what the script writes, and its functions do what the page says."""
+"""The calculator example: the committed files equal the script's output, and the functions do what the page says."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Answers as models write them, against verl's rule and a reader's judgement."""
+"""Typical answers of models, compared with verl's rule and with a reader's judgement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that name a recipe's function by the module that had it before are read."""
+"""Settings may refer to a recipe's function by the former name of its module."""
 
 from __future__ import annotations
 

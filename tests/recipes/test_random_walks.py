@@ -1,4 +1,4 @@
-"""The random walks: their files are what the script writes, and the reward is the formula of the task."""
+"""The random walks: the committed files equal the script's output, and the reward follows the task's formula."""
 
 import json
 from itertools import product
@@ -27,7 +27,7 @@ def test_the_committed_files_are_what_the_script_writes_byte_for_byte(tmp_path: 
 
 
 def test_a_graph_with_a_start_too_far_from_the_goal_is_refused(tmp_path: Path) -> None:
-    """Of seed 3 only two starts have a walk to the goal at all."""
+    """With seed 3 only two start nodes have a walk to the goal."""
     with pytest.raises(ValueError, match="seed 3: from some node"):
         write_files(tmp_path, seed=3)
 
@@ -55,12 +55,12 @@ def test_every_start_is_a_prompt_and_its_shortest_walk_is_that_of_floyd_and_wars
 
 
 def test_a_walk_is_worth_the_nodes_that_it_saves_and_one_with_an_impossible_step_nothing() -> None:
-    """By hand: d to a directly has 2 nodes, by c and b 4 of them, and 10 nodes are worth nothing."""
+    """By hand: the walk d a has 2 nodes, d c b a has 4 nodes, and a walk of 10 nodes gets 0."""
     assert score("d", "a") == 1.0
     assert score("d", "c b a") == pytest.approx(6 / 8)
     assert score("e", "d a", 3) == 1.0
-    assert score("d", "a b a") == 1.0  # what follows the goal does not count
+    assert score("d", "a b a") == 1.0  # nodes after the goal do not count
     assert score("d", "b a") == 0.0  # no edge leads from d to b
-    assert score("d", "c b") == score("d", "") == score("d", "c <unk> a") == 0.0  # it does not get to the goal
+    assert score("d", "c b") == score("d", "") == score("d", "c <unk> a") == 0.0  # the walk does not reach the goal
     loop = "ab bb ba"
     assert optimality(["b"] * 3, ["b " * n + "a" for n in (7, 8, 9)], [loop] * 3, [2] * 3) == [1 / 8, 0.0, 0.0]

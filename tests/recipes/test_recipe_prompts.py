@@ -1,4 +1,4 @@
-"""The recipes' prompts, made of rows shaped as those on the hub."""
+"""The recipes' prompts, made from rows with the columns of the tables on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward by a sentiment classifier: the logit of its class 1, whatever stands in the batch beside a text."""
+"""The reward of a sentiment classifier: the logit of class 1, independent of the other texts in the batch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.tiny_models import PAD, VOCABULARY, draw_weights, save, word_tokenize
 
 
 def test_the_reward_is_the_logit_of_class_1_of_prompt_and_completion(tmp_path, monkeypatch):
-    """Texts of three lengths in one batch; the longest is cut at the tokenizer's 6 tokens."""
+    """Texts of three lengths in one batch; the longest is truncated to the tokenizer's 6 tokens."""
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(**shape, vocab_size=len(VOCABULARY), pad_token_id=PAD, num_labels=2)
     model = draw_weights(BertForSequenceClassification(config).eval(), 0.3)

@@ -1,4 +1,4 @@
-"""Scores by a language model, which each process must get and only the main one may ask for."""
+"""Scores of a language model: every process must get them, and only the main process may send requests."""
 
 import json
 import sys

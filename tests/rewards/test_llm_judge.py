@@ -1,4 +1,4 @@
-"""A language model that judges, against a stand-in of a server that speaks OpenAI's chat API."""
+"""A language model as judge, against a fake server with OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WORDS = ["one", "one two", "one two three"]
 
 
 def words(text: str) -> str:
-    """The stand-in's opinion: a response's number of words."""
+    """Return the fake server's answer: the score is the response's number of words."""
     return f"It could be worse, score of sorts.\nScore: {len(between(text, 'response').split())}"
 
 
 def longer(text: str) -> str:
-    """Which of two responses has more words; more than one apart, or it is a tie."""
+    """Return the fake verdict for the response with more words; a difference of at most one word is a tie."""
     first, second = (len(between(text, f"response_{name}").split()) for name in "ab")
     return f"Verdict: {'tie' if abs(first - second) < 2 else 'A' if first > second else 'B'}"
 
@@ -48,7 +48,7 @@ def server() -> Iterator[ChatServer]:
 
 @pytest.fixture
 def judge(server: ChatServer, tmp_path: Path) -> Callable[..., LLMJudge]:
-    """Return a function that makes a judge of the server with these settings, with a cache of the test's."""
+    """Return a function that creates a judge for the server with the given settings and the test's cache."""
     return lambda **settings: LLMJudge(LLMJudgeConfig(model="m", base_url=server.url, **settings), "judge", tmp_path)
 
 
@@ -98,22 +98,20 @@ def test_the_last_number_after_the_word_score_counts_if_it_is_on_the_scale(judge
 
 def test_an_answer_that_was_cut_off_has_no_score(judge, server):
     server.finish_reason = "length"
-    server.answer = lambda text: "Score: 1"  # of 10, perhaps
+    server.answer = lambda text: "Score: 1"  # the answer may have been cut off within 10
     with pytest.raises(RewardError, match=r"^judge: the answer of m on response 0 was cut off .* Raise llm.max_tokens"):
         scores(judge(), ["one"])
 
 
 def test_an_unparsable_answer_ends_the_run_unless_a_score_is_set_for_it(judge, server, caplog):
     server.answer = lambda text: "No idea." if "two" in text else words(text)
-    with pytest.raises(RewardError, match=r"response 1 does not end in a score from 1 to 10 .*'No idea\.'.*unparsable"):
+    with pytest.raises(RewardError, match=r"response 1 .* 1 to 10 .*'No idea\.'.*unparsable"):
         scores(judge(), WORDS[:2])
     asked = judge(unparsable=5)
     with caplog.at_level(logging.WARNING):
         assert scores(asked, WORDS) == [1.0, 5.0, 5.0]
     assert asked.counts.unparsable == 2
-    assert [
-        record.getMessage().endswith("counts as 5; further ones are only counted.") for record in caplog.records
-    ] == [True]
+    assert ["response gets the score 5." in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_template_of_the_users_sees_columns_scale_and_criteria(judge, server):
@@ -125,7 +123,7 @@ def test_a_template_of_the_users_sees_columns_scale_and_criteria(judge, server):
 
 
 def test_a_template_that_names_what_is_not_there_is_refused_with_what_it_can_name(judge):
-    with pytest.raises(RewardError, match=r"'answr' is undefined\. It can name .*answer, .*response"):
+    with pytest.raises(RewardError, match=r"'answr' is undefined\..*answer, .*response"):
         scores(judge(template="{{ response }} {{ answr }}"), ["one"], answer=["1"])
 
 
@@ -179,14 +177,14 @@ def test_the_last_verdict_of_an_answer_counts(judge, server):
 @pytest.mark.parametrize("key", [f"{KEY} {KEY}", f"{KEY}ü", f"{KEY}\n{KEY}"])
 def test_a_key_with_other_signs_is_refused_and_not_shown(judge, server, monkeypatch, key):
     monkeypatch.setenv("STAND_IN_KEY", key)
-    with pytest.raises(RewardError, match="STAND_IN_KEY holds no key") as refused:
+    with pytest.raises(RewardError, match="key in STAND_IN_KEY") as refused:
         scores(judge(api_key_variable="STAND_IN_KEY"), ["one"])
     assert KEY not in str(refused.value)
     assert server.bodies == []
 
 
 def test_a_signal_ends_the_wait_at_once_and_leaves_what_was_answered(judge, server):
-    """As `kedro run` does it: the handler raises in the main thread."""
+    """As in `kedro run`, the signal handler raises in the main thread."""
 
     def stop(signum: int, frame: object) -> None:
         raise TerminationSignal(signum)
@@ -219,9 +217,9 @@ def test_responses_are_compared_with_a_column_that_the_settings_name(judge, serv
     server.answer = longer
     asked = judge(answer="pairwise", against="summary")
     assert scores(asked, ["a b c", "a"], summary=["a", "a b c"], **{AGAINST: ["", ""]}) == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"llm.against=summary, but the prompts have no such column"):
+    with pytest.raises(RewardError, match=r"llm\.against=summary"):
         scores(asked, ["a"])
-    with pytest.raises(RewardError, match=r"without llm.against compares with SFT's responses"):
+    with pytest.raises(RewardError, match=r"llm\.against .*llm\.answer"):
         scores(judge(answer="pairwise"), ["a"])
 
 
@@ -252,7 +250,7 @@ def test_without_a_cache_nothing_is_kept(judge, server, tmp_path):
 
 def test_a_file_that_is_no_cache_is_named(judge, tmp_path):
     (tmp_path / "notes.txt").write_text("mine " * 1000)
-    with pytest.raises(RewardError, match=r"notes\.txt: the judge's answers cannot be kept there .* llm\.cache"):
+    with pytest.raises(RewardError, match=r"notes\.txt: .* llm\.cache"):
         scores(judge(cache="notes.txt"), ["one"])
     assert (tmp_path / "notes.txt").read_text() == "mine " * 1000
 
@@ -315,7 +313,7 @@ def test_an_address_without_the_api_is_named(judge, server, tmp_path):
 @pytest.mark.parametrize("code", [400, 413, 422])
 def test_a_text_that_the_server_refuses_gets_what_the_setting_says_and_is_not_kept(judge, server, code, caplog):
     server.answer = lambda text: (code, "too long") if "two" in text else words(text)
-    with pytest.raises(RewardError, match=r"too long.*If only some texts are refused, set llm.unparsable"):
+    with pytest.raises(RewardError, match=r"too long.*llm\.unparsable"):
         scores(judge(), WORDS)
     asked = judge(unparsable=2)
     assert scores(asked, WORDS) == [1.0, 2.0, 2.0]
@@ -332,7 +330,7 @@ def test_no_more_requests_are_under_way_than_the_setting_allows_and_as_many(judg
 
 
 def test_the_key_comes_from_the_environment_and_is_in_no_error_and_no_log(judge, server, monkeypatch, caplog, tmp_path):
-    with pytest.raises(RewardError, match="environment variable STAND_IN_KEY is not set"):
+    with pytest.raises(RewardError, match="STAND_IN_KEY is not set"):
         scores(judge(api_key_variable="STAND_IN_KEY"), ["one"])
     monkeypatch.setenv("STAND_IN_KEY", KEY)
     with caplog.at_level(logging.DEBUG):
@@ -370,16 +368,16 @@ URL = "http://localhost:1/v1"
         ({"base_url": URL}, "llm.model is missing"),
         ({"model": "m", "base_url": URL, "api_key": KEY}, "llm.api_key is not a parameter .* environment only"),
         ({"model": "m", "base_url": URL, "api_key_variable": KEY}, "llm.api_key_variable is not the name"),
-        ({"model": "m", "base_url": f"http://me:{KEY}@localhost/v1"}, "llm.base_url is not of the form"),
-        ({"model": "m", "base_url": f"{URL}?key={KEY}"}, "llm.base_url is not of the form"),
-        ({"model": "m", "base_url": "localhost:8000"}, "llm.base_url is not of the form"),
+        ({"model": "m", "base_url": f"http://me:{KEY}@localhost/v1"}, "llm.base_url .*http://host:port/v1"),
+        ({"model": "m", "base_url": f"{URL}?key={KEY}"}, "llm.base_url .*http://host:port/v1"),
+        ({"model": "m", "base_url": "localhost:8000"}, "llm.base_url .*http://host:port/v1"),
         ({"model": "m", "base_url": URL, "against": "summary"}, "llm.against=summary is not for llm.answer=score"),
         ({"model": "m", "base_url": URL, "answer": "pairwise", "highest": 5}, "llm.highest=5.0 is not for"),
-        ({"model": "m", "base_url": URL, "lowest": 10}, "llm.lowest=10 is not below llm.highest=10"),
+        ({"model": "m", "base_url": URL, "lowest": 10}, "llm.lowest=10 .*llm.highest=10"),
         ({"model": "m", "base_url": URL, "answer": "pairwise", "unparsable": 5}, "llm.unparsable=5: .* 0.5 is a tie"),
         ({"model": "m", "base_url": URL, "unparsable": "zero"}, "llm.unparsable"),
         ({"model": "m", "base_url": URL, "pattern": "(a)(b)"}, "has 2 groups"),
-        ({"model": "m", "base_url": URL, "pattern": "("}, "no regular expression"),
+        ({"model": "m", "base_url": URL, "pattern": "("}, r"pattern='\('"),
         ({"model": "m", "base_url": URL, "extra_body": {"stream": True}}, "llm.extra_body: stream"),
         ({"model": "m", "base_url": URL, "concurrency": 0}, "llm.concurrency=0"),
     ],
@@ -415,7 +413,10 @@ def test_a_component_whose_settings_do_not_go_together_is_refused(component, mes
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"template": "{{ response"}, "no Jinja template"), ({"template": "{{ response }}", "criteria": "x"}, "criteria")],
+    [
+        ({"template": "{{ response"}, "llm.template"),
+        ({"template": "{{ response }}", "criteria": "x"}, "criteria"),
+    ],
 )
 def test_a_template_that_cannot_serve_is_refused(judge, settings, message):
     with pytest.raises(ConfigError, match=message):
@@ -451,7 +452,7 @@ def test_of_two_processes_one_asks_and_both_get_the_scores(server, tmp_path):
 
 
 def test_a_policy_is_compared_with_sfts_responses_and_sft_with_itself_for_nothing(server, tmp_path, monkeypatch):
-    """PPOTrainer's evaluation: a judge that compares gets both responses; SFT's own are ties."""
+    """In PPOTrainer's evaluation a pairwise judge gets both responses; SFT's responses tie with themselves."""
     monkeypatch.chdir(tmp_path)
     server.answer = lambda text: f"Verdict: {'A' if between(text, 'response_a') > between(text, 'response_b') else 'B'}"
     judge = LLMJudge(LLMJudgeConfig(model="m", base_url=server.url, answer="pairwise"), project_path=tmp_path)

@@ -1,4 +1,4 @@
-"""What reward models read: each score equals that of a plain transformers script for the same conversation."""
+"""The input of reward models: each score equals that of a plain transformers script for the same conversation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ppo_rlhf.supervised.preferences import check_preferences, tokenise_preferen
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.tiny_models import save, spaced_tokenizer, tiny_model, word_tokenizer
 
-NEWLINE = "NL"  # a word, as the stand-ins have no white space
+NEWLINE = "NL"  # a word, because the tokenizers of the tests have no white space
 QWEN = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> NL {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -61,7 +61,7 @@ ANSWER = {"role": "assistant", "content": "d e"}
 
 
 def chat_tokenizer(template: str | None, *, other: bool = False, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """A word tokenizer with the marks of both templates; `other` gives every word another id."""
+    """A word tokenizer with the marks of both templates; with `other` every word has another id."""
     tokenizer = word_tokenizer(chat_template=template)
     words = [NEWLINE, "user", "assistant", "system", "tool"]
     added = [*(AddedToken(mark, special=True) for mark in MARKS), *words]
@@ -85,7 +85,7 @@ def scorer_of(handle: PretrainedHandle, policy: PreTrainedTokenizerBase) -> Rewa
 
 
 def plainly(handle: PretrainedHandle, chat: list[dict[str, str]], **options: Any) -> float:
-    """As on a model card."""
+    """Score the way a model card shows it."""
     tokenizer = AutoTokenizer.from_pretrained(handle.source)
     model = AutoModelForSequenceClassification.from_pretrained(handle.source)
     inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True, **options)
@@ -100,7 +100,7 @@ def answers(
     stopped: list[bool],
     masks: list[list[bool]] | None = None,
 ):
-    """Responses as PPO samples them: to prompts rendered by the policy's template, stop tokens included."""
+    """Responses as PPO samples them: the policy's template renders the prompts, and responses include stop tokens."""
     texts = [
         policy.apply_chat_template(
             chat,
@@ -144,7 +144,7 @@ def test_a_reply_that_was_cut_off_leaves_its_turn_open(reward_model):
 @pytest.mark.parametrize("stop", ["<|im_end|>", "</s>"], ids=["the end of the turn", "the end of the text"])
 @pytest.mark.parametrize("eos", ["<|im_end|>", "</s>"])
 def test_with_the_policys_template_the_ids_stay_and_its_end_is_added(tmp_path, eos, stop):
-    """Qwen's template has a newline behind the end of a turn; Gemma's and Phi-3's end of a turn is not their eos."""
+    """Qwen's template writes a newline after a turn; Gemma's and Phi-3's end-of-turn token is not their EOS."""
     policy = chat_tokenizer(QWEN, eos=eos)
     handle = saved(tmp_path, policy)
     chats = [[SYSTEM, USER], [USER]]
@@ -211,7 +211,7 @@ def test_a_template_of_its_own_shows_a_reward_model_the_tools(tmp_path):
 
 
 def test_tools_of_a_table_reach_the_reward_model_through_stored_prompts():
-    """As an evaluation stores them; every row of Arrow's table has the keys of all tools."""
+    """As an evaluation stores tools: every row of the Arrow table has the keys of all tools."""
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(SHOWS_TOOLS + LLAMA, other=True)
     more = [{"type": "function", "function": {"name": "e", "description": "d", "strict": True}}]
     table = table_of({"prompt": [[USER], [USER], [USER]], "tools": [TOOLS, more, None]})
@@ -237,7 +237,7 @@ def test_one_line_says_that_a_reward_model_reads_conversations_without_their_too
 
 
 def test_a_template_that_takes_only_tools_that_it_knows_shows_them(caplog):
-    """It refuses the marks with which hidden parts are looked for, so its text is looked at."""
+    """The template refuses the marks of `find_hidden`, so the parts themselves are searched in the text."""
     quiet.said.clear()
     knows = "{% for tool in tools or [] if tool.function.name != 'f' %}{{ raise_exception('!') }}{% endfor %}"
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(knows + SHOWS_TOOLS + LLAMA, other=True)
@@ -248,7 +248,7 @@ def test_a_template_that_takes_only_tools_that_it_knows_shows_them(caplog):
 
 
 def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
-    """Of a prompt before the run; of an environment when it is first scored."""
+    """A prompt is checked before the run, a reply of an environment when it is first scored."""
     skips = WITH_SYSTEM.replace("in messages", "in messages if m['role'] != 'tool'")
     policy, other = chat_tokenizer(QWEN), chat_tokenizer(skips, other=True)
     reply = {"role": "tool", "content": "f g"}
@@ -263,7 +263,7 @@ def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
 
 
 def test_a_sampled_tool_call_that_the_reward_models_template_cannot_show_is_read_as_text(caplog):
-    """Whether training goes on must not depend on what was sampled; a call that the template shows is shown."""
+    """Sampled text must not end the training; a tool call that the template can render is rendered."""
     quiet.said.clear()
     policy = chat_tokenizer(QWEN)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -298,7 +298,7 @@ def test_a_reply_has_no_role_that_the_policys_template_leaves_out():
 
 
 def test_with_the_policys_template_a_reply_of_the_environment_that_is_no_turn_is_read_as_it_was_sampled():
-    """Also by a template that leaves out roles that it does not know, as Qwen's do, and by one with strict turns."""
+    """Includes a template that leaves out unknown roles, like Qwen's, and a template with strict turns."""
     mask = [[True, True, False, False, True, True]]
     for template, end in (
         (QWEN.replace("in messages", "in messages if m['role'] in ('user', 'assistant')"), ["<|im_end|>", NEWLINE]),
@@ -391,7 +391,7 @@ def test_the_audit_leaves_equal_pairs_out_and_keeps_each_rows_columns():
 
 
 def test_functions_get_texts_that_go_on_where_the_prompt_ends():
-    """Also turn by turn, and in the environment that answers; a message begins without the space."""
+    """Checked for each turn and for the environment's reply; a message has no leading space."""
     policy = spaced_tokenizer(chat_template="{{ messages[0].content }}")
     prompts, ids = PromptDataset([policy("a b")["input_ids"]], ["a b"], {}, ["null"]), policy("c d e")["input_ids"]
     mask = torch.tensor([[True, False, True]])
@@ -432,7 +432,7 @@ def test_a_function_that_names_messages_gets_the_whole_conversation():
 
 
 def test_a_reward_model_without_a_pad_token_reads_its_last_token(tmp_path):
-    """Its pooling is its own: the last token, which may be the end of text that serves as a pad."""
+    """This model pools at the last token, even if that is an end-of-text token that also serves as the pad token."""
     policy = chat_tokenizer(QWEN)
     own = chat_tokenizer(LLAMA, other=True, eos="<|eot|>")
     own.pad_token, own.unk_token = None, None
@@ -449,7 +449,7 @@ def test_a_reward_model_of_several_labels_is_refused_in_one_line(tmp_path):
 
 
 def test_one_line_says_that_a_bias_of_the_head_is_left_out(tmp_path, caplog):
-    """transformers' classifiers have none, so the model card's script leaves it out, too."""
+    """transformers' classifiers have no score bias, so the model card's script ignores the bias as well."""
     from safetensors.torch import load_file, save_file
 
     handle = saved(tmp_path, chat_tokenizer(LLAMA))

@@ -1,4 +1,4 @@
-"""The message that a policy's reply is, for functions that name `messages` and reward models with another template."""
+"""The message of a policy's reply, for functions that take `messages` and reward models with another template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 BEGINS_TO_THINK = PLAIN.replace("assistant\n{%", "assistant\n<think>\n{%")
-THINKS_OR_NOT = (  # as Qwen 3.5: only the last answer has a reasoning, an empty one if its content has none
+THINKS_OR_NOT = (  # like Qwen 3.5: only the last answer has reasoning, empty reasoning if the content has none
     "{% for m in messages %}<|start|>{{ m.role }}\n"
     "{% if loop.last and m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
     "{{ m.content }}<|end|>\n{% endfor %}"
@@ -51,7 +51,7 @@ def chat_tokenizer(template: str, name: str = "", **options: Any) -> PreTrainedT
 
 
 def message_of(reply: str, policy: PreTrainedTokenizerBase, chat: list[Any], mask: Any = None, **options: Any) -> Any:
-    """The whole conversation, and what a reward model with another template reads of it."""
+    """Return the whole conversation, and the text that a reward model with another template reads."""
     begun = chat[-1]["role"] == "assistant"
     how = {"add_generation_prompt": not begun, "continue_final_message": begun, **options}
     text = policy.apply_chat_template(chat, tokenize=False, **how)
@@ -95,7 +95,7 @@ def test_what_the_generation_prompt_begins_is_found_from_the_template(template, 
 
 
 def test_a_chat_that_a_template_shows_otherwise_once_it_goes_on_has_the_same_form():
-    """Qwen's templates show the reasoning of calls only until the user speaks again."""
+    """Qwen's templates render the reasoning of tool calls only until the next message of the user."""
     shown = "{% if m.thought and messages[-1].role != 'user' %}{{ m.thought }}{% endif %}{{ m.content }}"
     policy = chat_tokenizer(BEGINS_TO_THINK.replace("{{ m.content }}", shown))
     call = [{"role": "assistant", "content": "add 2 2", "thought": "Add."}, {"role": "tool", "content": "4"}]
@@ -172,7 +172,7 @@ def test_of_channels_a_message_has_the_last_answer_and_one_line_says_so(caplog):
     ("reply", "content"),
     [
         ("<|channel|>analysis<|message|>It is a", ""),  # cut off before the answer
-        ("Four.<|return|>", "Four."),  # a policy that has not learnt the channels
+        ("Four.<|return|>", "Four."),  # a policy that does not write channels
         ("<|channel|>final<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", "4"),
     ],
 )

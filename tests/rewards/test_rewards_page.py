@@ -21,7 +21,7 @@ BY_TOKEN, BY_HTTP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 class Server(HTTPServer):
-    """Answers 503 so many times, then the lengths of the responses as their scores."""
+    """A server that answers 503 a given number of times, then the lengths of the responses as scores."""
 
     failures = 0
     requests = 0
@@ -50,7 +50,7 @@ def server() -> Iterator[Server]:
 
 
 def scores_of(port: int) -> list[float]:
-    """What the page's function returns, with shorter pauses between its requests."""
+    """Return the result of the page's function, with shorter pauses between requests."""
     names: dict[str, Any] = {}
     faster = BY_HTTP.replace("backoff_factor=0.5", "backoff_factor=0.001").replace("8000", str(port))
     exec(compile(faster, "docs/rewards.md", "exec"), names)

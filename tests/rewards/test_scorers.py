@@ -1,4 +1,4 @@
-"""Rewards: sequences that a reward model reads, weighted sums, configurations, and users' functions."""
+"""Rewards: the sequences that a reward model reads, weighted sums, settings, and users' functions."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ PERIOD = VOCABULARY.index(".")
 
 
 class Recorder(nn.Module):
-    """A reward model that remembers what it read; the score is the sum of the ids."""
+    """A reward model that records its input; the score is the sum of the ids."""
 
     def __init__(self, context: int = 32, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def batch(responses, terminated, prompts=None) -> ResponseBatch:
 
 
 def read_by(model: Recorder, tokenizer, responses, terminated) -> list[list[int]]:
-    """The sequences that the model reads, in the order of the batch (it gets them by length, which keeps ties)."""
+    """Return the model's sequences in the order of the batch; a stable sort by length comes before the model."""
     ModelScorer(model, tokenizer, word_tokenizer(), batch_size=1)(batch(responses, terminated))
     return model.sequences
 
@@ -78,7 +78,7 @@ def read_by(model: Recorder, tokenizer, responses, terminated) -> list[list[int]
     ("response", "stopped", "end", "read"),
     [
         ([6, END], True, "</s>", [6, END]),
-        ([6, END], True, "<s>", [6, BEGIN]),  # the reward model's own end
+        ([6, END], True, "<s>", [6, BEGIN]),  # the reward model's end-of-text token
         ([6, 7], False, "</s>", [6, 7]),
         ([6, PERIOD], True, "</s>", [6, PERIOD, END]),
         ([END], True, "</s>", [END]),
@@ -90,7 +90,7 @@ def test_a_response_is_closed_by_the_reward_models_end_if_it_stopped(response, s
 
 
 def test_another_vocabulary_is_decoded_and_encoded_anew():
-    other = train_word_tokenizer(["t s a b c d"], 32)  # the same words have other ids here
+    other = train_word_tokenizer(["t s a b c d"], 32)  # here the same words have other ids
     a, b, c = other.convert_tokens_to_ids(["a", "b", "c"])
     responses = [[6, END], [6, 6, 6]]
     assert read_by(Recorder(), other, responses, [True, False]) == [
@@ -108,7 +108,7 @@ def test_scores_come_back_in_the_batchs_order_whatever_the_batch_size():
 
 
 def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one():
-    """The longest prompt has three tokens and a response two; the end of text after a full stop is a sixth token."""
+    """The longest prompt has three tokens, a response two; the end-of-text token after a full stop is the sixth."""
 
     def check(context: int, stop_token: int) -> None:
         model = ModelScorer(Recorder(context=context), word_tokenizer(), word_tokenizer())
@@ -144,7 +144,7 @@ def test_padding_does_not_change_a_models_scores(kind):
     ("kind", "pad", "warnings"), [("classifier", END, 1), ("classifier", PAD, 0), ("ours", END, 0)]
 )
 def test_one_line_warns_of_a_reward_model_that_never_reads_the_end_of_a_text(caplog, kind, pad, warnings):
-    """A classifier of transformers pools at the last id that is not pad; ours counts tokens."""
+    """A transformers classifier pools at the last id that is not pad; this package's model counts tokens."""
     model = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=pad)
     if kind == "ours":
         model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", pad_token_id=pad))
@@ -333,7 +333,7 @@ def test_a_function_gets_the_columns_that_it_takes():
 
 
 def test_what_a_function_changes_in_its_arguments_no_other_component_sees():
-    """The first changes all that it gets in place, the second keeps it. Two rows share the list that they hold."""
+    """The first function changes its arguments in place, the second stores them. Two rows share one list."""
     given: list[dict] = []
 
     def changing(prompts, completions, turns, completion_ids, wanted, notes, facts):
@@ -433,7 +433,7 @@ def test_an_exception_inside_a_function_is_one_line_with_its_place(error, told):
 
 
 def written(error: RewardError) -> str:
-    """Return the report that the error names, and delete it."""
+    """Return the text of the traceback file that the error names, and delete the file."""
     file = Path(str(error).rpartition("Traceback: ")[2])
     report = file.read_text()
     file.unlink()
@@ -496,7 +496,7 @@ def test_a_forked_worker_that_exits_as_python_does_ends_alone(end, code, said, c
         scores = call(forks)
     finally:
         if os.getpid() != parent:
-            os._exit(99)  # it would go on with the tests
+            os._exit(99)  # otherwise the forked process would continue the tests
     assert scores == [code, code]
     assert capfd.readouterr().err.endswith(said)
 
@@ -563,7 +563,7 @@ def test_an_episode_that_is_cut_off_after_the_stop_token_of_a_turn_has_no_end_of
     assert close_response([5, 9, 6, 7, 9], False, [2], special, has_turns=True) == [5, 9, 6, 7]
     assert close_response([5, 9, 6, 7, 9], True, [2], special, has_turns=True) == [5, 9, 6, 7, 2]
     assert close_response([5, 6], False, [2], special, has_turns=True) == [5, 6]
-    assert close_response([5, 9], False, [2], special) == [5, 9]  # sampled, and not a stop token of this run
+    assert close_response([5, 9], False, [2], special) == [5, 9]  # a sampled token that is not a stop token of this run
 
 
 def test_texts_are_decoded_at_the_first_look_and_only_where_a_function_is_called(monkeypatch):
@@ -577,7 +577,7 @@ def test_texts_are_decoded_at_the_first_look_and_only_where_a_function_is_called
         None,
         word_tokenizer(),
     )
-    with monkeypatch.context() as other:  # the main process calls it, and another gets what it returned
+    with monkeypatch.context() as other:  # the main process calls it; another process gets the result
         other.setattr(processes, "on_main", lambda _: [7.0, 8.0])
         assert scorer.score(given).total.tolist() == [7.0, 8.0]
     assert looked == []

@@ -1,4 +1,4 @@
-"""From the rewards' scores to what the last token is paid: each option by hand, and their order."""
+"""From scores to the last token's reward: each option computed by hand, and the order of the options."""
 
 import math
 import statistics
@@ -31,11 +31,14 @@ def shaped(scores: torch.Tensor = SCORES, moments: RunningMoments | None = None,
     [
         ({}, [9.0, 9.0, -9.0, -9.0, 1.0]),
         ({"reward_clip": 5.0}, [5.0, 5.0, -5.0, -5.0, 1.0]),
-        ({"reward_clip": 5.0, "missing_eos_penalty": 2.0}, [5.0, 3.0, -5.0, -7.0, -1.0]),  # the penalty after the clip
+        (
+            {"reward_clip": 5.0, "missing_eos_penalty": 2.0},
+            [5.0, 3.0, -5.0, -7.0, -1.0],
+        ),  # clip, then penalty
         ({"reward_scale": 0.5}, [4.5, 4.5, -4.5, -4.5, 0.5]),
         ({"reward_scale": 0.5, "reward_clip": 1.0, "missing_eos_penalty": 2.0}, [1.0, -1.0, -1.0, -3.0, -1.5]),
         ({"truncated_responses": "keep"}, [9.0, 9.0, -9.0, -9.0, 1.0]),
-        ({"truncated_responses": "mask"}, [9.0, 9.0, -9.0, -9.0, 1.0]),  # which no loss sees
+        ({"truncated_responses": "mask"}, [9.0, 9.0, -9.0, -9.0, 1.0]),  # no loss uses this value
         ({"truncated_responses": "bootstrap"}, [9.0, 0.0, -9.0, 0.0, 0.0]),  # GAE uses the critic's value instead
         ({"truncated_responses": "penalise", "missing_eos_penalty": 2.0}, [9.0, 7.0, -9.0, -11.0, -1.0]),
         ({"truncated_responses": "keep", "missing_eos_penalty": 2.0}, [9.0, 7.0, -9.0, -11.0, -1.0]),  # as in TRL
@@ -67,7 +70,7 @@ def test_running_normalisation_counts_all_scores_so_far_and_this_batch():
     mean, variance = statistics.mean(everything), statistics.variance(everything)
     expected = [(score - mean) / math.sqrt(variance + 1e-8) for score in SCORES.tolist()]
     assert shaped(moments=moments, reward_normalisation="running") == pytest.approx(expected, rel=1e-9)
-    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))  # shaping does not change them
+    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))  # shaping does not change the moments
 
 
 @pytest.mark.parametrize("mode", ["batch", "running"])
@@ -117,7 +120,7 @@ def test_the_update_adds_each_iterations_scores_to_the_running_moments_once():
         experience = run.before_update()[-1]
         assert run.state.reward_moments.count == len(scores)
         scores += experience.scores.total.tolist()
-        run.iteration()  # the same rollouts again: nothing but the update moves the state
+        run.iteration()  # equal rollouts: only the update changes the state
     moments = run.state.reward_moments
     assert moments.count == 24
     assert moments.mean == pytest.approx(statistics.mean(scores), rel=1e-12)
@@ -139,7 +142,7 @@ def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were():
 
 @pytest.mark.slow
 def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit():
-    """Scores times 1000 plus 5 are the same after normalisation, and not without it."""
+    """Scores times 1000 plus 5 give equal results only with normalisation."""
 
     def score(factor: float, shift: float):
         return RewardScorer(
@@ -159,6 +162,6 @@ def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit():
 
 @cases("length_penalty", "openrlhf", skip=("overlong", "stop_scale"))
 def test_replaced_scores_are_those_of_openrlhf(case: Case):
-    """Its negative coefficient is the new score. `overlong` is compared in core; `stop_scale` is not offered."""
+    """The negative coefficient is the new score. tests/core compares `overlong`; `stop_scale` is not supported."""
     config = PPOConfig(truncated_responses="replace", missing_eos_penalty=-case.i["coef"])
     case.check(penalised(case.i["scores"], ~case.i["truncated"].bool(), case.i["lengths"], config), "scores")

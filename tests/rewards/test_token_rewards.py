@@ -1,4 +1,4 @@
-"""Rewards by token: what a function may return, and where PPO pays it."""
+"""Per-token rewards: what a function may return, and on which tokens PPO uses the numbers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_the_rollouts_own_tokens_are_scored_and_their_rewards_are_as_wide_as_the
 
 
 def test_ppo_learns_from_a_reward_by_token() -> None:
-    """A token's number is known at once, so the share of the words that are paid rises."""
+    """Each token has its own reward, so the share of the rewarded words rises."""
 
     def first_words(completions, completion_ids):
         return [[float(3 <= token < 13) for token in ids] for ids in completion_ids]

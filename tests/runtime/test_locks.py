@@ -1,4 +1,4 @@
-"""Locks on a run: one process at a time, freed whatever ends it, and not kept by its children."""
+"""Locks on a run: one process holds the lock, its end releases the lock, and child processes do not keep the lock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_lock_is_held_by_one_process_and_freed_when_that_is_killed_though_a_fo
         assert lock_run(tmp_path) is None
         process.kill()
         process.wait()
-        os.kill(worker, 0)  # still there
+        os.kill(worker, 0)  # the file of the lock stays
         lock = lock_run(tmp_path)
         assert lock is not None
         lock.close()
@@ -44,7 +44,7 @@ def test_a_lock_is_held_by_one_process_and_freed_when_that_is_killed_though_a_fo
 
 def test_a_process_that_copies_its_own_directory_or_asks_for_it_again_keeps_the_lock(tmp_path: Path):
     with lock_run(tmp_path / "run") or pytest.fail("it is free"):
-        shutil.copytree(tmp_path / "run", tmp_path / "copy")  # it opens and closes the locked file
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")  # the copy opens and closes the locked file
         assert not is_let_go(tmp_path / "run")
         others = [
             subprocess.run(["flock", "--nonblock", str(tmp_path / name / "run.lock"), "true"]).returncode
@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 
 
 def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another run with resume=latest would find it in between, and resume a run that has just begun."""
+    """Otherwise another run with resume=latest could find the directory without its lock and resume the new run."""
     there: list[bool] = []
     monkeypatch.setattr("ppo_rlhf.runtime.locks.fcntl.flock", lambda *_: there.append((tmp_path / "run").exists()))
     lock = lock_run(tmp_path / "run")
@@ -77,7 +77,7 @@ def test_one_process_at_a_time_comes_through_says_that_it_waits_and_no_file_is_m
     monkeypatch.setattr("ppo_rlhf.runtime.locks.SLOW_S", 0.1)
     process = subprocess.Popen(["flock", str(tmp_path), "sleep", "0.7"])
     while subprocess.run(["flock", "--nonblock", str(tmp_path), "true"]).returncode == 0:
-        pass  # it has not begun
+        pass  # the second block has not begun
     began = time.monotonic()
     with one_at_a_time(tmp_path):
         assert time.monotonic() - began > 0.3

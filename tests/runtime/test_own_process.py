@@ -1,4 +1,4 @@
-"""What users' code leaves behind. That it neither ends the run nor forks it is tested where it is called."""
+"""Threads and processes that users' code leaves running. Tests of the callers check that it cannot end the run."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Launches, shares of rows, and processes that end or hang. What several compute: `ppo/test_processes.py`."""
+"""Launches, shards, and processes that end or hang. `ppo/test_processes.py` tests what several processes compute."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_setting_of_accelerate_that_is_not_done_is_refused_with_the_name_of_ou
         assert "\n" not in str(refusal.value)
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name):
-        resolve_device("cpu")  # what every stage and PPOTrainer ask first
+        resolve_device("cpu")  # every stage and PPOTrainer call this first
 
 
 def test_settings_as_accelerate_writes_them_where_nothing_was_asked_for_are_accepted():
@@ -111,7 +111,7 @@ def test_the_shares_of_all_processes_are_all_rows_in_order_and_nearly_equal(monk
     ids=str,
 )
 def test_rows_are_dealt_by_length_in_snake_order(monkeypatch, lengths, hands):
-    assert processes.dealt_rows(lengths) == [list(range(len(lengths)))]  # of one process
+    assert processes.dealt_rows(lengths) == [list(range(len(lengths)))]  # with one process
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert processes.dealt_rows(lengths) == hands
 

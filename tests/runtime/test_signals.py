@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a run is on."""
+"""SIGTERM and SIGINT during a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_outside_the_main_thread_signal_handlers_are_left_alone():
     assert inside == [before]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])  # of a shell's background job, and of nohup
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])  # as in a background job or nohup
 def test_a_signal_that_is_ignored_from_outside_stays_ignored(signum):
     before = signal.signal(signum, signal.SIG_IGN)
     try:
@@ -96,7 +96,7 @@ def test_a_signal_during_work_that_must_not_be_cut_waits_for_its_end():
         done.append("behind")
     assert done == ["inner", "outer"]
     with raising_on_signals(), deferring_signals():
-        pass  # nothing is left over
+        pass  # no deferred signal is left
 
 
 def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_first(monkeypatch):
@@ -122,7 +122,7 @@ def test_which_signal_is_the_first_is_counted_anew_in_each_run():
 
 def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_the_log():
     said: list[str] = []
-    lock = threading.Lock()  # not re-entrant, as a queue's is
+    lock = threading.Lock()  # not re-entrant, like the lock of `queue.Queue`
 
     def say(line: str) -> None:
         with lock:
@@ -190,4 +190,4 @@ def test_a_second_signal_while_one_waits_for_a_call_ends_the_process_in_one_line
     script.write_text(textwrap.dedent(HANGING))
     done = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143
-    assert done.stderr == "SIGTERM: ended at once, because a call did not end.\n"
+    assert done.stderr == "SIGTERM: ended at once, because a call did not return.\n"

@@ -1,6 +1,6 @@
-"""A command without a terminal: its output closed or full, and Ctrl-C while Python imports.
+"""A command without a terminal: closed or full output, and Ctrl-C while Python imports.
 
-MLflow is the first of the slow imports. Another module in its place prints and raises there, so no test waits for it.
+MLflow is the first slow import. A fake module in its place prints and raises, so no test waits for MLflow.
 """
 
 from __future__ import annotations
@@ -66,4 +66,4 @@ def test_what_cannot_be_printed_costs_one_line_and_fails_nothing(
 def test_ctrl_c_while_modules_are_imported_is_one_line(toy_project: Path) -> None:
     stopped = start(toy_project, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)")
     assert (stopped.stdout, stopped.stderr) == ("", "Stopped by SIGINT.\n")
-    assert stopped.returncode == -signal.SIGINT  # which a shell calls 130
+    assert stopped.returncode == -signal.SIGINT  # a shell reports this as exit code 130

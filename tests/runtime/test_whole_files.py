@@ -1,4 +1,4 @@
-"""A file or a folder is whole or not there."""
+"""A file or a folder is complete or does not exist."""
 
 import os
 import platform
@@ -52,7 +52,7 @@ def test_the_drafts_of_killed_processes_are_deleted_and_those_of_others_stay(tmp
     (tmp_path / ".model.1.draft").mkdir()
     (tmp_path / ".model.2.draft").mkdir()
     os.utime(tmp_path / ".model.1.draft", (0, 0))
-    (tmp_path / ".gone.3.draft").symlink_to("nowhere")  # renamed while it was looked at: its status cannot be read
+    (tmp_path / ".gone.3.draft").symlink_to("nowhere")  # renamed by another process meanwhile: `stat` fails
     with written_whole(tmp_path / "file") as draft:
         draft.write_text("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".gone.3.draft", ".model.2.draft", "file"]
@@ -65,7 +65,7 @@ def test_the_drafts_of_processes_of_this_machine_that_run_no_more_are_deleted_at
     here, others = platform.node(), f".file.{platform.node()}-{os.getppid()}.draft"
     for name in (f".old.db.{here}-{ended.pid}.draft", f".old.db.{here}-{ended.pid}.draft-journal", others):
         (tmp_path / name).write_text("half")
-    (tmp_path / f".model.{here}-{os.getpid()}.draft").mkdir()  # a process of the same number was killed
+    (tmp_path / f".model.{here}-{os.getpid()}.draft").mkdir()  # left by a killed process with the same process id
     (tmp_path / f".model.{here}-{os.getpid()}.draft" / "stale").touch()
     with written_whole(tmp_path / "model") as draft:
         draft.mkdir()

@@ -1,4 +1,4 @@
-"""Supervised training, sampled preferences and scores, which several processes must do as one does."""
+"""Supervised training, sampled preferences and scores: several processes must give the results of one process."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def broken(prompts, completions):
 
 
 def results(folder: Path) -> dict[str, object]:
-    """Return all that must not depend on the number of processes; the last batches are full ones."""
+    """Return the results that must not depend on the number of processes; the last batches are full."""
     sources = {name: str(folder / f"{name}_{processes.process_count()}") for name in ("policy", "reward")}
     if processes.is_main_process():
         save(sources["policy"], tiny_model("llama"), word_tokenizer(pad_token=None))
@@ -58,7 +58,7 @@ def sums(model) -> dict[str, float]:
 
 
 def check_several() -> None:
-    """Check what only one of several processes does, and what they refuse together."""
+    """Check the work that only the main process does, and the errors that all processes raise."""
     assert len(calls) == (4 if processes.is_main_process() else 0)
     config = RewardConfig(components=[{**FUNCTION, "function": f"{__name__}:broken"}])
     scorer = build_reward_scorer(config, None, word_tokenizer())

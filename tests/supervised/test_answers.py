@@ -1,4 +1,4 @@
-"""What most people said of a pair, and how far they agree."""
+"""The majority's answer about a pair, and the agreement between people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_majority_is_more_than_half_of_those_who_answered(answers: str, expect
 
 
 def by_pair(table: list[str]) -> list[dict[str, str]]:
-    """Turn rows of people (one character a pair, `*` for no answer) into one mapping a pair."""
+    """Turn one row per person (one character per pair, `*` for no answer) into one mapping per pair."""
     return [
         {str(person): value for person, value in enumerate(pair) if value != "*"} for pair in zip(*table, strict=True)
     ]

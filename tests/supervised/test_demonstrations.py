@@ -97,7 +97,7 @@ def test_a_table_that_cannot_be_learnt_from_is_refused(frame, message):
 
 
 def test_chats_that_a_table_of_text_holds_as_json_are_read_as_chats():
-    """As in a CSV file; with the names of ShareGPT, too."""
+    """Chats as JSON, as in a CSV file, in OpenAI's and in ShareGPT's format."""
     sharegpt = [[{"from": "human", "value": "a"}, {"from": "gpt", "value": text}] for text in "bc"]
     tables = (pd.DataFrame({"messages": chats}) for chats in (sharegpt, list(map(json.dumps, sharegpt))))
     (plain, _), (as_text, _) = (split_demonstrations(table, DataPreparationConfig()) for table in tables)
@@ -111,7 +111,7 @@ def test_texts_are_learnt_whole_and_end():
 
 
 def test_texts_that_begin_and_end_with_special_tokens_already_get_none_a_second_time():
-    """Also of a tokenizer that appends an end of text by itself."""
+    """Includes a tokenizer that appends the end-of-text token itself."""
     tokenizer = word_tokenizer(prepend_begin=True)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", BEGIN), ("</s>", END)]
@@ -244,7 +244,7 @@ def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
         table = TableDataset(filepath=str(tmp_path / "demonstrations.parquet"))
         table.save(part)
         tokenise_demonstrations(table.load(), tokenizer, None)
-    asked = [chat for chat in seen if "qzmark" not in chat]  # others find out what the template leaves out
+    asked = [chat for chat in seen if "qzmark" not in chat]  # other tests check what the template leaves out
     assert sorted(asked) == sorted(map(json.dumps, chats))
 
 
@@ -298,7 +298,7 @@ def test_a_chat_of_which_the_template_leaves_a_message_out_is_refused_with_its_r
 
 
 def test_answers_of_the_role_model_are_learnt():
-    """As Gemma and Google name the assistant; the template does not know it."""
+    """Gemma and Google call the assistant `model`, a role that the template does not know."""
     frame = pd.DataFrame({"messages": [[*chat_about(word), {"role": "model", "content": "c"}] for word in "ab"]})
     trained, _ = split_demonstrations(frame, DataPreparationConfig())
     (ids,) = tokenise_demonstrations(trained, word_tokenizer(chat_template=SKIPS_ROLES), None).input_ids

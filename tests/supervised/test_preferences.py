@@ -45,7 +45,7 @@ def length(prompts, completions, **columns):
 
 
 def sample(labeller=length, sampling=SAMPLING, config=CONFIG, **options) -> pd.DataFrame:
-    """A policy that stops about every fourth token."""
+    """A policy that samples the stop token for about every fourth token."""
     policy = tiny_model()
     with torch.no_grad():
         policy.lm_head.weight[END] *= 3
@@ -56,7 +56,7 @@ def sample(labeller=length, sampling=SAMPLING, config=CONFIG, **options) -> pd.D
 
 
 def responses(frame: pd.DataFrame, side: str) -> list[list[int]]:
-    """The response's tokens of each row."""
+    """Return the tokens of the response in each row."""
     texts = word_tokenizer()(frame["prompt"].tolist())["input_ids"]
     return [list(ids)[len(text) :] for ids, text in zip(frame[f"{side}_ids"], texts, strict=True)]
 
@@ -113,7 +113,7 @@ def test_pairs_depend_on_the_seed_and_not_on_the_batches():
 
 
 def test_an_engine_of_its_own_samples_the_pairs_too():
-    """Ones that PPO's rollouts come from, such as vLLM: it is given both halves of the pairs."""
+    """The engine of PPO's rollouts, such as vLLM, samples both responses of the pairs."""
     asked = []
 
     def engine(policy, prompt_ids, settings):
@@ -256,7 +256,7 @@ def test_a_pair_of_which_the_template_leaves_a_message_out_is_refused_with_its_r
 
 
 def test_pairs_of_equal_responses_are_left_out_and_counted(caplog):
-    """The index stays that of the table; of chats the tokens count, as a template may trim."""
+    """The index keeps the table's row numbers; chats with equal tokens are equal, because a template may trim."""
     said.clear()
     texts = pd.DataFrame({"chosen": ["a", "b", "c"], "rejected": ["b", "b", "a"]})
     pairs = tokenise_preferences(check_preferences(texts, *NAMES), word_tokenizer())
@@ -289,7 +289,7 @@ def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
 
 
 def test_an_answer_continues_the_assistants_message_that_ends_the_prompt():
-    """As PPO's prompt does: the policy continues that message and does not begin another."""
+    """As in PPO, a response continues an assistant's message at the end of the prompt."""
     user, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
     good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
     frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)
@@ -301,7 +301,7 @@ def test_an_answer_continues_the_assistants_message_that_ends_the_prompt():
 @pytest.mark.parametrize("tail", ["", " d"], ids=["no tail", "a tail"])
 @pytest.mark.parametrize("closes", ["<s>", "</s>", "<|end|>"])
 def test_chats_end_as_the_template_ends_them_in_training_and_in_scoring(closes, tail):
-    """Whatever closes a turn: the end of text, a named special token, or one that is only marked as special."""
+    """A turn may end in the end-of-text token, a named special token, or a token that is only marked as special."""
     template = (
         "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' CLOSES' }}TAIL{{ ' ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Reward modelling through TRL: a rule that can be learnt, what comes back, and when the run stops."""
+"""Reward modelling with TRL: the model learns a rule, the returned model and metrics, and when the run stops."""
 
 import logging
 import random
@@ -44,7 +44,7 @@ def config(**settings) -> RewardModellingConfig:
 
 
 def pairs(count: int = 128, seed: int = 0, prompts: bool = True) -> pd.DataFrame:
-    """The chosen text has more of the words a, b, c than the rejected one."""
+    """Pairs whose chosen text has more of the words a, b, c than the rejected text."""
     generator = random.Random(seed)
     rows = []
     for row in range(count):

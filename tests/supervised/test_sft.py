@@ -1,4 +1,4 @@
-"""Supervised fine-tuning through TRL: what is learnt, what comes back, and what is left as it was."""
+"""Supervised fine-tuning with TRL: the model learns, the returned model and metrics, and restored global state."""
 
 import copy
 import logging
@@ -105,7 +105,7 @@ def test_a_model_from_scratch_is_saved_as_a_plain_directory(from_scratch, tmp_pa
 
 @pytest.mark.slow
 def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
-    """TRL patches `forward` on the object: left there, a copy would run the original's weights."""
+    """TRL patches `forward` on the instance: a copy of the model would otherwise use the original's weights."""
     trained, _ = from_scratch
     duplicate = copy.deepcopy(trained.model)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_granites_experts_are_trained_without_a_loss_that_trl_cannot_compute_and
 
 @pytest.mark.slow
 def test_the_base_models_configurations_come_back_as_they_were(tmp_path):
-    """Trainers align them with the tokenizer, which would drop this model's second end of text."""
+    """Trainers align configurations with the tokenizer, which would drop this model's second end-of-text token."""
     base = tiny_model(eos_token_id=[END, 2])
     base.generation_config.eos_token_id = [END, 2]
     base.generation_config.top_p = 0.9
@@ -166,7 +166,7 @@ def test_the_base_models_configurations_come_back_as_they_were(tmp_path):
 
 
 def test_only_completions_are_learnt_where_there_are_prompts(tmp_path):
-    """The prompts' next words are drawn at random: learnt too, they would hold the loss up."""
+    """The words of the prompts are random: if SFT learnt the prompts, the loss could not fall."""
     source = save(tmp_path / "base", tiny_model())
     generator = random.Random(0)
     rows = [{"prompt": " ".join(generator.choices("abcdefgh", k=5)), "completion": " k l"} for _ in range(64)]
@@ -189,7 +189,7 @@ def test_the_process_is_left_as_it_was_and_nothing_is_told_to_the_hub(capfd, mon
 
 @pytest.mark.slow
 def test_stages_of_different_precisions_follow_each_other():
-    """accelerate keeps one state a process and refuses a second precision; PPO makes an Accelerator of its own."""
+    """accelerate has one state per process and refuses a second precision, but PPO creates another Accelerator."""
     ppo, cpu = PPOConfig(dtype="bfloat16"), torch.device("cpu")
     assert make_accelerator(ppo, cpu).mixed_precision == "bf16"
     train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, gradient_accumulation_steps=2))
@@ -243,7 +243,7 @@ def test_the_held_out_loss_is_the_mean_over_all_learnt_tokens_whatever_the_batch
 
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_held_out_loss_is_that_of_the_trained_model_with_scaled_logits_as_well(tmp_path, bf16):
-    """Granite divides its logits; the trainer puts a forward of its own on the model, in bfloat16 if that is asked."""
+    """Granite divides its logits; the trainer patches the model's `forward`, in bfloat16 if the settings say so."""
     model = GraniteForCausalLM(GraniteConfig(**tiny_model().config.to_diff_dict(), logits_scaling=4.0))
     with torch.no_grad():
         model.lm_head.weight.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What TRL's trainers are told: every setting of the two supervised trainings."""
+"""The arguments of TRL's trainers: every setting of the two supervised trainings."""
 
 import dataclasses
 
@@ -13,17 +13,17 @@ from ppo_rlhf.supervised.optimisation import OptimisationConfig
 from tests.tiny_models import END, tiny_model, word_tokenizer
 
 ROW = [4, 5, END]
-TOLD = {  # a value that is not the default, and what TRL is told by it
+TOLD = {  # a value that is not the default, and the arguments that TRL gets
     "num_train_epochs": (2.5, {"num_train_epochs": 2.5}),
     "max_steps": (7, {"max_steps": 7}),
     "learning_rate": (3e-4, {"learning_rate": 3e-4}),
     "lr_scheduler_type": ("cosine", {"lr_scheduler_type": "cosine"}),
-    "warmup_ratio": (0.25, {"warmup_steps": 0.25}),  # below 1 it is a share of the steps
+    "warmup_ratio": (0.25, {"warmup_steps": 0.25}),  # a value below 1 is a share of the steps
     "weight_decay": (0.03, {"weight_decay": 0.03}),
     "max_grad_norm": (0.7, {"max_grad_norm": 0.7}),
     "per_device_train_batch_size": (3, {"per_device_train_batch_size": 3}),
     "gradient_accumulation_steps": (5, {"gradient_accumulation_steps": 5}),
-    "max_length": (9, {"max_length": None}),  # sequences are cut before
+    "max_length": (9, {"max_length": None}),  # sequences are truncated before
     "group_by_length": (False, {"train_sampling_strategy": "random"}),
     "gradient_checkpointing": (True, {NAME: True}),
     "bf16": (True, {"bf16": True}),

@@ -1,4 +1,4 @@
-"""The answers of language models that judge, kept by the content of the request, so that none is paid twice."""
+"""A cache of judges' answers on disk: an equal request is never sent, and paid, twice."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 from ppo_rlhf.core.errors import RewardError
 
 PATIENCE_S = 60.0
-"""How long to wait for another run that writes to the same file."""
+"""Timeout in seconds for waiting while another run writes to the same file."""
 
 
 class Answer(NamedTuple):
-    """What a language model answered."""
+    """An answer of a language model."""
 
     text: str
     is_whole: bool
-    """Whether the model ended by itself: a number at the end of a cut-off answer may lack digits."""
+    """False for an answer that was cut off at the token limit: a number at its end may lack digits."""
 
 
 class AnswerCache:
-    """A file of answers; without a path it is empty and keeps nothing. Each answer is on disk once it is written."""
+    """A database file of answers. Without a path the cache stays empty. `write` commits each answer to disk at once."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -46,20 +46,20 @@ class AnswerCache:
             self._database.close()
 
     def read(self, keys: Iterable[str]) -> dict[str, Answer]:
-        """Return the answers that are there, by their keys."""
-        found = {}
+        """Return the cached answers to these keys."""
+        answers = {}
         if self._database is not None:
             try:
                 for key in keys:
                     row = self._database.execute("SELECT text, is_whole FROM answers WHERE key = ?", (key,)).fetchone()
                     if row is not None:
-                        found[key] = Answer(row[0], bool(row[1]))
+                        answers[key] = Answer(row[0], bool(row[1]))
             except sqlite3.Error as error:
                 raise self._unusable(error) from error
-        return found
+        return answers
 
     def write(self, key: str, answer: Answer) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         if self._database is not None:
             try:
                 row = (key, answer.text, answer.is_whole)
@@ -69,6 +69,6 @@ class AnswerCache:
 
     def _unusable(self, error: Exception) -> RewardError:
         return RewardError(
-            f"{self._path}: the judge's answers cannot be kept there ({error}). Remove the file, set llm.cache to "
-            "another one, or to null to keep none."
+            f"{self._path}: the judge's answers cannot be stored there ({error}). Remove the file, or set llm.cache to "
+            "another file or to null, which disables the cache."
         )

@@ -1,4 +1,4 @@
-"""A judge that is a language model behind OpenAI's chat API, called as a reward function is."""
+"""A language model as judge, behind OpenAI's chat API; callable like a reward function."""
 
 from __future__ import annotations
 
@@ -22,53 +22,54 @@ from ppo_rlhf.rewards.answer_cache import Answer, AnswerCache
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
 from ppo_rlhf.rewards.llm_settings import CRITERIA, SCORE_PATTERN, VERDICT_PATTERN, LLMJudgeConfig
 
-if TYPE_CHECKING:  # an extra
+if TYPE_CHECKING:  # openai is an optional package
     from openai import AsyncOpenAI
 
 log = logging.getLogger(__name__)
 
 WORTH = {"A": 1.0, "B": 0.0, "TIE": 0.5}
 REFUSED = (400, 413, 422)
-"""Codes by which servers refuse a text, as too long or against their rules: to repeat it would not help."""
+"""HTTP codes by which servers refuse a text that is too long or breaks their rules. Retrying would not help."""
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 @dataclass
 class Counts:
-    """What a judge has asked for, and what came of it, since the run began."""
+    """Counts of a judge's requests and their results since the start of the run."""
 
     requests: int = 0
-    """Requests that were answered, repetitions not counted."""
+    """Answered requests; retries are not counted."""
     retries: int = 0
     failed: int = 0
-    """Requests without an answer: the server refused the text, or failed after all repetitions."""
+    """Requests without an answer: the server refused the text, or failed after all retries."""
     cached: int = 0
-    """Answers that were known, from the file or from the same request."""
+    """Answers from the cache, or from an equal request in the same batch."""
     tokens_in: int = 0
     tokens_out: int = 0
     unparsable: int = 0
-    """Answers without a score or verdict, known ones too."""
+    """Answers without a score or verdict, including cached answers."""
     contradictions: int = 0
-    """Pairs of which the two orders name different winners: the judge goes by the place."""
+    """Pairs whose two orders name different winners: the judge then prefers a position, not a response."""
 
 
 class LLMJudge:
-    """Scores responses by asking a language model; a reward, or a judge of `PPOTrainer`, as any function is.
+    """Scores responses by a language model. Usable as a reward or as a judge of `PPOTrainer`, like any function.
 
     Attributes:
-        config: Its settings.
-        counts: What it has asked for so far.
+        config: The settings.
+        counts: The counts of requests so far.
     """
 
     def __init__(self, config: LLMJudgeConfig, name: str = "judge", project_path: Path | None = None) -> None:
-        """Take the settings; `name` opens errors. The cache is below `project_path`, or the project above the folder
-        that the process works in.
+        """Take the settings; `name` begins the text of errors.
+
+        The cache is below `project_path`, which defaults to the nearest project at or above the working directory.
 
         Raises:
-            ConfigError: The package `openai` is not installed, or the template is none.
+            ConfigError: The package `openai` is not installed, or the template is invalid.
         """
         try:
-            import openai  # noqa: F401  # an extra
+            import openai  # noqa: F401  # an optional package
         except ModuleNotFoundError as error:
             raise ConfigError(f'{name}: openai is not installed; pip install "ppo_rlhf[judge]"') from error
         self.config, self.name, self.counts = config, name, Counts()
@@ -76,9 +77,11 @@ class LLMJudge:
         try:
             self._template = _ENVIRONMENT.from_string(config.question)
         except TemplateError as error:
-            raise ConfigError(f"{name}: llm.template is no Jinja template: {error}.") from error
+            raise ConfigError(f"{name}: llm.template is not a valid Jinja template: {error}.") from error
         if config.criteria is not None and "criteria" not in config.question:
-            raise ConfigError(f"{name}: llm.template does not show llm.criteria; write {{{{ criteria }}}} there.")
+            raise ConfigError(
+                f"{name}: llm.template does not use llm.criteria; add {{{{ criteria }}}} to the template."
+            )
         self._pattern = re.compile(config.pattern or (VERDICT_PATTERN if config.is_pairwise else SCORE_PATTERN))
 
     async def __call__(
@@ -90,15 +93,15 @@ class LLMJudge:
         against_completions: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float]:
-        """Return one score a response, or with pairwise answers 1, 0 or 0.5 for a win, a loss or a tie.
+        """Return one score per response; with pairwise answers 1, 0 or 0.5 for a win, a loss or a tie.
 
-        The judge reads a chat of one turn as its messages, without the marks of a chat template. Equal texts are a tie
-        without being asked for.
+        The judge reads the messages of a single-turn chat without the marks of a chat template. Equal texts are a tie,
+        for which no request is sent.
 
         Raises:
-            RewardError: The key is not set; the server fails, or refuses the key; an answer has no score, and
-                `unparsable` is error; the template names what is not there; or a pairwise judge has no second
-                responses.
+            RewardError: The key is not set, the server fails or refuses the key, an answer has no score while
+                `unparsable` is "error", the template uses an unknown name, or a pairwise judge has no texts to compare
+                with.
         """
         chats, parts = messages or [None] * len(prompts), turns or [[text] for text in completions]
         rows: list[dict[str, Any]] = [
@@ -116,28 +119,28 @@ class LLMJudge:
                 rows, responses, [str(o).strip() for o in self._others(columns, against_completions)]
             )
         lowest, highest = self.config.scale
-        asked = {"lowest": f"{lowest:g}", "highest": f"{highest:g}"}
+        bounds = {"lowest": f"{lowest:g}", "highest": f"{highest:g}"}
         answers = await self._answers(
-            [self._text({**row, **asked, "response": text}) for row, text in zip(rows, responses, strict=True)]
+            [self._text({**row, **bounds, "response": text}) for row, text in zip(rows, responses, strict=True)]
         )
         return [self._worth(answer, row) for row, answer in enumerate(answers)]
 
     def _others(self, columns: Mapping[str, Sequence[Any]], responses: Sequence[str] | None) -> Sequence[Any]:
-        """Return the texts that responses are compared with."""
+        """Return the texts that the responses are compared with."""
         column = self.config.against
         if column is None and responses is not None:
             return responses
         if column is None:
             raise RewardError(
-                f"{self.name}: a pairwise judge without llm.against compares with SFT's responses, which only an "
-                "evaluation has. Set llm.against to a column of the prompts, or llm.answer to score."
+                f"{self.name}: a pairwise judge without llm.against compares responses with SFT's responses, which "
+                "only an evaluation has. Set llm.against to a column of the prompts, or llm.answer to score."
             )
         if column not in columns:
             raise RewardError(f"{self.name}: llm.against={column}, but the prompts have no such column.")
         return columns[column]
 
     async def _compared(self, rows: list[dict[str, Any]], ours: list[str], theirs: list[str]) -> list[float]:
-        """Return the worth of each of our responses; it wins only where both orders say so."""
+        """Return 1, 0 or 0.5 for each response in `ours`; 1 only if the judge prefers the response in both orders."""
         differ = [row for row in range(len(rows)) if ours[row] != theirs[row]]
         orders = [[(ours[row], theirs[row]), (theirs[row], ours[row])] for row in differ]
         texts = [
@@ -162,68 +165,77 @@ class LLMJudge:
         return float(self.config.unparsable) if score is None else score
 
     def _parsed(self, answer: Answer | None, row: int) -> float | None:
-        """Return an answer's score or the worth of its first response; None if it has none, which is counted.
+        """Return the score of an answer, or with pairwise answers the worth of the response shown first.
+
+        Return None, and count the answer as unparsable, if the answer has no score or verdict.
 
         Raises:
-            RewardError: It has none, and `unparsable` is error.
+            RewardError: The answer has no score or verdict, and `unparsable` is "error".
         """
-        if answer is None:  # refused, which is counted and raised as such
+        if answer is None:  # the server refused the text; `_ask` has counted this
             return None
-        found = self._pattern.findall(answer.text) if answer.is_whole else []
+        matches = self._pattern.findall(answer.text) if answer.is_whole else []
         score: float | None = None
-        if found and self.config.is_pairwise:
-            score = WORTH.get(found[-1].upper())
-        elif found:
+        if matches and self.config.is_pairwise:
+            score = WORTH.get(matches[-1].upper())
+        elif matches:
             lowest, highest = self.config.scale
             try:
-                score = float(found[-1])
-            except ValueError:  # of a pattern of the user's
+                score = float(matches[-1])
+            except ValueError:  # a user's pattern may match text that is not a number
                 score = None
             score = score if score is not None and lowest <= score <= highest else None
         if score is not None:
             return score
         self.counts.unparsable += 1
         lowest, highest = self.config.scale
-        asked = "A, B or tie" if self.config.is_pairwise else f"a score from {lowest:g} to {highest:g}"
-        what = f"does not end in {asked} as llm.pattern reads it" if answer.is_whole else "was cut off at its length"
-        said = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {answer.text[-80:]!r}."
+        expected = "verdict A, B or tie" if self.config.is_pairwise else f"score from {lowest:g} to {highest:g}"
+        what = f"has no {expected} that llm.pattern matches" if answer.is_whole else "was cut off at its maximum length"
+        problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {answer.text[-80:]!r}."
         if self.config.unparsable == "error":
             fix = "Change llm.template or llm.pattern" if answer.is_whole else "Raise llm.max_tokens"
-            raise RewardError(f"{said} {fix}, or set llm.unparsable to the score that such a response gets.")
+            raise RewardError(f"{problem} {fix}, or set llm.unparsable to the score for such a response.")
         if self.counts.unparsable == 1:
-            log.warning("%s It counts as %g; further ones are only counted.", said, self.config.unparsable)
+            log.warning(
+                "%s The response gets the score %g. Further such answers are counted but not logged.",
+                problem,
+                self.config.unparsable,
+            )
         return None
 
     def _text(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(values)
-        except Exception as error:  # a template can raise anything
+        except Exception as error:  # a template is a program: it can raise any exception
             names = ", ".join(sorted(values))
             raise RewardError(
-                f"{self.name}: llm.template fails: {kind_and_text(error)}. It can name {names}."
+                f"{self.name}: llm.template fails: {kind_and_text(error)}. The template can use {names}."
             ) from error
 
     async def _answers(self, texts: Sequence[str]) -> list[Answer | None]:
-        """Return the model's answer to each text; None to one that the server refused."""
+        """Return the model's answer to each text; None for a text that the server refused."""
         bodies = {text: self._body(text) for text in texts}
         keys = {text: self._key(body) for text, body in bodies.items()}
         with AnswerCache(self._path) as cache:
             known = cache.read(keys.values())
             missing = [text for text in bodies if keys[text] not in known]
             self.counts.cached += len(texts) - len(missing)
-            found: dict[str, Answer | None] = {text: known.get(key) for text, key in keys.items()}
+            answers: dict[str, Answer | None] = {text: known.get(key) for text, key in keys.items()}
             if missing:
-                await self._ask({text: bodies[text] for text in missing}, keys, cache, found)
-        return [found[text] for text in texts]
+                await self._ask({text: bodies[text] for text in missing}, keys, cache, answers)
+        return [answers[text] for text in texts]
 
     async def _ask(
         self,
         bodies: dict[str, dict[str, Any]],
         keys: dict[str, str],
         cache: AnswerCache,
-        found: dict[str, Answer | None],
+        answers: dict[str, Answer | None],
     ) -> None:
-        """Ask for answers, and keep each once it is there. After a failure those under way are still waited for."""
+        """Send requests, and put each answer into `answers` and the cache as soon as it arrives.
+
+        After a failure no new request starts, but open requests are still awaited.
+        """
         import openai
 
         failures: list[RewardError] = []
@@ -237,7 +249,7 @@ class LLMJudge:
                     if failures:
                         return
                     try:
-                        found[text] = answer = await self._answer(client, bodies[text])
+                        answers[text] = answer = await self._answer(client, bodies[text])
                     except RewardError as error:
                         failures.append(error)
                     except (openai.OpenAIError, ValueError) as error:
@@ -252,7 +264,7 @@ class LLMJudge:
 
             await asyncio.gather(*map(ask, bodies))
         if failures:
-            raise failures[0] from None  # what caused it may show the key
+            raise failures[0] from None  # the text of the cause may contain the key
 
     async def _answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> Answer:
         raw = await client.chat.completions.with_raw_response.create(**body, extra_body=self.config.extra_body or None)
@@ -261,8 +273,8 @@ class LLMJudge:
         choices = getattr(completion, "choices", None)
         if not choices:
             raise RewardError(
-                f"{self.name}: {self.config.base_url} answered with something else than a chat completion. Check "
-                "llm.base_url: most servers' ends in /v1."
+                f"{self.name}: {self.config.base_url} did not answer with a chat completion. Check llm.base_url: the "
+                "address of most servers ends in /v1."
             )
         usage = getattr(completion, "usage", None)
         self.counts.requests += 1
@@ -271,15 +283,15 @@ class LLMJudge:
         return Answer(choices[0].message.content or "", choices[0].finish_reason != "length")
 
     def _body(self, text: str) -> dict[str, Any]:
-        given = {name: getattr(self.config, name) for name in ("temperature", "seed", "max_tokens")}
+        settings = {name: getattr(self.config, name) for name in ("temperature", "seed", "max_tokens")}
         sent = {
-            name: value for name, value in given.items() if value is not None and name not in self.config.extra_body
+            name: value for name, value in settings.items() if value is not None and name not in self.config.extra_body
         }
         return {"model": self.config.model, "messages": [{"role": "user", "content": text}], **sent}
 
     def _key(self, body: dict[str, Any]) -> str:
-        asked = [self.config.base_url, body, self.config.extra_body]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        request = [self.config.base_url, body, self.config.extra_body]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def _api_key(self) -> str | None:
         variable = self.config.api_key_variable
@@ -288,15 +300,18 @@ class LLMJudge:
         key = os.environ.get(variable, "").strip()
         if not key:
             raise RewardError(
-                f"{self.name}: the environment variable {variable} is not set. Export the key there, or leave out "
-                "llm.api_key_variable if the server wants none."
+                f"{self.name}: the environment variable {variable} is not set. Set the variable to the key, or leave "
+                "out llm.api_key_variable if the server needs no key."
             )
-        if not re.fullmatch("[!-~]+", key):  # of another, errors of the client show a form that `_complaint` misses
-            raise RewardError(f"{self.name}: {variable} holds no key, but spaces or other signs. Correct it.")
+        if not re.fullmatch("[!-~]+", key):  # the client's errors may show other characters escaped, unlike `key`
+            raise RewardError(
+                f"{self.name}: the key in {variable} contains spaces or characters that are not printable ASCII. "
+                "Correct the key."
+            )
         return key
 
     def _complaint(self, error: Exception, key: str | None, *, is_refused: bool) -> str:
-        """Return what went wrong and what to do, in one line and without the key."""
+        """Return the problem and the fix in one line, without the key."""
         import openai
 
         cause = (
@@ -306,9 +321,9 @@ class LLMJudge:
         )
         fix = "Check llm.base_url and whether the server runs."
         if is_refused:
-            fix = f"Such a response gets llm.unparsable={self.config.unparsable}."
+            fix = f"A response that the server refuses gets llm.unparsable={self.config.unparsable}."
             if self.config.unparsable == "error":
-                fix = "If only some texts are refused, set llm.unparsable to the score that such a response gets."
+                fix = "If the server refuses only some texts, set llm.unparsable to the score for these responses."
         elif isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             fix = f"Check the key in {self.config.api_key_variable}."
             if self.config.api_key_variable is None:
@@ -320,29 +335,29 @@ class LLMJudge:
         elif isinstance(error, openai.NotFoundError):
             fix = "Check llm.model and llm.base_url."
         kept = "" if self._path is None or is_refused else f" Answers so far are kept in {self._path}."
-        said = f"{self.name}: {self.config.model} at {self.config.base_url}: {kind_and_text(error)}{cause}"
-        said = f"{said.rstrip('.')}. {fix}{kept}"
-        return said if key is None else said.replace(key, "***")
+        problem = f"{self.name}: {self.config.model} at {self.config.base_url}: {kind_and_text(error)}{cause}"
+        line = f"{problem.rstrip('.')}. {fix}{kept}"
+        return line if key is None else line.replace(key, "***")
 
 
 in_use: dict[tuple[str, LLMJudgeConfig], LLMJudge] = {}
-"""The judges of this run, by their place in the settings: each is made once, so that its counts go on."""
+"""The judges of this run by their place in the settings. Each judge is created once, so that its counts continue."""
 
 
 def load_judge(judge: str | LLMJudgeConfig, place: str, project_path: Path | None = None) -> RewardFunction:
-    """Return the function of a judge: a Python function that is imported, or a language model that is asked.
+    """Return the function of a judge: an imported Python function or an `LLMJudge`.
 
-    `place` says where the settings name it. Raises as `load_function` and `LLMJudge` do.
+    `place` is the judge's place in the settings. Raises as `load_function` and `LLMJudge` do.
     """
     if isinstance(judge, str):
         return load_function(judge, project_path)
     if (place, judge) not in in_use:
         in_use[place, judge] = LLMJudge(judge, place, project_path)
-    return in_use[place, judge]  # type: ignore[return-value]  # its coroutine is awaited
+    return in_use[place, judge]  # type: ignore[return-value]  # callers await the coroutine
 
 
 def judge_counts() -> dict[str, float]:
-    """Return what this run's judges have asked for, as metrics `judge/<place>/<count>`."""
+    """Return the counts of this run's judges as metrics `judge/<place>/<count>`."""
     counts: dict[str, float] = {}
     for (place, _), judge in in_use.items():
         for name, value in asdict(judge.counts).items():
@@ -351,21 +366,21 @@ def judge_counts() -> dict[str, float]:
 
 
 def judges_in_words() -> list[str]:
-    """Return for each of this run's judges what it has asked for, in one line."""
+    """Return one line with the counts of each of this run's judges."""
     lines = []
     for (place, config), judge in in_use.items():
         counts = judge.counts
-        said = (
+        line = (
             f"{place}, {config}: {counts.requests:,} requests ({counts.retries:,} retries, {counts.failed:,} failed), "
-            f"{counts.tokens_in:,} tokens in and {counts.tokens_out:,} out, {counts.cached:,} answers known before, "
+            f"{counts.tokens_in:,} tokens in and {counts.tokens_out:,} out, {counts.cached:,} cached answers, "
             f"{counts.unparsable:,} without a {'verdict' if config.is_pairwise else 'score'}"
         )
-        lines.append(said + (f", {counts.contradictions:,} pairs contradictory" if config.is_pairwise else "") + ".")
+        lines.append(line + (f", {counts.contradictions:,} contradictory pairs" if config.is_pairwise else "") + ".")
     return lines
 
 
 def _before(chat: Chat | None, prompt: str, turns: int) -> str:
-    """Return what a response answers: the messages of a chat before its one turn, else the prompt's text."""
+    """Return the text that a response answers: a single-turn chat's messages before the response, else the prompt."""
     if chat is None or turns != 1:
         return prompt
     texts = [(message["role"], message.get("content") or "") for message in chat[:-1]]
