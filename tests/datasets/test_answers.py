@@ -104,7 +104,7 @@ def test_a_queue_that_prefers_nothing_or_mixes_kinds_is_refused(here: ReviewQueu
         load_answers("mlflow:sft")
     for trace_id in ids:
         answer(here, trace_id, "A")
-    with pytest.raises(DataError, match=r"^mlflow:sft: .*texts and of chats\."):
+    with pytest.raises(DataError, match=r"^mlflow:sft: .*texts .*chats\."):
         load_answers("mlflow:sft")
 
 

@@ -199,7 +199,7 @@ def test_a_hub_id_gives_a_lazy_handle():
 
 @pytest.mark.parametrize("value", ["false", "true", 1, None])
 def test_trust_is_never_taken_from_what_only_looks_like_a_truth_value(value):
-    with pytest.raises(ConfigError, match=f"trust_remote_code.*true or false.*{value!r}"):
+    with pytest.raises(ConfigError, match=f"trust_remote_code.*{value!r}"):
         PretrainedModelDataset("organisation/model", trust_remote_code=value)
 
 

@@ -99,7 +99,7 @@ def test_the_last_number_after_the_word_score_counts_if_it_is_on_the_scale(judge
 def test_an_answer_that_was_cut_off_has_no_score(judge, server):
     server.finish_reason = "length"
     server.answer = lambda text: "Score: 1"  # the answer may have been cut off within 10
-    with pytest.raises(RewardError, match=r"^judge: the answer of m on response 0 was cut off .* Raise llm.max_tokens"):
+    with pytest.raises(RewardError, match=r"^judge: .*response 0 .*llm\.max_tokens"):
         scores(judge(), ["one"])
 
 
@@ -177,7 +177,7 @@ def test_the_last_verdict_of_an_answer_counts(judge, server):
 @pytest.mark.parametrize("key", [f"{KEY} {KEY}", f"{KEY}ü", f"{KEY}\n{KEY}"])
 def test_a_key_with_other_signs_is_refused_and_not_shown(judge, server, monkeypatch, key):
     monkeypatch.setenv("STAND_IN_KEY", key)
-    with pytest.raises(RewardError, match="key in STAND_IN_KEY") as refused:
+    with pytest.raises(RewardError, match="STAND_IN_KEY") as refused:
         scores(judge(api_key_variable="STAND_IN_KEY"), ["one"])
     assert KEY not in str(refused.value)
     assert server.bodies == []
@@ -306,7 +306,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path):
 
 def test_an_address_without_the_api_is_named(judge, server, tmp_path):
     elsewhere = LLMJudge(LLMJudgeConfig(model="m", base_url=server.url.removesuffix("/v1")), "judge", tmp_path)
-    with pytest.raises(RewardError, match=r"NotFoundError.*Check llm\.model and llm\.base_url"):
+    with pytest.raises(RewardError, match=r"NotFoundError.*llm\.model.*llm\.base_url"):
         scores(elsewhere, ["one"])
 
 
@@ -336,9 +336,7 @@ def test_the_key_comes_from_the_environment_and_is_in_no_error_and_no_log(judge,
     with caplog.at_level(logging.DEBUG):
         scores(judge(api_key_variable="STAND_IN_KEY"), ["one"])
         server.answer = lambda text: (401, f"Incorrect API key provided: {KEY}")
-        with pytest.raises(
-            RewardError, match=r"Incorrect API key provided: \*\*\*.*Check the key in STAND_IN_KEY"
-        ) as said:
+        with pytest.raises(RewardError, match=r"API key provided: \*\*\*.*STAND_IN_KEY") as said:
             scores(judge(api_key_variable="STAND_IN_KEY"), ["two"])
     assert server.keys == {f"Bearer {KEY}"}
     assert said.value.__suppress_context__
@@ -355,7 +353,7 @@ def test_without_a_key_variable_no_key_of_the_environment_is_sent(judge, server,
 
 def test_without_the_package_the_extra_is_named(judge, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r'judge: openai is not installed; pip install "ppo_rlhf\[judge\]"'):
+    with pytest.raises(ConfigError, match=r'openai.*pip install "ppo_rlhf\[judge\]"'):
         judge()
 
 

@@ -187,7 +187,7 @@ def test_the_same_vocabulary_with_another_template_reads_its_own(tmp_path):
 def test_a_chat_that_the_reward_models_template_does_not_take_is_found_before_the_run(template, chat, said):
     rendering = Rendering(chat_tokenizer(template, other=True), chat_tokenizer(QWEN))
     chats = [None, json.dumps([USER] if template else chat), json.dumps(chat)]
-    with pytest.raises(DataError, match=f"prompts: row {2 if template else 1}, for the reward model.*{said}"):
+    with pytest.raises(DataError, match=f"prompts: row {2 if template else 1}, .*reward model.*{said}"):
         rendering.check(chats, "prompts")
     if template:
         rendering.check(chats[:2], "prompts")
@@ -252,13 +252,13 @@ def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
     skips = WITH_SYSTEM.replace("in messages", "in messages if m['role'] != 'tool'")
     policy, other = chat_tokenizer(QWEN), chat_tokenizer(skips, other=True)
     reply = {"role": "tool", "content": "f g"}
-    with pytest.raises(DataError, match=r"prompts: row 1, for the reward model.*message 2 has the role `tool`"):
+    with pytest.raises(DataError, match=r"prompts: row 1, .*reward model.*message 2 .*`tool`"):
         Rendering(other, policy).check([json.dumps(chat) for chat in ([USER], [USER, ANSWER, reply])], "prompts")
     turn = f"{NEWLINE} <|im_start|> tool f g <|im_end|> {NEWLINE} <|im_start|> assistant"
     mask = [[True] * 3 + [False] * 9 + [True] * 2]
     batch = answers(policy, [[USER]], [f"d e <|im_end|> {turn} h <|im_end|>"], [True], mask)
     assert batch.chats[0][2] == reply
-    with pytest.raises(DataError, match="reward model: response 0: message 2 has the role `tool`"):
+    with pytest.raises(DataError, match=r"reward model: response 0: message 2 .*`tool`"):
         Rendering(other, policy).sequences(batch)
 
 
@@ -332,7 +332,7 @@ def test_an_episode_is_read_turn_by_turn(tmp_path):
     )
     assert plain.chats[0][2]["role"] == ENVIRONMENT
     scorer_of(own, policy).score(plain)
-    with pytest.raises(DataError, match="response 0: a reply of"):
+    with pytest.raises(DataError, match=r"response 0: .*ppo\.environment"):
         scorer_of(other, policy).score(plain)
 
 
@@ -470,5 +470,5 @@ def test_the_trainer_refuses_prompts_that_the_reward_models_template_does_not_ta
     handle = saved(tmp_path, chat_tokenizer(LLAMA, other=True))
     sft = save(tmp_path / "sft", tiny_model(vocab_size=len(policy)), policy)
     config = PPOConfig(sft_model_path=sft, response_length=4)
-    with pytest.raises(DataError, match=r"prompts: row 1, for the reward model.*only user and assistant"):
+    with pytest.raises(DataError, match=r"prompts: row 1, .*reward model.*only user and assistant"):
         PPOTrainer(config, reward=handle.source, prompts=[[USER], [SYSTEM, USER]])

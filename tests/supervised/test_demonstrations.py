@@ -172,7 +172,7 @@ MARKED = (
 def test_of_chats_the_assistants_turns_are_learnt_where_the_template_marks_them(template, learnt, assistant_only):
     tokenizer = word_tokenizer(chat_template=template)
     if assistant_only and not learnt:
-        with pytest.raises(ConfigError, match="assistant_only_loss=true: the chat template"):
+        with pytest.raises(ConfigError, match="assistant_only_loss=true: "):
             training_template(tokenizer, assistant_only)
         return
     marks = training_template(tokenizer, assistant_only)
@@ -307,7 +307,7 @@ def test_answers_of_the_role_model_are_learnt():
 
 def test_a_column_of_texts_that_holds_chats_is_refused_with_the_setting():
     frame = pd.DataFrame({"text": [json.dumps(CHAT), json.dumps(CHAT[:1])]})
-    with pytest.raises(DataError, match=r"row 0, column `text`: expected a chat.*data_preparation.messages_column"):
+    with pytest.raises(DataError, match=r"row 0, column `text`: .*data_preparation\.messages_column"):
         split_demonstrations(frame, DataPreparationConfig())
 
 

@@ -217,9 +217,9 @@ def test_a_loss_that_is_not_finite_stops_the_training():
         def tokenizer(self):
             return word_tokenizer()
 
-    with pytest.raises(TrainingError, match=r"sft: .*loss is nan at step 1\..*learning_rate"):
+    with pytest.raises(TrainingError, match=r"sft: .*loss .*nan .*step 1\..*learning_rate"):
         train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config())
-    with pytest.raises(TrainingError, match=r"sft: .*eval loss is nan at step \d+\..*learning_rate"):
+    with pytest.raises(TrainingError, match=r"sft: .*eval loss .*nan .*step \d+\..*learning_rate"):
         train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config(logging_steps=1000))
 
 

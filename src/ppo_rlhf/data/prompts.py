@@ -192,14 +192,14 @@ class PromptReader:
     ) -> tuple[PromptDataset, PromptDataset]:
         """Return (training prompts, held-out prompts), tokenised; `split_held_out` chooses the rows."""
         trained, held_out = split_held_out(table, evaluation, settings)
-        for given in filter(None, (table, evaluation)):
-            if (used := _prompt_column(given, settings.column, "prompts")) in CONVERSATIONS:
-                logger.info("The last reply of each of %d conversations in the column %s is dropped.", len(given), used)
-        whole = self.tokenise(table, settings.column, "prompts")
-        other = whole
+        for part in filter(None, (table, evaluation)):
+            if (used := _prompt_column(part, settings.column, "prompts")) in CONVERSATIONS:
+                logger.info("The last reply of each of %d conversations in the column %s is dropped.", len(part), used)
+        tokenised = self.tokenise(table, settings.column, "prompts")
+        evaluated = tokenised
         if evaluation is not None:
-            other = self.tokenise(evaluation, settings.column, "evaluation prompts")
-        parts = (whole.select(trained), "training prompts"), (other.select(held_out), "evaluation prompts")
+            evaluated = self.tokenise(evaluation, settings.column, "evaluation prompts")
+        parts = (tokenised.select(trained), "training prompts"), (evaluated.select(held_out), "evaluation prompts")
         training, held = (PromptDataset.of_table(self.fit(part, name)) for part, name in parts)
         return training, held.select(range(len(held)))
 

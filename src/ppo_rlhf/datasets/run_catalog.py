@@ -105,18 +105,18 @@ class RunCatalog:
         processes.wait_for_all()
         for name in self._files:
             dataset = self._catalog.get(name)
-            own, usual = Path(dataset._filepath), dataset._usual_filepath
+            run_file, usual = Path(dataset._filepath), dataset._usual_filepath
             if processes.is_main_process() and not self._is_published(name):
                 continue
             is_in_mlflow = getattr(dataset, "_logging_activated", False)  # set by kedro-mlflow
-            if (REPORTS not in own.parts or is_in_mlflow) and (
+            if (REPORTS not in run_file.parts or is_in_mlflow) and (
                 self._outputs is None or name not in self._outputs.names
             ):
                 dataset._filepath = usual
                 if processes.is_main_process():
-                    delete(own)
+                    delete(run_file)
                     with contextlib.suppress(OSError):  # the folder has another file of this run, or does not exist
-                        own.parent.rmdir()
+                        run_file.parent.rmdir()
 
     def _is_published(self, name: str) -> bool:
         """Copy a file to the usual path; if that fails, warn once where the run's own file is, and return False."""
@@ -132,13 +132,13 @@ class RunCatalog:
 
     def _publish(self, name: str) -> None:
         dataset = self._catalog.get(name)
-        own, usual = Path(dataset._filepath), Path(dataset._usual_filepath)
+        run_file, usual = Path(dataset._filepath), Path(dataset._usual_filepath)
         try:
-            if own.is_dir():
-                shutil.copytree(own, usual, dirs_exist_ok=True)
-            elif own.exists():  # a missing file means that nothing was due
+            if run_file.is_dir():
+                shutil.copytree(run_file, usual, dirs_exist_ok=True)
+            elif run_file.exists():  # a missing file means that nothing was due
                 with written_whole(usual) as draft:
-                    shutil.copyfile(own, draft)
+                    shutil.copyfile(run_file, draft)
         except OSError as error:
             raise DatasetError(f"{name} cannot be copied to its usual path") from error
 

@@ -1,4 +1,4 @@
-"""A user's reward functions: found by name, called, and checked."""
+"""Import a user's reward functions by name, call them, and check their results."""
 
 import asyncio
 import contextlib
@@ -102,12 +102,12 @@ def _restoring_globals() -> Iterator[None]:
             torch.set_default_device(device)
 
 
-def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
+def check_column_names(columns: Iterable[str], where: str, prompt_column: str | None = None) -> None:
     """Raise `DataError` if a column has the name of an argument that carries prompts or responses to functions.
 
-    `own` is the column of the prompts, which is exempt. `where` names the table in errors.
+    The column of the prompts, `prompt_column`, is exempt. `where` names the table in errors.
     """
-    for name in set(columns).intersection((*_OURS, AGAINST)) - {own}:
+    for name in set(columns).intersection((*_OURS, AGAINST)) - {prompt_column}:
         raise DataError(
             f"{where}: reward functions get the prompts and responses as the arguments {', '.join(_OURS)}, so no "
             f"other column can be called `{name}`. Rename or remove the column."

@@ -398,18 +398,18 @@ def gather_dealt(own_rows: torch.Tensor, shards: list[list[int]]) -> torch.Tenso
     return in_row_order
 
 
-def gather_tensors(own: torch.Tensor) -> list[torch.Tensor]:
+def gather_tensors(local: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all processes in the order of their ranks.
 
     The tensors must have the same shape and dtype in all processes, and must be on the CPU.
     """
     if process_count() == 1:
-        return [own]
+        return [local]
     import torch
 
-    sent = own.contiguous()
-    sent = sent.view(torch.uint8) if own.dtype == torch.bool else sent  # gloo does not support bool
+    sent = local.contiguous()
+    sent = sent.view(torch.uint8) if local.dtype == torch.bool else sent  # gloo does not support bool
     received = [torch.empty_like(sent) for _ in range(process_count())]
     with together():
         torch.distributed.all_gather(received, sent, group=quick_group("gloo"))
-    return [tensor.view(own.dtype) for tensor in received]
+    return [tensor.view(local.dtype) for tensor in received]

@@ -68,7 +68,7 @@ class DataPreparationConfig:
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
     """Number of demonstrations to use, drawn at random; None uses all."""
     seed: Seed = 42
-    """Seed of the choice of the held-out demonstrations."""
+    """Seed of the choice of the held-out demonstrations, and of the drawn ones with max_demonstrations."""
 
 
 @dataclass(frozen=True)
