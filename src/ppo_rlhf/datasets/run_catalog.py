@@ -136,7 +136,7 @@ class RunCatalog:
         try:
             if run_file.is_dir():
                 shutil.copytree(run_file, usual, dirs_exist_ok=True)
-            elif run_file.exists():  # a missing file means that nothing was due
+            elif run_file.exists():  # no file exists if the node had nothing to save
                 with written_whole(usual) as draft:
                     shutil.copyfile(run_file, draft)
         except OSError as error:

@@ -164,7 +164,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
 
     template = templates_of(tokenizer)["default"]
     body = without_template_defaults(template)
-    with_body = copy.copy(tokenizer)  # TRL looks up templates by their text, without our defaults
+    with_body = copy.copy(tokenizer)  # TRL looks up a template by its text, so the prepended defaults must go
     with_body.chat_template = body
     try:
         return template.removesuffix(body) + (get_training_chat_template(with_body) or body)
