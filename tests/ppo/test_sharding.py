@@ -183,14 +183,14 @@ def test_a_setting_that_does_not_go_with_fsdp2_is_refused_by_name(asked_for, set
 
 
 def test_what_trains_whole_models_is_refused_with_fsdp2_by_name(asked_for, tmp_path):
-    with pytest.raises(ConfigError, match=r"^PPOTrainer does not shard models"):
+    with pytest.raises(ConfigError, match=r"^PPOTrainer .*sharded models"):
         PPOTrainer(PPOConfig(), "nowhere")
-    with pytest.raises(ConfigError, match=r"^supervised_finetuning does not shard models"):
+    with pytest.raises(ConfigError, match=r"^supervised_finetuning .*sharded models"):
         run_sft_trainer(None, None, TokenisedDemonstrations([], []), SupervisedFinetuningConfig(), lambda model: {})
     for stage, problems in {"sweep": 1, "ppo": 0}.items():
         node = Node(print, "raw_prompts", None, name=stage, namespace=stage)
         found = find_problems(RunRequest(Pipeline([node]), DataCatalog({}), tmp_path))
-        assert len([line for line in found if line.startswith(f"{stage} does not shard models")]) == problems
+        assert len([line for line in found if line.startswith(f"{stage} does not support sharded")]) == problems
 
 
 def test_fewer_gpus_than_processes_are_refused_before_the_processes_join(monkeypatch):
