@@ -183,7 +183,7 @@ def component(name: str) -> dict[str, Any]:
 def test_one_component_has_no_sum_and_is_refused():
     with pytest.raises(ConfigError, match=r"reward\.normalise=component: len is the only component"):
         RewardConfig(components=[component("len")], normalise="component")  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="it makes the metric reward_std/"):
+    with pytest.raises(ConfigError, match="reward_std/"):
         RewardConfig(components=[component("len"), {**component("sum"), "name": "x" * 241}], normalise="component")  # type: ignore[list-item]
 
 
