@@ -12,7 +12,7 @@ from ppo_rlhf.data import chat_templates
 from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render_chat, try_chats, with_system
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
-from ppo_rlhf.models import tokenizers
+from ppo_rlhf.models import stop_tokens, tokenizers
 from ppo_rlhf.models.quiet import said
 from tests.tiny_models import word_tokenizer
 
@@ -190,7 +190,7 @@ def test_a_template_that_does_not_end_is_named_at_its_first_chat(monkeypatch, ca
     monkeypatch.setattr(tokenizers, "SLOW_TEMPLATE_S", 0.01)
     held = tokenizer("{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}" + TEMPLATE)
     held.name_or_path = "mine"
-    for call in (lambda: tokenizers.end_of_turn_id(held), *[lambda: render_chat([USER], held, "row 0")] * 2):
+    for call in (lambda: stop_tokens.end_of_turn_id(held), *[lambda: render_chat([USER], held, "row 0")] * 2):
         call()
     assert caplog.messages == ["The chat template of mine has not answered for 0 s. It may have no end."] * 2
 

@@ -3,7 +3,7 @@ import re
 import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaTokenizer
 
 from ppo_rlhf import PPOConfig, PPOTrainer
 from ppo_rlhf.core.errors import ConfigError, ModelError
@@ -15,13 +15,11 @@ from ppo_rlhf.models.tokenizers import (
     continuations,
     drops_first_space,
     encode_texts,
-    end_of_turn_id,
     ensure_pad_token,
     printed_dates,
     same_vocabulary,
     set_template_defaults,
     special_ids,
-    stop_token_ids,
     template_defaults,
     templates_of,
     train_word_tokenizer,
@@ -31,7 +29,6 @@ from ppo_rlhf.models.tokenizers import (
 from ppo_rlhf.rewards.rendering import Rendering
 from tests.tiny_models import (
     BEGIN,
-    CHAT_TEMPLATE,
     END,
     PAD,
     UNKNOWN,
@@ -43,8 +40,6 @@ from tests.tiny_models import (
     tiny_model,
     word_tokenizer,
 )
-
-PERIOD = VOCABULARY.index(".")
 
 
 @pytest.mark.parametrize(
@@ -68,53 +63,6 @@ def test_the_pad_token_is_the_first_there_is_of_own_configured_unknown_end(optio
 def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
     with pytest.raises(ModelError, match="pad_token"):
         ensure_pad_token(word_tokenizer(pad_token=None, unk_token=None, eos_token=None))
-
-
-@pytest.mark.parametrize(
-    ("configured", "ids"), [(None, (END,)), (END, (END,)), (BEGIN, (BEGIN, END)), ([BEGIN, 7], (BEGIN, END, 7))]
-)
-def test_every_end_of_text_of_generation_config_and_tokenizer_stops(configured, ids):
-    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured)) == ids
-
-
-@pytest.mark.parametrize("configured", ["abc", ["abc"], 3.5])
-def test_an_end_of_text_that_is_no_id_is_refused(configured):
-    with pytest.raises(ModelError, match=r"^generation_config\.json: eos_token_id="):
-        stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured))
-
-
-def test_the_chat_templates_end_of_turn_stops_too():
-    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    assert end_of_turn_id(tokenizer) == BEGIN
-    assert stop_token_ids(tokenizer, None) == (BEGIN, END)
-
-
-def test_without_a_chat_template_or_with_one_that_refuses_there_is_no_end_of_turn():
-    assert end_of_turn_id(word_tokenizer()) is None
-    assert end_of_turn_id(word_tokenizer(chat_template="{{ raise_exception('a system message comes first') }}")) is None
-
-
-def test_a_template_that_leaves_the_answer_out_says_nothing_about_the_end_of_a_turn():
-    assert end_of_turn_id(word_tokenizer(chat_template="<s> {{ messages[0].content }}")) is None
-
-
-def test_explicit_ids_period_and_none():
-    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=END), stop_token_id=9) == (9,)
-    assert stop_token_ids(word_tokenizer(), None, stop_token="period") == (PERIOD,)
-    assert stop_token_ids(word_tokenizer(), None, stop_token="none") == ()
-
-
-def test_stop_ids_beyond_the_models_vocabulary_are_left_out():
-    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=[50256, END]), vocabulary=25) == (END,)
-
-
-def test_a_stop_token_that_does_not_exist_is_refused():
-    with pytest.raises(ModelError, match="stop_token=eos"):
-        stop_token_ids(word_tokenizer(eos_token=None), None)
-    with pytest.raises(ConfigError, match=r"stop_token_id=99.*24"):
-        stop_token_ids(word_tokenizer(), None, stop_token_id=99)
-    with pytest.raises(ConfigError, match=r"stop_token='full'.*eos, period, none"):
-        stop_token_ids(word_tokenizer(), None, stop_token="full")
 
 
 def test_a_trained_word_tokenizer_gives_every_text_back():

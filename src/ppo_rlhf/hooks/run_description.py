@@ -11,9 +11,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
+from ppo_rlhf.hooks.run_name import run_name
 from ppo_rlhf.runtime.names import POLICY, SET
-from ppo_rlhf.runtime.paths import last_name, path_of
+from ppo_rlhf.runtime.paths import path_of
 from ppo_rlhf.runtime.processes import process_count
 
 PREFIX = "params:"
@@ -104,23 +104,11 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags, _name(run_params, pipeline.inputs().difference(unused), catalog), chosen_here)
-
-
-def _name(run_params: Mapping[str, Any], inputs: Set[str], catalog: CatalogProtocol) -> str:
-    """Return the name of a run, such as `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
-
-    The parts are the settings of the command line, the pipelines, the model and the time. The model is the one that
-    the run starts from, or the policy that the run evaluates. The pipelines `all` and `align` are named only if no
-    setting was given on the command line.
-    """
-    changed = _given(run_params)
-    names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
-    start = next((name for name in (POLICY, "base_model") if name in inputs), "sft_policy")
-    path = path_of(catalog.get(start))
-    model = "scratch" if path is None else last_name(path)
-    parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
-    return " · ".join(filter(None, parts))
+    model = next(
+        (name for name in (POLICY, "base_model") if name in pipeline.inputs().difference(unused)), "sft_policy"
+    )
+    name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
+    return RunDescription(params, tags, name, chosen_here)
 
 
 def place_of(tags: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokenizers: pad tokens, the ids that end a response, chat templates, texts of tokens, and training from scratch."""
+"""Tokenizers: pad tokens, chat templates, texts of tokens, and training from scratch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import WordLevelTrainer
 from transformers import (
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +30,6 @@ PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # tokens of context that `token_texts` decodes before the first token
 CONTENT_MARK = "⁂ANSWER⁂"  # a placeholder for a message's content, to find what a template writes around the content
-_WORD_MARKS = "Ġ▁ "  # a leading space in byte-level BPE (Ġ) and SentencePiece (▁)
 
 
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -79,78 +77,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
             f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows. Use the tokenizer "
             "that the model was trained with."
         )
-
-
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    generation_config: GenerationConfig | None,
-    *,
-    stop_token: str = "eos",
-    stop_token_id: int | None = None,
-    vocabulary: int | None = None,
-) -> tuple[int, ...]:
-    """Return the ids that end a response, ascending.
-
-    Args:
-        tokenizer: The policy's tokenizer.
-        generation_config: The policy's. Its `eos_token_id` may be one id or a list of ids, all of which end a response.
-        stop_token: "eos": the generation configuration's ids, the tokenizer's end of text and the chat template's end
-            of turn. "period": the ids of ".". "none": no id.
-        stop_token_id: A single id, which replaces `stop_token`.
-        vocabulary: Number of token ids of the model (`ids_within`); None: unknown.
-
-    Raises:
-        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is not one of the three values.
-        ModelError: The tokenizer has no token for `stop_token`.
-    """
-    if stop_token_id is not None:
-        if not 0 <= stop_token_id < len(tokenizer):
-            raise ConfigError(
-                f"stop_token_id={stop_token_id} is not an id of the tokenizer (0 to {len(tokenizer) - 1})."
-            )
-        return (stop_token_id,)
-    if stop_token == "none":
-        return ()
-    if stop_token == "period":
-        ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
-    elif stop_token == "eos":
-        configured = generation_config.eos_token_id if generation_config is not None else None
-        configured_ids = configured if isinstance(configured, list | tuple) else [configured]
-        if not all(isinstance(index, int | None) for index in configured_ids):
-            raise ModelError(
-                f"generation_config.json: eos_token_id={configured!r} is neither a token id nor a list of token ids."
-            )
-        ids = {*configured_ids, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
-    else:
-        raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
-    known = tuple(sorted(ids)) if vocabulary is None else ids_within(ids, vocabulary)
-    if not known:
-        raise ModelError(
-            f"{tokenizer.name_or_path}: the tokenizer has no token for stop_token={stop_token}. "
-            "Give stop_token_id, or stop_token: none to let every response run to its full length."
-        )
-    return known
-
-
-def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
-    """Return the stop ids below `vocabulary`, the model's number of token ids, ascending.
-
-    An id outside the vocabulary is no error. A hand-made configuration with a small vocabulary may keep its
-    architecture's end of text (GPT-2: 50256), and some configurations use such an id to switch the end of text off.
-    """
-    return tuple(sorted(index for index in ids if 0 <= index < vocabulary))
-
-
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the special token with which the chat template closes an assistant's turn.
-
-    None: there is no such token or no template, or the template refuses a question and answer or omits the answer.
-    """
-    surroundings = around_answer(tokenizer, [{"role": "user", "content": "question"}])
-    if surroundings is None:
-        return None
-    ids, special = tokenizer.encode(surroundings[1], add_special_tokens=False), special_ids(tokenizer)
-    return next((index for index in ids if index in special), None)
 
 
 def around_answer(

@@ -34,7 +34,7 @@ from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.quantisation import check_bitsandbytes
-from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
 from ppo_rlhf.ppo.engines import SamplingSettings

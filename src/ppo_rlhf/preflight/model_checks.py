@@ -24,7 +24,8 @@ from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.critic import check_start
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.tokenizers import same_vocabulary, stop_token_ids
+from ppo_rlhf.models.stop_tokens import stop_token_ids
+from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.ppo.build import check_export
 from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import CRITIC_STARTS, RunRequest

@@ -14,7 +14,7 @@ from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.tokenizers import ids_within
+from ppo_rlhf.models.stop_tokens import ids_within
 from ppo_rlhf.ppo.batch_sampling import sample_responses
 from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.state import SAMPLING, TrainingState

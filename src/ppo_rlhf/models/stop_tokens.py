@@ -1,0 +1,84 @@
+"""The token ids that end a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.tokenizers import around_answer, special_ids
+
+_WORD_MARKS = "Ġ▁ "  # a leading space in byte-level BPE (Ġ) and SentencePiece (▁)
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    *,
+    stop_token: str = "eos",
+    stop_token_id: int | None = None,
+    vocabulary: int | None = None,
+) -> tuple[int, ...]:
+    """Return the ids that end a response, ascending.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        generation_config: The policy's. Its `eos_token_id` may be one id or a list of ids, all of which end a response.
+        stop_token: "eos": the generation configuration's ids, the tokenizer's end of text and the chat template's end
+            of turn. "period": the ids of ".". "none": no id.
+        stop_token_id: A single id, which replaces `stop_token`.
+        vocabulary: Number of token ids of the model (`ids_within`); None: unknown.
+
+    Raises:
+        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is not one of the three values.
+        ModelError: The tokenizer has no token for `stop_token`.
+    """
+    if stop_token_id is not None:
+        if not 0 <= stop_token_id < len(tokenizer):
+            raise ConfigError(
+                f"stop_token_id={stop_token_id} is not an id of the tokenizer (0 to {len(tokenizer) - 1})."
+            )
+        return (stop_token_id,)
+    if stop_token == "none":
+        return ()
+    if stop_token == "period":
+        ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
+    elif stop_token == "eos":
+        configured = generation_config.eos_token_id if generation_config is not None else None
+        configured_ids = configured if isinstance(configured, list | tuple) else [configured]
+        if not all(isinstance(index, int | None) for index in configured_ids):
+            raise ModelError(
+                f"generation_config.json: eos_token_id={configured!r} is neither a token id nor a list of token ids."
+            )
+        ids = {*configured_ids, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
+    else:
+        raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
+    known = tuple(sorted(ids)) if vocabulary is None else ids_within(ids, vocabulary)
+    if not known:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the tokenizer has no token for stop_token={stop_token}. "
+            "Give stop_token_id, or stop_token: none to let every response run to its full length."
+        )
+    return known
+
+
+def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    """Return the stop ids below `vocabulary`, the model's number of token ids, ascending.
+
+    An id outside the vocabulary is no error. A hand-made configuration with a small vocabulary may keep its
+    architecture's end of text (GPT-2: 50256), and some configurations use such an id to switch the end of text off.
+    """
+    return tuple(sorted(index for index in ids if 0 <= index < vocabulary))
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the special token with which the chat template closes an assistant's turn.
+
+    None: there is no such token or no template, or the template refuses a question and answer or omits the answer.
+    """
+    surroundings = around_answer(tokenizer, [{"role": "user", "content": "question"}])
+    if surroundings is None:
+        return None
+    ids, special = tokenizer.encode(surroundings[1], add_special_tokens=False), special_ids(tokenizer)
+    return next((index for index in ids if index in special), None)
