@@ -1,15 +1,38 @@
-"""What the PPO loop needs is apart from how a run is assembled: reading the loop means reading few modules."""
+"""The modules that PPO's loop imports are few, and none of them assembles a run."""
 
 from __future__ import annotations
 
+import io
+import tokenize
 from pathlib import Path
 
 import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 61, 10_100
-"""The limits. Raise a limit only for a feature of the loop itself, or where dense code is spread over more lines."""
+MOST_MODULES, MOST_LINES = 62, 6_350
+"""The limits, in modules and in lines of code. Raise a limit only for a feature of the loop itself."""
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+
+
+def lines_of_code(file: Path) -> int:
+    """Return the number of lines with code: neither comments, nor docstrings, nor empty lines."""
+    lines: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.NEWLINE:
+            if any(each.type != tokenize.STRING for each in statement):  # a lone string is a docstring
+                lines.update(line for each in statement for line in range(each.start[0], each.end[0] + 1))
+            statement = []
+        elif token.type not in NO_CODE:
+            statement.append(token)
+    return len(lines)
+
+
+def test_comments_docstrings_and_empty_lines_are_no_code(tmp_path: Path):
+    file = tmp_path / "module.py"
+    file.write_text('"""One.\n\nTwo."""\n\nX = (  # why\n    1,\n)\n"""What X is."""\n# no code\n')
+    assert lines_of_code(file) == 3
 
 
 def test_the_loop_imports_few_modules_and_none_that_loads_models_or_reads_tables():
@@ -17,8 +40,8 @@ def test_the_loop_imports_few_modules_and_none_that_loads_models_or_reads_tables
     modules = {"ppo_rlhf.ppo.loop", *graph.find_upstream_modules("ppo_rlhf.ppo.loop")}
     root = Path(ppo_rlhf.__file__).parents[1]
     files = [file for module in modules if (file := (root / module.replace(".", "/")).with_suffix(".py")).exists()]
-    lines = sum(len(file.read_text().splitlines()) for file in files)
     assert 30 < len(files) <= MOST_MODULES, sorted(modules)
-    assert lines <= MOST_LINES
-    assembling = {"models.loading", "models.adapters", "ppo.models", "rewards.functions", "data.prompts"}
-    assert not modules & {f"ppo_rlhf.{name}" for name in assembling}
+    assert sum(map(lines_of_code, files)) <= MOST_LINES
+    assembling = {f"ppo_rlhf.{name}" for name in ("models.loading", "models.adapters", "ppo.build", "data.prompts")}
+    assert all((root / f"{name.replace('.', '/')}.py").exists() for name in assembling)
+    assert not modules & assembling
