@@ -241,37 +241,39 @@ def test_a_callback_that_would_end_the_process_ends_the_run_likewise(
 
 def test_in_the_pipeline_likewise(tmp_path: Path):
     sft = save(tmp_path / "sft", tiny_model())
-    with pytest.raises(TrainingError, match=r"^The callback Recorder.on_step_end raised ValueError: no such place$"):
+    with pytest.raises(TrainingError, match=r"Recorder\.on_step_end.*ValueError: no such place$"):
         run_pipeline(sft, config(callbacks=f"{HERE}:failing", save_interval=100), FUNCTION, checkpoints=tmp_path / "c")
     (run,) = (tmp_path / "c").iterdir()
     assert checkpoint_iterations(run) == [2]
 
 
 @pytest.mark.parametrize(
-    ("flag", "evaluates", "folder", "line"),
+    ("flag", "evaluates", "folder", "needed"),
     [
-        ("should_log", True, True, "should_log: every iteration is logged"),
-        ("should_epoch_stop", True, True, "should_epoch_stop: PPO's loop has no epochs of data"),
-        ("should_evaluate", False, True, "should_evaluate: there are no evaluation_prompts"),
-        ("should_save", True, False, "should_save: give train() an output_dir"),
+        ("should_log", True, True, ""),
+        ("should_epoch_stop", True, True, ""),
+        ("should_evaluate", False, True, "evaluation_prompts"),
+        ("should_save", True, False, "output_dir"),
     ],
 )
-def test_a_flag_that_does_nothing_here_is_refused(tmp_path: Path, flag: str, evaluates: bool, folder: bool, line: str):
+def test_a_flag_that_does_nothing_here_is_refused(
+    tmp_path: Path, flag: str, evaluates: bool, folder: bool, needed: str
+):
     trainer = trainer_of(Recorder(("step", 1), flag), evaluates=evaluates)
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'A callback set TrainerControl.{line}')}$"):
+    with pytest.raises(ConfigError, match=rf"TrainerControl\.{flag}: .*{needed}"):
         trainer.train(output_dir=tmp_path if folder else None)
 
 
 def test_what_is_no_callback_or_waits_for_other_events_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match=r"PPO's loop has no on_epoch_end; its events are on_train_begin"):
+    with pytest.raises(ConfigError, match=r"on_epoch_end.*on_train_begin"):
         trainer_of(OfEpochs())
-    with pytest.raises(ConfigError, match=r"a int is no transformers\.TrainerCallback"):
+    with pytest.raises(ConfigError, match=r"int .*transformers\.TrainerCallback"):
         trainer_of(3)  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="no_such_module"):
         own_callbacks(PPOConfig(callbacks="no_such_module:x"))
-    with pytest.raises(ConfigError, match=rf"ppo.callbacks={HERE}:OfEpochs: PPO's loop has no on_epoch_end"):
+    with pytest.raises(ConfigError, match=rf"^ppo\.callbacks={HERE}:OfEpochs: .*on_epoch_end"):
         own_callbacks(PPOConfig(callbacks=f"{HERE}:OfEpochs"))
-    with pytest.raises(ConfigError, match="making it raised"):
+    with pytest.raises(ConfigError, match=rf"^ppo\.callbacks={HERE}:trainer_with: .*needed"):
         own_callbacks(PPOConfig(callbacks=f"{HERE}:trainer_with"))
     assert own_callbacks(PPOConfig()) == []
 
@@ -283,9 +285,7 @@ def trainer_with(needed: int) -> None:
 def test_transformers_own_callbacks_work_where_they_can(capsys):
     trainer_of(PrinterCallback()).train()
     assert "'objective/kl'" in capsys.readouterr().out
-    with pytest.raises(
-        TrainingError, match=r"^The callback EarlyStoppingCallback.on_train_begin raised AssertionError"
-    ):
+    with pytest.raises(TrainingError, match=r"EarlyStoppingCallback\.on_train_begin.*AssertionError"):
         trainer_of(EarlyStoppingCallback()).train()
 
 
@@ -300,14 +300,14 @@ class OfEpochsToo(OwnProgress, OfEpochs):
 def test_a_class_below_one_of_transformers_is_taken_if_its_own_events_are():
     assert reporting_callbacks(PPOConfig()) == []
     trainer_of(OwnProgress())
-    with pytest.raises(ConfigError, match=r"PPO's loop has no on_epoch_end; its events"):
+    with pytest.raises(ConfigError, match="on_epoch_end"):
         trainer_of(OfEpochsToo())
 
 
 def test_callbacks_may_be_classes_or_none_as_in_transformers():
     (made,) = trainer_of(Recorder)._callbacks  # type: ignore[arg-type]
     assert isinstance(made, Recorder)
-    with pytest.raises(ConfigError, match=r"^PPOTrainer: callbacks: making it raised .*early_stopping_patience"):
+    with pytest.raises(ConfigError, match=r"^PPOTrainer: callbacks: .*early_stopping_patience"):
         trainer_of(Patient)  # type: ignore[arg-type]
     policy, tokenizer = tiny_model(), word_tokenizer()
     assert PPOTrainer(config(), policy, None, tokenizer, callbacks=None)._callbacks == []
@@ -322,7 +322,7 @@ class Patient(EarlyStoppingCallback):
 
 def test_in_a_loop_of_ones_own_callbacks_are_refused():
     trainer = trainer_of(Recorder())
-    with pytest.raises(ConfigError, match=r"callbacks and ppo\.report_to are for train"):
+    with pytest.raises(ConfigError, match=r"^step: .*ppo\.report_to"):
         trainer.step([], [], [])
 
 
@@ -348,7 +348,7 @@ def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_comple
     assert seen.events == []
     failing_again = trainer_of(Recorder(("begin", 2), ValueError("x")), total_episodes=16)
     failing_again.load_checkpoint(tmp_path / "iteration_000002")
-    with pytest.raises(TrainingError, match="on_train_begin raised ValueError: x"):
+    with pytest.raises(TrainingError, match="on_train_begin.*ValueError: x"):
         failing_again.train(output_dir=tmp_path)
 
 
@@ -516,13 +516,13 @@ def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
     with pytest.raises(TerminationSignal), contextlib.closing(closing):
         raise TerminationSignal(15)
     messages = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.ppo.callbacks"]
-    assert re.match(r"reported\.json: .*File exists.* A resumed run may report some steps twice\.$", messages[0])
-    assert messages[1] == "W&B's run abc did not finish: no answer"
+    assert re.match(r"reported\.json: .*File exists", messages[0])
+    assert re.match(r"W&B's run abc .*: no answer$", messages[1])
 
 
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):
     failing_at_2 = trainer_of(Recorder(("step", 2), ValueError("x")), report_to="tensorboard")
-    with pytest.raises(TrainingError, match="on_step_end raised ValueError: x"):
+    with pytest.raises(TrainingError, match="on_step_end.*ValueError: x"):
         failing_at_2.train(output_dir=tmp_path)
     assert json.loads((tmp_path / "reported.json").read_text()) == {"metrics": 1}
     assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1]
@@ -530,7 +530,7 @@ def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path
 
 @pytest.mark.parametrize(
     ("report_to", "line"),
-    [("tensorbord", "tensorbord is not supported"), ("all", "name the integrations"), ("comet_ml", "comet")],
+    [("tensorbord", "report_to=tensorbord: "), ("all", "report_to=all: "), ("comet_ml", "comet")],
 )
 def test_a_report_that_cannot_be_made_is_refused_in_one_line(report_to: str, line: str):
     with pytest.raises(ConfigError, match=line) as caught:
@@ -543,7 +543,7 @@ def test_a_report_that_is_named_twice_is_made_once():
 
 
 def test_tensorboard_needs_a_folder():
-    with pytest.raises(ConfigError, match="report_to=tensorboard: give train\\(\\) an output_dir"):
+    with pytest.raises(ConfigError, match="report_to=tensorboard.*output_dir"):
         trainer_of(report_to="tensorboard").train()
 
 
@@ -554,7 +554,7 @@ def test_after_max_time_the_iteration_is_saved_and_the_run_resumes_bit_for_bit(t
     whole = trainer_of(evaluates=False)
     whole.train()
     limited = trainer_of(evaluates=False, max_time=1e-9, save_interval=100)
-    with pytest.raises(RunInterruptedError, match=r"^The run was stopped by ppo.max_time=1e-09 hours.$") as caught:
+    with pytest.raises(RunInterruptedError, match=r"ppo\.max_time=1e-09") as caught:
         limited.train(output_dir=tmp_path)
     assert caught.value.exit_code == 143
     assert checkpoint_iterations(tmp_path) == [1]
@@ -580,5 +580,5 @@ def test_after_max_time_a_due_evaluation_is_left_to_the_run_that_resumes(tmp_pat
 
 
 def test_max_time_needs_a_folder():
-    with pytest.raises(ConfigError, match=r"ppo\.max_time saves the run and stops it; give output_dir"):
+    with pytest.raises(ConfigError, match=r"ppo\.max_time.*output_dir"):
         trainer_of(max_time=1.0).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,14 @@ def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tm
 @pytest.mark.parametrize(
     ("given", "error", "line"),
     [
-        ({"evaluation_prompts": None, "judge": brevity}, ConfigError, "judge decides between answers to evaluation_"),
-        ({"reward": None, "prompts": None}, ConfigError, "evaluation_prompts are answered and scored by the reward"),
-        ({"judge": 3}, ConfigError, "judge is a int; give a function"),
-        ({"judge": tiny_model()}, ConfigError, "judge is a LlamaForCausalLM; give a function"),
+        ({"evaluation_prompts": None, "judge": brevity}, ConfigError, "judge.*evaluation_prompts"),
+        ({"reward": None, "prompts": None}, ConfigError, "evaluation_prompts.*reward"),
+        ({"judge": 3}, ConfigError, "judge.* int"),
+        ({"judge": tiny_model()}, ConfigError, "judge.*LlamaForCausalLM"),
         ({"judge": "no_such_module:judge"}, RewardError, "no_such_module"),
         ({"judge": lambda completions: ["a"] * len(completions)}, RewardError, "judge"),
         ({"judge": lambda completion_ids: [1.0] * len(completion_ids)}, RewardError, "judge cannot be called"),
-        ({"reward": by_label, "prompts": {"prompt": ["a"], "label": [1.0]}}, RewardError, "reward function by_label"),
+        ({"reward": by_label, "prompts": {"prompt": ["a"], "label": [1.0]}}, RewardError, "by_label"),
         ({"evaluation_prompts": ["a " * 200]}, DataError, "200"),
         ({"evaluation_prompts": {"text": HELD_OUT}}, DataError, "no column `prompt`"),
     ],
@@ -167,8 +168,8 @@ def test_what_cannot_be_evaluated_is_refused_before_training(given: dict[str, An
 
 def test_without_prompts_evaluate_is_refused_and_eval_interval_warned_of(caplog):
     trainer = trainer_of(evaluation_prompts=None)
-    assert "ppo.eval_interval: no effect in PPOTrainer without evaluation_prompts" in caplog.messages
-    with pytest.raises(ConfigError, match="was given no evaluation_prompts"):
+    assert re.search(r"ppo\.eval_interval.*evaluation_prompts", caplog.text)
+    with pytest.raises(ConfigError, match="^evaluate: .*evaluation_prompts"):
         trainer.evaluate()
     caplog.clear()
     trainer_of()
@@ -177,7 +178,7 @@ def test_without_prompts_evaluate_is_refused_and_eval_interval_warned_of(caplog)
 
 def test_prompts_that_are_trained_on_are_counted_in_a_warning(caplog):
     trainer_of(evaluation_prompts=[*HELD_OUT, PROMPTS[0]])
-    assert "PPO trains on 1 of the 13 evaluation_prompts." in caplog.messages
+    assert re.search("1 of the 13 evaluation_prompts", caplog.text)
 
 
 @pytest.mark.parametrize("prompts", [[], "a b", [""], {"x": ["a"]}, ["a " * 40]])

@@ -37,11 +37,11 @@ def folder(tmp_path: Path) -> Path:
 def test_a_new_run_is_not_written_among_the_checkpoints_of_another(folder: Path):
     before = sorted(folder.rglob("*"))
     for trainer in (trainer_of(), trainer_of(reward=late_letters)):
-        with pytest.raises(ConfigError, match=rf"^{folder} holds another run, up to iteration 3: .*another folder$"):
+        with pytest.raises(ConfigError, match=rf"^{folder} .* iteration 3: .*resume_from_checkpoint=True"):
             trainer.train(output_dir=folder)
         assert trainer.state.iteration == 0
         trainer.step(**GOOD_STEP)
-        with pytest.raises(ConfigError, match="holds another run"):
+        with pytest.raises(ConfigError, match="resume_from_checkpoint=True"):
             trainer.save_checkpoint(folder)
     assert sorted(folder.rglob("*")) == before
 
@@ -89,7 +89,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_a_run_is_not_resumed_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
     trainer = trainer_of(**given)
-    with pytest.raises(ConfigError, match=rf"(?m)^{named}: not what the run of \S+_000003 began with"):
+    with pytest.raises(ConfigError, match=rf"(?m)^{named}: .*_000003 "):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
     assert trainer.state.iteration == 0
 
@@ -116,7 +116,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
         again.train(resume_from_checkpoint=tmp_path / "run" / "iteration_000002")
         assert len(again.history) == 3
     other = trainer_of(reward=CausalLMRewardModel.from_causal_lm(tiny_model(seed=6)))
-    with pytest.raises(ConfigError, match="reward: not what the run"):
+    with pytest.raises(ConfigError, match="^reward: "):
         other.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
 
 
@@ -124,7 +124,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
 def test_a_trainer_without_reward_and_prompts_loads_the_checkpoint_of_one_with_them(folder: Path):
     trainer = PPOTrainer(config(save_interval=1), tiny_model(), None, word_tokenizer())
     trainer.load_checkpoint(folder / "iteration_000003")
-    with pytest.raises(ConfigError, match="reference_policy: not what the run"):
+    with pytest.raises(ConfigError, match="^reference_policy: "):
         PPOTrainer(config(), tiny_model(), tiny_model(seed=1), word_tokenizer()).load_checkpoint(
             folder / "iteration_000003"
         )

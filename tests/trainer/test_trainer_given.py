@@ -70,9 +70,9 @@ def test_a_table_with_a_column_prompt_is_read_by_it(sft: str):
 
 
 def test_tokens_that_cannot_be_prompts_are_refused(sft: str):
-    with pytest.raises(DataError, match=r"prompt 1: .*at least one token, got \[\]"):
+    with pytest.raises(DataError, match=r"prompt 1: .* \[\]"):
         prompts_of(sft, {"input_ids": [[4], []]})
-    with pytest.raises(DataError, match=r"1 of 2 prompts \(the first in row 1\) are longer than 26 tokens"):
+    with pytest.raises(DataError, match=r"1 of 2 prompts.*row 1.* 26 tokens"):
         prompts_of(sft, [[4], [4] * 27])  # the context has 32 tokens, a response 6
     assert prompts_of(sft, [[4], [4] * 27], overlong_prompts="drop").prompt_ids == [[4]]
 
@@ -107,14 +107,14 @@ BYTES = datasets.Dataset(pyarrow.table({"prompt": pyarrow.array([b"a", b"\xff"])
 @pytest.mark.parametrize(
     ("prompts", "named"),
     [
-        (datasets.DatasetDict(train=ROWS, test=ROWS), r"DatasetDict; .*one split of a DatasetDict"),
-        (datasets.IterableDatasetDict(train=ROWS.to_iterable_dataset()), r"IterableDatasetDict; .*one split"),
-        (ROWS.to_iterable_dataset(), r"IterableDataset; .*Dataset\.from_list of a stream"),
-        (BYTES, ": row 1, column `prompt`: the text is not UTF-8"),
-        (datasets.Dataset.from_dict({"text": ["a"]}), "no column `prompt` or `input_ids`; the columns are text"),
-        ({"prompt": "a film"}, "one text as column `prompt`; give a list of texts"),
-        ({1: ["a"]}, "no column `prompt` or `input_ids`; the columns are 1"),
-        ([{"prompt": "a"}, "b"], "rows of columns, and 'b'"),
+        (datasets.DatasetDict(train=ROWS, test=ROWS), "DatasetDict; "),
+        (datasets.IterableDatasetDict(train=ROWS.to_iterable_dataset()), "IterableDatasetDict; "),
+        (ROWS.to_iterable_dataset(), r"IterableDataset; .*Dataset\.from_list"),
+        (BYTES, ": row 1, column `prompt`: .*UTF-8"),
+        (datasets.Dataset.from_dict({"text": ["a"]}), "`prompt` or `input_ids`.* text$"),
+        ({"prompt": "a film"}, "column `prompt`"),
+        ({1: ["a"]}, "`prompt` or `input_ids`.* 1$"),
+        ([{"prompt": "a"}, "b"], "'b'"),
         *(({"input_ids": [[4, 5]], "attention_mask": mask}, "`attention_mask`") for mask in ([[1]], [], [None])),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_reward_that_would_fail_is_refused_before_anything_is_generated(
         components: list[Any] = [{"type": "function", "function": reference}]
         return RewardConfig(components=components) if as_component else function
 
-    with pytest.raises(RewardError, match="only_one_score returned 1 values for 2 responses"):
+    with pytest.raises(RewardError, match="only_one_score .*1 .* 2 responses"):
         PPOTrainer(config(), sft, reward=given(only_one_score), prompts=PROMPTS)
     with pytest.raises(ConfigError, match=r"ppo\.reward_clip=2"):
         PPOTrainer(config(reward_clip=2.0), sft, reward=given(one_number_a_token), prompts=PROMPTS)

@@ -51,7 +51,7 @@ def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
 def test_a_path_without_a_model_is_refused_before_another_model_is_looked_for(lost: str | Path, argument: str):
     """The hub would be asked for the others."""
     given = {"policy": "org/policy", "reward": "org/reward", "value_model": "org/critic", argument: lost}
-    with pytest.raises(ModelError, match=f"^{lost}: there is no such model directory"):
+    with pytest.raises(ModelError, match=f"^{lost}: "):
         trainer_of(**given)
 
 
@@ -87,7 +87,7 @@ def test_a_model_that_is_compiled_already_is_refused(spoil):
     }.items():
         with pytest.raises(ModelError, match=rf"^PPOTrainer: the {what} is compiled; .*ppo\.compile=true"):
             trainer_of(**given)
-    with pytest.raises(ModelError, match="the policy is a OptimizedModule, not a transformers model"):
+    with pytest.raises(ModelError, match="policy .*OptimizedModule.*transformers"):
         trainer_of(torch.compile(tiny_model(), backend="eager"))
 
 
@@ -97,9 +97,9 @@ def test_training_without_gradients_is_refused_at_the_start(switched_off):
     trainer = trainer_of(reward=lambda completions: asked.append(1) or [0.0] * len(completions))
     asked.clear()
     with switched_off():
-        with pytest.raises(TrainingError, match="train: gradients are off"):
+        with pytest.raises(TrainingError, match="^train: .*no_grad"):
             trainer.train()
-        with pytest.raises(TrainingError, match="step: gradients are off"):
+        with pytest.raises(TrainingError, match="^step: .*no_grad"):
             trainer.step(**GOOD_STEP)
     assert (asked, trainer.state.iteration) == ([], 0)
 
@@ -107,7 +107,7 @@ def test_training_without_gradients_is_refused_at_the_start(switched_off):
 def test_a_model_that_was_made_without_gradients_is_refused():
     with torch.inference_mode():
         model = tiny_model()
-    with pytest.raises(ModelError, match=r"the policy was made under torch\.inference_mode"):
+    with pytest.raises(ModelError, match=r"policy .*torch\.inference_mode"):
         trainer_of(model)
 
 
@@ -136,7 +136,7 @@ def test_after_an_interrupted_update_nothing_trains_until_a_checkpoint_is_loaded
         with pytest.raises(KeyboardInterrupt):
             trainer.train(output_dir=tmp_path)
     for call in (trainer.train, lambda: trainer.step(**GOOD_STEP), lambda: trainer.save_checkpoint(tmp_path)):
-        with pytest.raises(TrainingError, match="interrupted after iteration 1"):
+        with pytest.raises(TrainingError, match="iteration 1"):
             call()
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     assert repeatable(trainer.history) == repeatable(whole.history)
@@ -205,9 +205,9 @@ def test_a_decoder_with_the_cache_of_an_encoder_decoder_trains():
 @pytest.mark.parametrize("kind", [type(tiny_model("gpt2")), GPT2ForTokenClassification, GPT2Model])
 def test_a_reward_model_that_gives_no_text_one_score_is_refused_by_its_kind(kind):
     for labels in (1, 2):
-        with pytest.raises(ModelError, match=f"sequence classifier with num_labels=1, this is a {kind.__name__}$"):
+        with pytest.raises(ModelError, match=f"num_labels=1; .*{kind.__name__}$"):
             trainer_of(reward=gpt2(kind, num_labels=labels))
-    with pytest.raises(ModelError, match=r"num_labels=1, this model has 2$"):
+    with pytest.raises(ModelError, match=r"num_labels=1; .* 2$"):
         trainer_of(reward=gpt2(GPT2ForSequenceClassification, num_labels=2))
 
 
@@ -217,7 +217,7 @@ def test_a_reward_model_that_gives_no_text_one_score_is_refused_by_its_kind(kind
 def test_a_classifier_whose_head_the_critic_would_lose_is_refused(kind):
     """Both call their heads `classifier`."""
     model = kind[1](kind[0](**SHAPE))
-    with pytest.raises(ModelError, match=r"^PPOTrainer: the value model has no linear head `score` with one output"):
+    with pytest.raises(ModelError, match=r"value model .*`score`.*num_labels=1"):
         trainer_of(value_model=model)
 
 

@@ -59,20 +59,20 @@ def test_by_the_attention_mask_the_end_of_text_is_padding_or_text(side: str):
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_a_pad_token_that_has_another_meaning_is_refused_with_its_row(pad_token: str, pad: int, side: str):
     trainer = trainer_of(pad_token)
-    with pytest.raises(DataError, match=rf"^query 1 has '{pad_token}' at an end.*attention_mask"):
+    with pytest.raises(DataError, match=rf"^query 1 .*'{pad_token}'.*attention_mask"):
         trainer.generate(padded(QUERIES, pad, side))
-    with pytest.raises(DataError, match=rf"^response [12] has '{pad_token}' at an end"):
+    with pytest.raises(DataError, match=rf"^response [12] .*'{pad_token}'"):
         trainer.step(QUERIES, padded(RESPONSES, pad, side), SCORES)
-    with pytest.raises(DataError, match=rf"^query 0 has '{pad_token}' at an end"):
+    with pytest.raises(DataError, match=rf"^query 0 .*'{pad_token}'"):
         trainer.generate(torch.tensor([pad, pad, 4, 5]))
     if pad != END:
-        with pytest.raises(DataError, match=rf"^response 1 has '{pad_token}' at an end"):
+        with pytest.raises(DataError, match=rf"^response 1 .*'{pad_token}'"):
             trainer.step(QUERIES, [torch.tensor(row) for row in ([6, 7], [6, pad], [5, 5], [9])], SCORES)
 
 
 def test_a_pad_token_that_stands_in_a_text_is_refused_at_its_ends():
     trainer = trainer_of()
-    with pytest.raises(DataError, match=r"^query 1 has '<pad>' at an end"):
+    with pytest.raises(DataError, match="^query 1 .*'<pad>'"):
         trainer.generate([torch.tensor([4, 5]), torch.tensor([4, PAD, 5, PAD, PAD])])
     trainer.generate([torch.tensor([4, PAD, 5])])
 
@@ -90,7 +90,7 @@ def test_a_pad_token_that_begins_all_texts_or_ends_a_response_is_text():
 
 
 def test_a_row_of_padding_alone_is_refused():
-    with pytest.raises(DataError, match=r"^query 1: .* at least one token"):
+    with pytest.raises(DataError, match="^query 1: "):
         trainer_of().generate(torch.tensor([[4, 5], [PAD, PAD]]))
 
 
@@ -114,7 +114,7 @@ def test_responses_that_begin_with_their_queries_are_refused():
     trainer = trainer_of()
     whole = trainer.generate(QUERIES, max_new_tokens=2)
     for responses in (whole, padded(whole, PAD)):
-        with pytest.raises(DataError, match=r"^step: each response begins with its query; .*return_prompt=False"):
+        with pytest.raises(DataError, match="^step: .*query.*return_prompt=False"):
             trainer.step(QUERIES, responses, SCORES)
     assert trainer.state.iteration == 0
 
@@ -129,7 +129,7 @@ def test_padding_of_prompts_that_are_token_ids_is_taken_off():
     rows = {"input_ids": [[PAD, PAD, 4], [4, 5, 6]]}
     assert prompt_ids(rows) == [[4], [4, 5, 6]]
     assert prompt_ids({**rows, "attention_mask": [[0, 1, 1], [1, 1, 1]]}) == [[PAD, 4], [4, 5, 6]]
-    with pytest.raises(DataError, match=r"^prompt 0 has '</s>' at an end"):
+    with pytest.raises(DataError, match="^prompt 0 .*'</s>'"):
         prompt_ids({"input_ids": [[END, 4], [4, 5]]}, pad_token="</s>")
 
 
@@ -151,8 +151,8 @@ def test_several_responses_to_a_query_stand_together_with_noise_of_their_own():
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"num_return_sequences": 0}, "1 or more"),
-        ({"num_return_sequences": 2, "do_sample": False}, "one greedy response"),
+        ({"num_return_sequences": 0}, "1"),
+        ({"num_return_sequences": 2, "do_sample": False}, "greedy.*do_sample=True"),
     ],
 )
 def test_a_number_of_responses_that_makes_no_sense_is_refused(given: dict[str, Any], line: str):

@@ -1,4 +1,4 @@
-"""What PPOTrainer's training writes down and shows, of each iteration and when it ends by an exception."""
+"""Logging, checkpoints and interruption of `PPOTrainer.train`: after each iteration, and after an exception."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 10.0  # a terminal has a bar beside the lines
+LINE_INTERVAL_S = 10.0  # seconds between log lines; a terminal shows a progress bar in between
 
 
 class Bookkeeper(Epilogue):
-    """Keeps the records of one call of `train` in a folder; without one nothing is saved."""
+    """Saves and evaluates each iteration of one call of `train`; `directory=None` saves nothing."""
 
     def __init__(
         self,
@@ -53,46 +53,49 @@ class Bookkeeper(Epilogue):
         self.show, self._held_out, self._directory = show, held_out, directory
 
     def before_update(self, experience: Experience) -> None:
-        """Keep the completions of a sampled iteration."""
+        """Write this iteration's completions to the directory, if completions of this iteration are to be logged."""
         is_sampled = self.state.config.samples(experience.rollouts.iteration)
         if is_sampled and self._directory is not None and is_main_process():
             write_completions(self._directory, completion_rows(experience, self.state.tokenizer))
 
     def save_if_due(self) -> bool:
-        """Save the iteration if its checkpoint is due and there is a folder; return whether it is saved."""
+        """Save a checkpoint if one is due and there is a directory; return whether it was saved."""
         is_saved = self._directory is not None and self.state.checkpoint_due
         if is_saved:
             self.save()
         return is_saved
 
     def evaluate(self) -> Mapping[str, Any] | None:
-        """Evaluate the policy on the held-out prompts if that is due, and return the row of their log."""
+        """Evaluate the policy on the held-out prompts if an evaluation is due; return its row in the log, else None."""
         if self._held_out is None or not is_due(self.state):
             return None
         say(verdict_line(self._held_out.evaluate(self._directory).metrics))
         return self._held_out.rows[-1]
 
     def asked_by(self) -> int | None:
-        """Return SIGINT if a Ctrl-C came to any process in its update; outside an update it ends training at once."""
+        """Return SIGINT if any process received Ctrl-C during its update, else None.
+
+        Outside an update Ctrl-C ends training at once.
+        """
         return signal.SIGINT if self.state.stopping else None
 
     def interruption(self, signum: int, why: str) -> BaseException:
-        """Return what Python raises after Ctrl-C, or that `max_time` is over."""
+        """Return the exception that ends training: KeyboardInterrupt, or RunInterruptedError with the reason `why`."""
         return RunInterruptedError(signum, why) if why else KeyboardInterrupt()
 
 
 @contextmanager
 def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
-    """Yield a function that shows an iteration; save the last one on an error.
+    """Yield a function that shows an iteration's metrics; if the block raises, save the last whole iteration.
 
-    Beside the lines a terminal has a bar, if logging is not set up. Only the main process saves: the others may never
-    get here.
+    A terminal also shows a progress bar, unless logging is set up. Only the main process saves, without a collective:
+    after an error the other processes may never reach one.
     """
-    hidden = True if log.hasHandlers() or not is_main_process() else None
+    is_bar_disabled = True if log.hasHandlers() or not is_main_process() else None
     done, total = state.iteration, state.total_iterations
     lines = Lines(done, total, LINE_INTERVAL_S)
     try:
-        with _finishing_updates(state), tqdm(desc="PPO", initial=done, total=total, disable=hidden) as bar:
+        with _finishing_updates(state), tqdm(desc="PPO", initial=done, total=total, disable=is_bar_disabled) as bar:
 
             def show(iteration: int, metrics: Mapping[str, float]) -> None:
                 lines.show(iteration, metrics)
@@ -105,19 +108,22 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
             raise
         try:
             if state.updating:
-                log.warning("Nothing is saved: iteration %d was half-way through its update.", state.iteration + 1)
+                log.warning(
+                    "No checkpoint is saved: iteration %d was interrupted during its update.", state.iteration + 1
+                )
             elif not (directory / files.checkpoint_name(state.iteration)).exists():
                 log.warning("The last whole iteration is saved: %s", write_checkpoint(directory, state))
-        except CheckpointError as error:  # the exception that ends the training counts more
+        except CheckpointError as error:  # only a warning, so that the exception that ended training is raised
             log.warning("%s", error)
         raise
 
 
 @contextmanager
 def _finishing_updates(state: TrainingState) -> Iterator[None]:
-    """Let the first Ctrl-C in an update ask for the end after this iteration: half an update cannot be saved.
+    """Let the first Ctrl-C during an update stop training after this iteration: half an update cannot be saved.
 
-    A handler that is not Python's own stays, and so does one outside the main thread, where Python allows no change.
+    A SIGINT handler other than Python's default is kept. Outside the main thread Python allows no new handler, so there
+    the handler is kept, too.
     """
     process, asked_at = os.getpid(), -math.inf
 
@@ -128,14 +134,16 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
             raise KeyboardInterrupt
         if not state.stop_requested:
             state.stop_requested, asked_at = True, now
-            if is_main_process():  # no logging: it may be what the signal interrupted
+            if is_main_process():  # os.write, not logging: the signal may have interrupted a logging call
                 line = (
                     f"\nCtrl-C: finishing iteration {state.iteration + 1}, then stopping; a second one stops at once.\n"
                 )
                 os.write(2, line.encode())
 
-    own = signal.default_int_handler
-    is_changed = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is own
+    default_handler = signal.default_int_handler
+    is_changed = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default_handler
+    )
     if is_changed:
         signal.signal(signal.SIGINT, handle)
     try:
@@ -143,12 +151,12 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
     finally:
         state.stop_requested = False
         if is_changed:
-            signal.signal(signal.SIGINT, own)
+            signal.signal(signal.SIGINT, default_handler)
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:
-    """Return an evaluation's metrics at a glance."""
-    rate, low, high = (100.0 * metrics[f"eval/win_rate{end}"] for end in ("", "_low", "_high"))
+    """Return an evaluation's win rate, mean rewards and KL in one line."""
+    rate, low, high = (100.0 * metrics[f"eval/win_rate{suffix}"] for suffix in ("", "_low", "_high"))
     return (
         f"Held-out prompts: win rate {rate:.0f} % against the reference policy (95 % interval {low:.0f} to {high:.0f} "
         f"%), reward {metrics['eval/reward']:z.3f} (reference {metrics['eval/reward_sft']:z.3f}), "
@@ -157,13 +165,13 @@ def verdict_line(metrics: Mapping[str, float]) -> str:
 
 
 def warn(state: TrainingState, *, evaluates: bool) -> None:
-    """Log, in the main process, settings that are unusual, slow on this device, or of no effect in PPOTrainer."""
+    """Warn, in the main process, of settings that are unusual, slow on this device, or without effect in PPOTrainer."""
     if not is_main_process():
         return
     for line in state.config.advice(parameters=state.policy.num_parameters()):
         log.warning("%s", line)
-    if slow := precision_warning(state.config, state.device):
-        log.warning("%s", slow)
+    if line := precision_warning(state.config, state.device):
+        log.warning("%s", line)
     without_effect = {"shutdown_grace_s": ", where a second Ctrl-C ends the wait"}
     if not evaluates:
         without_effect["eval_interval"] = " without evaluation_prompts"

@@ -1,4 +1,4 @@
-"""PPOTrainer's evaluation on held-out prompts, by the pipeline's own functions."""
+"""PPOTrainer's evaluation on held-out prompts, with the functions that the pipeline calls."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import is_main_process, on_main
-from ppo_rlhf.trainer.inputs import few_answered
+from ppo_rlhf.trainer.inputs import probe_batch
 
 log = logging.getLogger(__name__)
 
 
 class Evaluated(NamedTuple):
-    """What `PPOTrainer.evaluate` returns."""
+    """The result of `PPOTrainer.evaluate`."""
 
     metrics: dict[str, float]
     """The `eval/*` metrics of docs/metrics.md."""
     completions: pd.DataFrame
-    """A row a prompt: prompt, response, response_ids, reward, judge_score (with a judge), kl (nats), length (tokens),
-    terminated, sft_response, sft_score (what decides the win rate)."""
+    """One row per prompt, with the columns prompt, response, response_ids, reward, judge_score (with a judge), kl
+    (nats), length (tokens), terminated, sft_response, and sft_score (the score of sft_response that the win rate
+    compares)."""
 
 
 def take_held_out(
@@ -41,40 +42,45 @@ def take_held_out(
     scorer: RewardScorer | None,
     trained: PromptDataset | None,
 ) -> RewardFunction | None:
-    """Check what PPOTrainer is given for its evaluation, and return the judge as a function; None: there is none.
+    """Check PPOTrainer's arguments for evaluation, and return the judge as a function, or None without a judge.
 
-    A judge is `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`. Held-out prompts that are
-    trained on, too, are counted in a warning.
+    Args:
+        prompts: The held-out prompts.
+        judge: A function `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
+        scorer: The reward.
+        trained: The training prompts. A warning counts the held-out prompts that are among them.
 
     Raises:
-        ConfigError: The judge is no function, or there is a judge without prompts, or prompts without a reward.
-        DataError, RewardError: The judge cannot read the prompts, or fails on two of them.
+        ConfigError: The judge is not a function, or there is a judge without prompts, or prompts without a reward.
+        DataError, RewardError: The judge cannot read the prompts, or fails on the first two of them.
     """
     if prompts is None:
         if judge is not None:
-            raise ConfigError("PPOTrainer: judge decides between answers to evaluation_prompts; give these, too")
+            raise ConfigError(
+                "PPOTrainer: judge compares responses to evaluation_prompts; give evaluation_prompts, too"
+            )
         return None
     if scorer is None:
-        raise ConfigError("PPOTrainer: evaluation_prompts are answered and scored by the reward; give a reward, too")
-    known = set() if trained is None else {*trained.texts}
-    if (shared := sum(text in known for text in prompts.texts)) and is_main_process():
-        log.warning("PPO trains on %d of the %d evaluation_prompts.", shared, len(prompts))
+        raise ConfigError("PPOTrainer: responses to evaluation_prompts are scored by the reward; give a reward, too")
+    training_texts = set() if trained is None else {*trained.texts}
+    if (shared := sum(text in training_texts for text in prompts.texts)) and is_main_process():
+        log.warning("%d of the %d evaluation_prompts are also training prompts.", shared, len(prompts))
     if isinstance(judge, nn.Module) or not (judge is None or isinstance(judge, str) or callable(judge)):
         raise ConfigError(f"PPOTrainer: judge is a {type(judge).__name__}; give a function, or its module:name")
     function = load_function(judge) if isinstance(judge, str) else judge
     if function is not None:
-        batch = few_answered(prompts)
+        batch = probe_batch(prompts)
         columns = batch.all_columns | {AGAINST: [""] * len(batch)}
         on_main(partial(call_reward_function, function, "judge", batch.prompts, batch.completions, columns))
     return function
 
 
 class HeldOut:
-    """Evaluates a trainer's policy on held-out prompts, all of them, with one response to each.
+    """Evaluates a trainer's policy on all held-out prompts, with one response per prompt.
 
     Attributes:
-        rows: One for each evaluated iteration, oldest first, as in the pipeline's log: `iteration`, the `eval/*`
-            metrics, and `scores` of those that were the best so far.
+        rows: One row per evaluated iteration, oldest first, as in the pipeline's log: `iteration`, the `eval/*`
+            metrics, and `scores` if the iteration was the best so far.
     """
 
     def __init__(
@@ -87,11 +93,11 @@ class HeldOut:
         *,
         by_reward: bool,
     ) -> None:
-        """Take the held-out prompts and the judge (`take_held_out`); without one the reward decides the win rate.
+        """Prepare the evaluation; without a judge (`take_held_out`) the reward decides the win rate.
 
-        `by_reward` says that the reward that trains decides it, also as the judge.
+        `by_reward` is True if the training reward decides the win rate, also when the judge is that same function.
         """
-        described = "the reward" if judge is None else "the judge"
+        description = "the reward" if judge is None else "the judge"
         self._evaluator = evaluator_of(
             state.tokenizer,
             prompts,
@@ -99,7 +105,7 @@ class HeldOut:
             state.config,
             trained=state.sampling,
             evaluation=EvaluationConfig(iteration_prompts=len(prompts)),
-            judge=ResolvedJudge(judge=judge, rates={}, description=described),
+            judge=ResolvedJudge(judge=judge, rates={}, description=description),
         )
         self._state, self._reference, self._by_reward = state, reference_policy, by_reward
         self.rows: list[dict[str, Any]] = []
@@ -109,24 +115,24 @@ class HeldOut:
         return self._evaluator.evaluate(self._reference, None, device=self._state.device)
 
     def evaluate(self, directory: Path | None = None) -> Evaluated:
-        """Evaluate the policy as it is now, note it in `rows`, and in the log of a directory if one is given."""
+        """Evaluate the current policy; add the result to `rows`, and to the log of `directory` if one is given."""
         row, evaluated = evaluate_iteration(
             self._state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
         )
-        self.rows = [*(each for each in self.rows if each["iteration"] != row["iteration"]), row]
+        self.rows = [*(earlier for earlier in self.rows if earlier["iteration"] != row["iteration"]), row]
         if directory is not None and is_main_process():
             add_evaluation(directory, row)
-        of_sft = {"sft_response": self._sft.completions, "sft_score": self._sft.deciding_scores}
-        return Evaluated(_metrics(row), evaluated.to_frame().assign(**of_sft))
+        sft_columns = {"sft_response": self._sft.completions, "sft_score": self._sft.deciding_scores}
+        return Evaluated(_metrics(row), evaluated.to_frame().assign(**sft_columns))
 
     def resume(self, directory: Path, iteration: int) -> None:
-        """Take the evaluations before an iteration from a directory's log."""
+        """Read the evaluations of earlier iterations than `iteration` from a directory's log into `rows`."""
         self.rows = [row for row in read_evaluations(directory) if row["iteration"] < iteration]
 
     def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return the history of a run, each row with the metrics of its evaluation, if there was one."""
-        of_iteration = {row["iteration"]: row for row in self.rows}
-        return [row | _metrics(of_iteration.get(row["iteration"], {})) for row in history]
+        """Return a run's history; rows of evaluated iterations also have the `eval/*` metrics."""
+        evaluations = {row["iteration"]: row for row in self.rows}
+        return [row | _metrics(evaluations.get(row["iteration"], {})) for row in history]
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float]:

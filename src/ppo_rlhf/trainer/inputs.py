@@ -1,4 +1,4 @@
-"""Inputs of PPOTrainer beside its models: prompts, rewards, queries, responses and scores."""
+"""The inputs of PPOTrainer other than its models: prompts, rewards, queries, responses and scores."""
 
 from __future__ import annotations
 
@@ -44,10 +44,15 @@ def take_prompts(
 ) -> PromptDataset:
     """Return prompts as a tokenised dataset.
 
-    Prompts are texts, chats or token ids in a list, an array or a column of a table; a table (pandas, `datasets`, rows,
-    a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a
-    PromptDataset. A prompt and its response have at most `context` tokens; errors say `why` if that is not the policy's
-    context, and call the prompts by the `name` of PPOTrainer's argument.
+    Args:
+        prompts: Texts, chats or token ids as a list, an array or a column of a table; a table (pandas, `datasets`, a
+            list of rows, a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns are
+            passed to reward functions; or a PromptDataset.
+        name: The name of PPOTrainer's argument, for errors.
+        policy: Its tokenizer reads the prompts.
+        config: Hyperparameters.
+        context: The most tokens of a prompt with its response; None sets no limit.
+        why: The reason for `context`, for errors, if it is not the policy's own context.
 
     Raises:
         DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
@@ -55,38 +60,38 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    given, tokenizer = _columns(prompts, name), policy.tokenizer
+    columns, tokenizer = _columns(prompts, name), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
-    if given.keys() & {"prompt", *CONVERSATIONS}:
-        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", name)
-    if TOKENS not in given:
-        names = ", ".join(map(str, given))
+    if columns.keys() & {"prompt", *CONVERSATIONS}:
+        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(columns), "prompt", name)
+    if TOKENS not in columns:
+        names = ", ".join(map(str, columns))
         raise DataError(f"PPOTrainer: {name} has no column `prompt` or `{TOKENS}`; the columns are {names}")
-    rows = list(given[TOKENS])
-    if MASK in given:
+    rows = list(columns[TOKENS])
+    if MASK in columns:
         try:
-            pairs = [zip(*row, strict=True) for row in zip(rows, given[MASK], strict=True)]
+            pairs = [zip(*row, strict=True) for row in zip(rows, columns[MASK], strict=True)]
             rows = [[token for token, is_text in row if is_text] for row in pairs]
         except (TypeError, ValueError):
-            raise DataError(f"PPOTrainer: {name} has not one number of `{MASK}` for each of `{TOKENS}`") from None
+            raise DataError(f"PPOTrainer: {name}: each row of `{MASK}` needs as many numbers as `{TOKENS}`") from None
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
-    others = {column: given[column] for column in given if column not in (TOKENS, MASK)}
-    prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(each) for each in ids]}
-    table = table_of({**others, **prompts})
+    other_columns = {column: columns[column] for column in columns if column not in (TOKENS, MASK)}
+    prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(row) for row in ids]}
+    table = table_of({**other_columns, **prompts})
     return PromptDataset.of_table(reader.fit(table, name))
 
 
 def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # of a tensor, an array, a Series
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # tensor, NumPy array or pandas Series
     if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
-            if strange := [row for row in prompts if not isinstance(row, Mapping)]:
-                raise DataError(f"PPOTrainer: {argument} has rows of columns, and {strange[0]!r:.60}; give one kind")
+            if non_mappings := [row for row in prompts if not isinstance(row, Mapping)]:
+                raise DataError(f"PPOTrainer: {argument} mixes mappings with {non_mappings[0]!r:.60}; give one kind")
             names = dict.fromkeys(name for row in prompts for name in row)
             return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
@@ -94,27 +99,29 @@ def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, Dataset):
         check_texts(prompts, f"PPOTrainer: {argument}")
         return {name: prompts[name] for name in prompts.column_names}
-    if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
+    if isinstance(prompts, Mapping) and not hasattr(
+        prompts, "column_names"
+    ):  # a DatasetDict is a Mapping with column_names
         if texts := [column for column, rows in prompts.items() if isinstance(rows, str)]:
-            raise DataError(f"PPOTrainer: {argument} has one text as column `{texts[0]}`; give a list of texts")
+            raise DataError(f"PPOTrainer: {argument}: column `{texts[0]}` is a single text; give a list of texts")
         return prompts
     raise DataError(
         f"PPOTrainer: {argument} is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
-        "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
-        "Dataset.from_list of a stream"
+        "`input_ids`) of texts, chats or token ids, or a PromptDataset. Of a DatasetDict give one split, and turn a "
+        "stream into a table with Dataset.from_list"
     )
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
-    """Return the scorer of responses, None if no reward is given.
+    """Return the scorer of responses, or None without a reward.
 
-    A reward is a function `reward(prompts, completions, **columns)`; a reward model as an object, or in a tuple with
-    its tokenizer if that is not the policy's; its directory; a RewardConfig; or a RewardScorer. None takes
-    `reward_model_path`.
+    `reward` is one of: a function `reward(prompts, completions, **columns)`; a reward model; a tuple (reward model,
+    tokenizer) if the reward model's tokenizer is not the policy's; a reward model's directory; a RewardConfig; a
+    RewardScorer. With None the reward model is loaded from `reward_model_path`, if that is set.
 
     Raises:
         ConfigError: The type of the reward is unknown.
-        ModelError: The reward model cannot be used, or cannot be the start of the critic.
+        ModelError: The reward model cannot be used, or the critic cannot be initialised from it.
     """
     device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
     offload = config.offload_reward_model
@@ -131,23 +138,25 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
-        own = tokenizer or policy.tokenizer
-        _check_ids_of_critic(own, policy, config)
+        model_tokenizer = tokenizer or policy.tokenizer
+        _check_ids_of_critic(model_tokenizer, policy, config)
         model = take_over(model, "reward model", dtype, HOST if offload else device).requires_grad_(False)
-        if isinstance(score := getattr(model, "score", None), nn.Linear):  # whatever the configuration says
+        if isinstance(
+            score := getattr(model, "score", None), nn.Linear
+        ):  # the head's size counts, not the configuration
             model.config.num_labels = score.out_features
         if why := why_no_reward_model(type(model).__name__, model.config):
-            raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
+            raise ModelError(f"PPOTrainer: a reward model must be a sequence classifier with num_labels=1; {why}")
         model = with_mean(model)
         if offload:
             to_host(model)
         if tokenizer is None:
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
-        templates_of(own, "PPOTrainer: the reward model's tokenizer")
-        ensure_pad_token(own, model.config)
-        ensure_pad_id(model, own)
-        scoring = scorers.ModelScorer(model, own, policy.tokenizer, batch_size, device)
-        return RewardScorer([("model", 1.0, scoring)], model)
+        templates_of(model_tokenizer, "PPOTrainer: the reward model's tokenizer")
+        ensure_pad_token(model_tokenizer, model.config)
+        ensure_pad_id(model, model_tokenizer)
+        scorer = scorers.ModelScorer(model, model_tokenizer, policy.tokenizer, batch_size, device)
+        return RewardScorer([("model", 1.0, scorer)], model)
     if offload:
         raise ConfigError(scorers.NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):
@@ -163,7 +172,10 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
 
 
 def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
-    """Return what a resumed run compares of its reward: its parts, and its functions, which may be fixed."""
+    """Return the parts of a reward whose fingerprints a resumed run compares.
+
+    Reward functions stand under the key `MENDABLE`: a resumed run may change their code.
+    """
     if scorer is None:
         return {}
     own = {name: value for name, value in vars(scorer).items() if (name, value) != ("normalise", "total")}
@@ -172,66 +184,76 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
 
 
 def origin_of_prompts(prompts: PromptDataset | None, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return what a resumed run compares of its prompts, in memory: chats before a template that prints the date."""
+    """Return the prompts, loaded into memory, whose fingerprint a resumed run compares.
+
+    If the chat template prints the date, the chats themselves are returned, since their texts differ from day to day.
+    """
     if prompts is None:
         return None
-    held = prompts.select(range(len(prompts)))
-    if not held.has_chats or not printed_dates(tokenizer):
-        return held
-    rows = zip(held.chats, held.texts, held.prompt_ids, strict=True)
-    return [[chat or [text, ids] for chat, text, ids in rows], held.columns, templates_of(tokenizer)]
+    loaded = prompts.select(range(len(prompts)))
+    if not loaded.has_chats or not printed_dates(tokenizer):
+        return loaded
+    rows = zip(loaded.chats, loaded.texts, loaded.prompt_ids, strict=True)
+    return [[chat or [text, ids] for chat, text, ids in rows], loaded.columns, templates_of(tokenizer)]
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
-    """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
+    """Call each reward function on a `probe_batch`, as the pipeline does before a run, and raise its error."""
     if functions := scorers.functions_of(scorer):
-        batch = few_answered(prompts)
+        batch = probe_batch(prompts)
         if 2 in [function(batch).dim() for function in functions]:
             check_token_rewards(config)
 
 
-def few_answered(prompts: PromptDataset) -> ResponseBatch:
-    """Return two prompts that stand for their responses; raise `DataError` if functions cannot get their columns."""
+def probe_batch(prompts: PromptDataset) -> ResponseBatch:
+    """Return the first two prompts as a batch, with each prompt's text as its response, to try reward functions on.
+
+    Raises:
+        DataError: A column's name cannot be an argument of a reward function.
+    """
     check_column_names(prompts.columns, "prompts")
-    few = prompts.select(range(min(2, len(prompts))))
+    first_rows = prompts.select(range(min(2, len(prompts))))
     chats = [
         None if chat is None else answered(chat, text)
-        for chat, text in zip(few.messages, few.texts, strict=False)  # or no chats
+        for chat, text in zip(first_rows.messages, first_rows.texts, strict=False)  # `messages` is empty without chats
     ]
     return ResponseBatch(
-        prompts=few.texts,
-        completions=few.texts,
-        columns=few.columns,
-        prompt_ids=few.prompt_ids,
-        response_ids=few.prompt_ids,
-        terminated=[True] * len(few),
+        prompts=first_rows.texts,
+        completions=first_rows.texts,
+        columns=first_rows.columns,
+        prompt_ids=first_rows.prompt_ids,
+        response_ids=first_rows.prompt_ids,
+        terminated=[True] * len(first_rows),
         chats=chats,
     )
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
-    """Return a scorer that gives these scores to any responses.
+    """Return a scorer that returns these scores for any batch.
 
     Raises:
-        RewardError: The scores are not one number for each row, finite in float32.
+        RewardError: `scores` are not `rows` numbers, or one is not finite in float32.
     """
     try:
         values = [float(score) for score in scores]
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's own for a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: an element with several numbers
         raise RewardError(f"step: scores must be one number for each response: {error}") from None
     if len(values) != rows:
-        raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
-    taken = torch.tensor(values, dtype=torch.float64)
-    if not (is_finite := taken.float().isfinite()).all():
+        raise RewardError(f"step: {len(values)} scores for {rows} responses; give one score per response")
+    values_B = torch.tensor(values, dtype=torch.float64)
+    if not (is_finite := values_B.float().isfinite()).all():
         row = int(is_finite.int().argmin())
-        raise RewardError(f"step: the score of response {row} is {values[row]}; give finite numbers in float32")
-    return RewardScorer([("given", 1.0, lambda _: taken)])
+        raise RewardError(f"step: the score of response {row} is {values[row]}; scores must be finite in float32")
+    return RewardScorer([("given", 1.0, lambda _: values_B)])
 
 
 def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
-    """Return token ids as lists, given as 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
+    """Return rows of token ids as lists.
 
-    `what` names a row in errors; `vocabulary` is the number of token ids.
+    Args:
+        rows: 1-D tensors, tensors `[1, n]` or lists; or one tensor `[N, n]` with N rows.
+        what: What a row is, such as `query`, for errors.
+        vocabulary: The number of token ids.
 
     Raises:
         DataError: There are no rows, or a row is empty or is not token ids of this vocabulary.
@@ -249,7 +271,7 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
                 f"{what} {row}: expected a 1-D tensor of token ids with at least one token, got {given:.60}"
             )
         if int(tensor.min()) < 0 or int(tensor.max()) >= vocabulary:
-            raise DataError(f"{what} {row}: token ids must be in 0 to {vocabulary - 1}, the model's vocabulary")
+            raise DataError(f"{what} {row}: token ids must be between 0 and {vocabulary - 1}, the model's vocabulary")
         result.append(tensor.tolist())
     if not result:
         raise DataError(f"there is no {what}")
@@ -261,53 +283,62 @@ def without_padding(
 ) -> list[list[int]]:
     """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
 
-    A pad token that also ends, begins or fills texts is left where all rows have one, or where it ends a response.
+    A pad token may have another meaning, too: begin-of-text, end-of-text, unknown token, stop token, or a token within
+    a row. Then a single one is kept as text where every row begins or ends with one, or where it ends a response.
 
     Raises:
-        DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
+        DataError: Such a pad token is at any other end, where it may be padding or text; or `token_lists` refuses a
+            row.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    ends = stops_of(config, tokenizer, model)
+    stop_ids = stops_of(config, tokenizer, model)
     ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
-    lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
-    firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]
-    texts = [row[first : len(row) - last] for row, first, last in zip(ids, firsts, lasts, strict=True)]
-    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *ends}
+    right = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]  # pad tokens at each end of each row
+    left = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, right, strict=True)]
+    texts = [row[first : len(row) - last] for row, first, last in zip(ids, left, right, strict=True)]
+    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *stop_ids}
     if pad not in meanings and not any(pad in text and text != row for text, row in zip(texts, ids, strict=True)):
         return token_lists(texts, what, vocabulary)
-    stops = what == "response" and pad in ends
-    for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-        if first > min(1, *firsts) or last > (stops or min(1, *lasts)):
+    ends_response = what == "response" and pad in stop_ids
+    for row, (first, last) in enumerate(zip(left, right, strict=True)):
+        if first > min(1, *left) or last > (ends_response or min(1, *right)):
             raise DataError(
-                f"{what} {row} has {tokenizer.pad_token!r} at an end, which may be padding or text: give rows without "
-                "padding, generate() the attention_mask, or the tokenizer a pad token of its own"
+                f"{what} {row} begins or ends with {tokenizer.pad_token!r}, which may be padding or text: give rows "
+                "without padding, pass the attention_mask to generate(), or set a pad token that no text has"
             )
     return ids
 
 
 def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
-    """Raise `DataError` if a query and its response, of `lengths` tokens, are longer than the context; None: no limit.
+    """Check that each query with its response fits into the context.
 
-    `why` is the reason for a context that is not the policy's, for the error.
+    Args:
+        queries: Token ids of each query.
+        lengths: Tokens of each response.
+        context: The most tokens of both; None sets no limit.
+        why: The reason for `context`, for the error, if it is not the policy's own context.
+
+    Raises:
+        DataError: A query with its response is longer than the context.
     """
     for query, length in zip(queries, lengths, strict=True):
         if context is not None and len(query) + length > context:
             raise DataError(
                 f"a query of {len(query)} tokens leaves no room for a response of {length} in the model's context of "
-                f"{context}; shorten one of them{why}"
+                f"{context}; shorten the query or the response{why}"
             )
 
 
 def check_one_turn(config: PPOConfig) -> None:
-    """Raise `ConfigError` if responses have turns, whose tokens `generate` and `step` could not tell apart."""
+    """Raise `ConfigError` if `ppo.environment` is set: `generate` and `step` cannot mark who wrote which tokens."""
     if config.environment is not None:
         raise ConfigError(
-            f"ppo.environment={config.environment} is for train(); generate() and step() have responses of one turn"
+            f"ppo.environment={config.environment} is for train(); generate() and step() support only one turn"
         )
 
 
 def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:
-    """Return given responses, cut after their first stop token.
+    """Return the caller's responses, cut after their first stop token and padded to `response_length`.
 
     Raises:
         DataError: A response is longer than `response_length`.
@@ -315,14 +346,14 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
     longest, width = max(map(len, rows)), sampling.response_length
     if longest > width:
         raise DataError(
-            f"step: a response has {longest} tokens, ppo.response_length is {width}; raise that, or give responses "
-            "without their query (generate with return_prompt=False)"
+            f"step: a response has {longest} tokens, ppo.response_length is {width}; raise ppo.response_length, or "
+            "give responses without their query (generate with return_prompt=False)"
         )
-    given = torch.tensor([len(row) for row in rows])
+    row_lengths = torch.tensor([len(row) for row in rows])
     response_ids = torch.tensor([ids + [sampling.pad_token_id] * (width - len(ids)) for ids in rows])
     lengths, terminated = response_lengths(response_ids, sampling.stop_token_ids)
-    terminated &= lengths <= given  # a pad token that is a stop token ends no response
-    lengths = lengths.minimum(given)
+    terminated &= lengths <= row_lengths  # padding after a row does not end its response, even if pad is a stop token
+    lengths = lengths.minimum(row_lengths)
     is_response = torch.arange(width) < lengths[:, None]
     return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
 
@@ -331,6 +362,6 @@ def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedMode
     """Raise `ModelError` if the critic starts from a reward model whose tokenizer differs from the policy's."""
     if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
         raise ModelError(
-            "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
+            "PPOTrainer: ppo.value_model=reward_init: the reward model has another vocabulary than the policy; set "
             "ppo.value_model=separate"
         )

@@ -1,4 +1,4 @@
-"""The folder of a PPOTrainer's run: held by one process, of one run, with checkpoints to resume from."""
+"""The output directory of a PPOTrainer's run: its lock, the check that it holds no other run, its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,48 +17,56 @@ from ppo_rlhf.runtime.progress import say
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes from training in a directory.
+    """Lock a directory, so that no other process trains in it.
 
     Raises:
-        CheckpointError: Another process trains there.
+        CheckpointError: Another process trains in the directory.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def lock() -> None:
             file = lock_run(directory)
             if file is None:
                 raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
-            held.enter_context(file)
+            stack.enter_context(file)
 
         on_main(lock)
         yield
 
 
-def claim(folder: Path, own: set[Path]) -> None:
-    """Add a folder to those that hold this run; raise `ConfigError` if it holds another one."""
-    newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
-    if newest and folder.resolve() not in own:
-        raise ConfigError(
-            f"{folder} holds another run, up to iteration {newest[0]}: resume that run by "
-            "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
-        )
-    own.add(folder.resolve())
-
-
-def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> Path:
-    """Return the checkpoint that `train(resume_from_checkpoint=asked)` names.
+def claim(folder: Path, run_folders: set[Path]) -> None:
+    """Add a folder to `run_folders`, the folders that hold this run.
 
     Raises:
-        ConfigError: `asked` is True, and there is no `output_dir`.
-        CheckpointError: That directory has no whole checkpoint, or `asked` is the directory of a run.
+        ConfigError: The folder holds another run.
     """
-    if not isinstance(asked, bool):
-        checkpoint = Path(asked).expanduser()
+    newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
+    if newest and folder.resolve() not in run_folders:
+        raise ConfigError(
+            f"{folder} holds another run, up to iteration {newest[0]}: resume that run with "
+            "train(resume_from_checkpoint=True, output_dir=…), or give this run another folder"
+        )
+    run_folders.add(folder.resolve())
+
+
+def checkpoint_to_resume(resume_from: str | Path | bool, output_dir: Path | None) -> Path:
+    """Return the checkpoint that `train(resume_from_checkpoint=resume_from)` names.
+
+    Raises:
+        ConfigError: `resume_from` is True, and there is no `output_dir`.
+        CheckpointError: `output_dir` has no whole checkpoint, or `resume_from` is the directory of a run.
+    """
+    if not isinstance(resume_from, bool):
+        checkpoint = Path(resume_from).expanduser()
         if files.checkpoint_iterations(checkpoint):
-            raise CheckpointError(f"{asked} is a run's directory: name a checkpoint in it, or give True and output_dir")
+            raise CheckpointError(
+                f"{resume_from} is a run's directory: give one of its checkpoints, or True with output_dir"
+            )
         return checkpoint
     if output_dir is None:
-        raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
+        raise ConfigError(
+            "train: resume_from_checkpoint=True needs output_dir; give output_dir, or the checkpoint's path"
+        )
     newest = on_main(partial(files.newest_whole_checkpoint, output_dir))
     if newest is None:
         raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
@@ -66,7 +74,10 @@ def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> P
 
 
 def say_where(directory: Path, state: TrainingState) -> None:
-    """Say where the checkpoint of a training that ended is; a training that was complete before may have none here."""
+    """Print the path of the last checkpoint after training, if it is in `directory`.
+
+    A run that was complete before `train` was called may have its last checkpoint elsewhere.
+    """
     checkpoint = directory / files.checkpoint_name(state.iteration)
     if is_main_process() and checkpoint.exists():
         say(f"The last checkpoint is {checkpoint}")

@@ -1,4 +1,4 @@
-"""Responses to a user's own queries, with the noise that the next iteration's rollouts would have."""
+"""Sampling for `PPOTrainer.generate`: responses to a user's queries, with the noise of the next iteration."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ log = logging.getLogger(__name__)
 
 
 class QuerySampler:
-    """Samples from the policy of a training state, and counts the responses since the iteration began."""
+    """Samples responses from a training state's policy, and counts the rows sampled since the iteration began.
+
+    Attributes:
+        rows: Responses sampled since the iteration began.
+        answers: Token ids of these responses, without their queries.
+        vocabulary: The number of the policy's token ids.
+        limit: The context and the reason for it, from `context_of_all`.
+    """
 
     def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
         self._state = state
         self._warned = not is_main_process()
         self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
-        self.limit = limit  # from `context_of_all`
+        self.limit = limit
         self.start_iteration()
 
     def start_iteration(self) -> None:
-        """Count from 0 again."""
-        self.rows = 0  # responses sampled
-        self.answers: set[tuple[int, ...]] = set()  # those responses, without their queries
+        """Forget the rows of the iteration before."""
+        self.rows = 0
+        self.answers: set[tuple[int, ...]] = set()
 
     def generate(
         self,
@@ -58,27 +65,29 @@ class QuerySampler:
             raise DataError("generate: attention_mask needs queries in one tensor of the same shape")
         else:
             masks = attention_mask.bool().reshape(len(rows), -1)
-            real = [row[mask] for row, mask in zip(rows, masks, strict=True)]
-            prompt_ids = token_lists(real, "query", self.vocabulary)
+            unpadded = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+            prompt_ids = token_lists(unpadded, "query", self.vocabulary)
         arguments = dict(arguments)
         copies = arguments.pop("num_return_sequences", 1)
         counts = {"batch_size": 1 if batch_size is None else batch_size, "num_return_sequences": copies}
         for name, count in counts.items():
             if not isinstance(count, int) or count < 1:
-                raise ConfigError(f"generate: {name}={count!r} is not a whole number of 1 or more")
+                raise ConfigError(f"generate: {name}={count!r} must be an integer of at least 1")
         settings = _sampling(state.sampling, arguments, self.vocabulary)
         if copies > 1 and settings.top_k == 1:
-            raise ConfigError(f"generate: num_return_sequences={copies} would repeat one greedy response; sample")
+            raise ConfigError(
+                f"generate: num_return_sequences={copies} would repeat the greedy response; give do_sample=True"
+            )
         check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
         if settings.temperature != config.temperature and settings.top_k != 1 and not self._warned:
             self._warned = True
             log.warning(
-                "generate(temperature=%g): step() computes log-probabilities at ppo.temperature=%g; train at the "
-                "temperature that you sample at",
+                "generate(temperature=%g): step() computes log-probabilities at ppo.temperature=%g; use the same "
+                "temperature for both",
                 settings.temperature,
                 config.temperature,
             )
-        prompt_ids, rows = ([row for row in each for _ in range(copies)] for each in (prompt_ids, rows))
+        prompt_ids, rows = ([row for row in table for _ in range(copies)] for table in (prompt_ids, rows))
         if not self.rows:
             state.clock.restart()
         with state.clock.timed(SAMPLING):
@@ -103,12 +112,13 @@ class QuerySampler:
     def _noise(self, rows: int) -> Tensor:
         """Return uniforms `[rows, response_length]` for the next rows of this iteration.
 
-        The first `batch_size` rows have the noise of the rollout. Later rows, which no step trains on, have their own.
+        The first `batch_size` rows get the noise of the pipeline's rollouts. No step trains on later rows, which get
+        noise from separate streams.
         """
         config = self._state.config
         size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
-        numbers = range(first // size, (first + rows - 1) // size + 1)
-        streams = ["rollout" if number == 0 else f"rollout beyond {number}" for number in numbers]
+        batches = range(first // size, (first + rows - 1) // size + 1)
+        streams = ["rollout" if number == 0 else f"rollout beyond {number}" for number in batches]
         blocks = [episode_uniforms(config.seed, name, iteration, size, config.response_length) for name in streams]
         return torch.cat(blocks)[first % size :][:rows]
 
@@ -122,29 +132,29 @@ def _stop_ids(value: Any) -> dict[str, Any]:
 
 _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_new_tokens": lambda value: {"response_length": int(value)},
-    # before min_new_tokens, which wins if both are given
+    # Before min_new_tokens, which takes precedence if both are given.
     "min_length": lambda value: {"min_response_length": 0, "min_length": int(value or 0)},
     "min_new_tokens": lambda value: {"min_response_length": int(value or 0)},
     "temperature": lambda value: {"temperature": float(value)},
     "top_k": lambda value: {"top_k": int(value or 0)},
     "top_p": lambda value: {"top_p": 1.0 if value is None else float(value)},
-    "pad_token_id": lambda _: {},  # responses come without padding
+    "pad_token_id": lambda _: {},  # no effect: responses are returned without padding
     "eos_token_id": _stop_ids,
-    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},  # last: it overrides the filters
+    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},  # last: overrides top_k, top_p
 }
-"""Arguments of transformers' `generate`, as changes of the sampling settings."""
+"""For each argument of transformers' `generate`, the fields of SamplingSettings that it changes, in this order."""
 
 
 def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: int) -> SamplingSettings:
-    """Return the run's sampling settings, changed by arguments of `generate`.
+    """Return the run's sampling settings, changed by the arguments of `generate`.
 
-    An end-of-text id outside the vocabulary ends nothing.
+    Stop token ids outside the vocabulary are dropped.
     """
     for name, value in arguments.items():
         if name not in _ARGUMENTS:
             known = [*_ARGUMENTS, "num_return_sequences"]
             raise ConfigError(
-                f"generate: {name}={value!r} is not an argument of this sampler.{closest(name, known)} "
+                f"generate: {name}={value!r} is not supported.{closest(name, known)} "
                 f"The arguments are {', '.join(known)}"
             )
     changes: dict[str, Any] = {}
@@ -155,23 +165,23 @@ def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: i
             except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"generate: {name}={arguments[name]!r} is not a number") from None
     min_length = changes.pop("min_length", 0)
-    found = dataclasses.replace(run, **changes)
-    longest, length = run.response_length, found.response_length
+    settings = dataclasses.replace(run, **changes)
+    longest, length = run.response_length, settings.response_length
     rules = {
-        f"max_new_tokens={length} is not in 1 to ppo.response_length={longest}, the most tokens that a response may "
-        "have in training; lower it, or raise ppo.response_length": 1 <= length <= longest,
-        f"min_length={min_length} counts the query's tokens too; give min_new_tokens, or -1 for no minimum": (
+        f"max_new_tokens={length} is not between 1 and ppo.response_length={longest}, the most tokens of a response in "
+        "training; lower max_new_tokens, or raise ppo.response_length": 1 <= length <= longest,
+        f"min_length={min_length} counts the query's tokens, too; give min_new_tokens, or -1 for no minimum": (
             min_length <= 0
         ),
-        f"temperature={found.temperature:g} is not above 0; do_sample=False takes the most probable token": (
-            found.temperature > 0.0
+        f"temperature={settings.temperature:g} is not above 0; do_sample=False takes the most probable token": (
+            settings.temperature > 0.0
         ),
-        f"top_k={found.top_k} is below 0": found.top_k >= 0,
-        f"top_p={found.top_p:g} is not above 0 and at most 1": 0.0 < found.top_p <= 1.0,
-        f"min_new_tokens={found.min_response_length} is above the {length} tokens of a response": (
-            found.min_response_length <= length
+        f"top_k={settings.top_k} is below 0": settings.top_k >= 0,
+        f"top_p={settings.top_p:g} is not above 0 and at most 1": 0.0 < settings.top_p <= 1.0,
+        f"min_new_tokens={settings.min_response_length} is above max_new_tokens={length}": (
+            settings.min_response_length <= length
         ),
     }
     if broken := [text for text, holds in rules.items() if not holds]:
         raise ConfigError("\n".join(f"generate: {text}" for text in broken))
-    return dataclasses.replace(found, stop_token_ids=ids_within(found.stop_token_ids, vocabulary))
+    return dataclasses.replace(settings, stop_token_ids=ids_within(settings.stop_token_ids, vocabulary))

@@ -1,4 +1,4 @@
-"""The models given to PPOTrainer, as objects or paths, prepared as a run of the pipeline loads them."""
+"""The models given to PPOTrainer, as objects or paths, prepared as the pipeline prepares the models that it loads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ModelSource = PreTrainedModel | str | Path
 
 
 def check_places(*sources: Any) -> None:
-    """Raise `ModelError` for a path without a model, before any other is loaded and before the hub is asked."""
+    """Raise `ModelError` if a path holds no model, before any model is loaded and before any request to the hub."""
     for source in sources:
         if isinstance(source, Path) and not source.expanduser().exists():
             raise ModelError(f"{source}: there is no such model directory. A hub id is given as text, not as a Path.")
@@ -53,10 +53,10 @@ def take_policies(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
 ) -> tuple[TrainedModel, PreTrainedModel]:
-    """Return the policy, which trains, with tokenizer and value head, and the frozen reference.
+    """Return the policy to train, with its tokenizer and value head, and the frozen reference policy.
 
-    A model object changes in place: device, precision, no dropout. Without a reference it is the policy as it is now;
-    with LoRA the policy's weights without the adapter.
+    A model object is changed in place: device, precision, no dropout. With `reference=None` the reference is a frozen
+    copy of the policy; with LoRA it is the policy's own weights without the adapter.
 
     Raises:
         ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
@@ -72,7 +72,7 @@ def take_policies(
         if (adapter := as_adapter(handle)) and is_main_process():
             log.info("Policy: %s%s.", source, adapter)
     if tokenizer is None:
-        raise ConfigError("PPOTrainer: tokenizer is missing: a policy object has none, so give its tokenizer too")
+        raise ConfigError("PPOTrainer: tokenizer is missing: the policy is an object, so give its tokenizer, too")
     base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     base = _causal_lm(source, "policy", base_dtype, config, device)
     if base is source:
@@ -80,21 +80,21 @@ def take_policies(
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     templates_of(tokenizer, "PPOTrainer: tokenizer")
-    waits = HOST if config.offload_reference_policy else device
+    reference_device = HOST if config.offload_reference_policy else device
     if reference is not None:
-        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
-        own = {id(parameter) for parameter in base.parameters()}
-        if not config.use_peft and any(id(parameter) in own for parameter in frozen.parameters()):
+        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, reference_device)
+        policy_parameters = {id(parameter) for parameter in base.parameters()}
+        if not config.use_peft and any(id(parameter) in policy_parameters for parameter in frozen.parameters()):
             raise ConfigError(
-                "PPOTrainer: policy and reference_policy share weights, so the reference would train too and the KL "
+                "PPOTrainer: policy and reference_policy share weights, so the reference would train, too, and the KL "
                 "would stay 0; give reference_policy=None for a frozen copy"
             )
         check_same_vocabulary(frozen, base, "reference policy")
     elif config.use_peft:
         frozen = base
     else:
-        again = source if isinstance(source, str | Path) else copy.deepcopy(base)
-        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), config, waits)
+        copied_source = source if isinstance(source, str | Path) else copy.deepcopy(base)
+        frozen = _causal_lm(copied_source, "reference policy", frozen_dtype(config), config, reference_device)
     frozen.requires_grad_(False)
     if config.offload_reference_policy:
         to_host(frozen)
@@ -106,13 +106,14 @@ def take_policies(
 def take_critic(
     config: PPOConfig, policy: TrainedModel, reward_model: PreTrainedModel | None, value_model: ModelSource | None
 ) -> AnyCritic:
-    """Return the critic: from `value_model` if it is given, else by `ppo.value_model`.
+    """Return the critic: from `value_model` if that is given, else as `ppo.value_model` says.
 
-    A model is copied, and a path is that of a stored critic. With `reward_init`, as `compat.from_trl` writes it, a
-    sequence classifier may be given, as TRL's scripts do: it is the reward model that the critic starts from.
+    `value_model` is a model, which is copied, or the directory of a stored critic. `compat.from_trl` sets
+    `ppo.value_model=reward_init`; then `value_model` may be a sequence classifier, as in TRL's scripts: the reward
+    model that the critic is initialised from.
 
     Raises:
-        ConfigError: `value_model` and `ppo.value_model` say different things.
+        ConfigError: `value_model` contradicts `ppo.value_model`.
         ModelError: `value_model` cannot be used with this policy.
     """
     if value_model is None:
@@ -120,8 +121,8 @@ def take_critic(
     is_classifier = config.value_model == "reward_init" and hasattr(value_model, "score")
     if config.value_model not in ("separate", "pretrained") and not is_classifier:
         raise ConfigError(
-            f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: both give the "
-            "critic's start; leave out value_model, or set ppo.value_model=separate"
+            f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: each says what the "
+            "critic is initialised from; leave out value_model, or set ppo.value_model=separate"
         )
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     if isinstance(value_model, str | Path):
@@ -137,18 +138,19 @@ def take_critic(
     if not isinstance(score, nn.Linear) or score.out_features != 1:
         raise ModelError(
             "PPOTrainer: the value model has no linear head `score` with one output; give a sequence classifier with "
-            "such a head (num_labels=1), a causal language model, or only a backbone (model.base_model)"
+            "such a head (num_labels=1), a causal language model, or a backbone alone (model.base_model)"
         )
     return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
 
 
 def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Prepare a model in place as if it were loaded from its directory: precision, device, no dropout.
+    """Prepare a model in place as if it had been loaded from its directory: precision, device, no dropout.
 
-    Only parameters get the precision. Buffers such as rotary frequencies keep theirs, as when weights are loaded.
+    Only parameters are cast to `dtype`. Buffers such as rotary frequencies keep their dtype, as in from_pretrained.
 
     Raises:
-        ModelError: It is not a transformers model, has an adapter, or was wrapped by a trainer.
+        ModelError: The model is not a transformers model, has an adapter, is quantised or compiled, was made under
+            inference_mode, or was wrapped by a trainer.
     """
     _check_model(model, what)
     prepare(model, f"PPOTrainer: the {what}")
@@ -158,10 +160,10 @@ def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -
 
 
 def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str, remedy: str = "") -> None:
-    """Raise `ModelError` if a model's vocabulary has another size than the policy's."""
-    theirs, ours = (each.config.get_text_config().vocab_size for each in (model, policy))
-    if theirs != ours:
-        raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {theirs} tokens, the policy's {ours}{remedy}")
+    """Raise `ModelError` if the vocabularies of a model and the policy differ in size; the message ends in `remedy`."""
+    size, policy_size = (each.config.get_text_config().vocab_size for each in (model, policy))
+    if size != policy_size:
+        raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {size} tokens, the policy's {policy_size}{remedy}")
 
 
 def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
@@ -172,7 +174,7 @@ def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: 
     context, why = limits[shortest]
     if shortest == "policy":
         return context, why
-    return context, f". This is the context of the {shortest}; the policy's is longer{why}"
+    return context, f". This is the context of the {shortest}; the policy has a longer context{why}"
 
 
 def _causal_lm(
@@ -182,48 +184,53 @@ def _causal_lm(
         return load_causal_lm(PretrainedHandle(str(source)), dtype, config, device)
     if config.load_in_4bit:
         raise ConfigError(
-            f"PPOTrainer: ppo.load_in_4bit=true quantises a model while it is loaded, and the {what} is an object; "
-            "give its directory or hub id"
+            f"PPOTrainer: ppo.load_in_4bit=true quantises a model while loading it, but the {what} is an object; give "
+            "its directory or hub id"
         )
     model = take_over(source, what, dtype, device)
     if not model.can_generate():
         kind = type(model).__name__
-        raise ModelError(f"PPOTrainer: the {what} is a {kind}, which has no language-modelling head; give a causal one")
+        raise ModelError(
+            f"PPOTrainer: the {what} is a {kind}, which has no language-modelling head; give a causal language model"
+        )
     check_causal(model, f"PPOTrainer: the {what}")
     return model
 
 
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
-    """Return TRL's value head (`v_head`) from the folder that a model was loaded from: transformers leaves it out."""
-    place = model.name_or_path or ""
-    is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
-    head = PretrainedHandle(place).value_head() if place and is_there else None
+    """Return TRL's value head (`v_head`) from the directory or hub id that a model was loaded from, or None.
+
+    transformers does not load this head with the model.
+    """
+    source = model.name_or_path or ""
+    has_weights = any(Path(source, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(source)
+    head = PretrainedHandle(source).value_head() if source and has_weights else None
     if head is not None and is_main_process():
-        log.warning("The value head (v_head) of the %s is read from %s; transformers does not load it.", what, place)
+        log.warning("The value head (v_head) of the %s is read from %s; transformers does not load it.", what, source)
     return head
 
 
 def _check_model(model: Any, what: str) -> None:
-    saved = "save it, and give what from_pretrained loads of it"
+    reload = "save the original model, and give what from_pretrained loads"
     if isinstance(model, nn.Module) and has_adapter(model):
         raise ModelError(
-            f"PPOTrainer: the {what} has an adapter; give merge_and_unload().requires_grad_(True) of its PeftModel, "
-            "which peft's AutoPeftModelForCausalLM and the like load from a folder. ppo.use_peft trains a new adapter"
+            f"PPOTrainer: the {what} has an adapter; give the result of merge_and_unload().requires_grad_(True) of its "
+            "PeftModel, which peft's AutoPeftModelForCausalLM loads from a folder. ppo.use_peft trains a new adapter"
         )
     if not isinstance(model, transformers.PreTrainedModel):
-        raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
+        raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {reload}")
     modules = list(model.modules())
     refused = {
-        "is quantised; give the directory or hub id of the model itself, for 4 bits with ppo.load_in_4bit=true": (
+        "is quantised; give the directory or hub id of the unquantised model, for 4 bits with ppo.load_in_4bit=true": (
             getattr(model, "is_quantized", False)
         ),
-        "was wrapped by a trainer or by accelerate, so its copies would use the original's weights; " + saved: any(
+        "was wrapped by a trainer or by accelerate, so a copy would still use its weights; " + reload: any(
             "forward" in vars(module) for module in modules
         ),
-        "was made under torch.inference_mode; load it outside of that block": any(
+        "was made under torch.inference_mode; load it outside the inference_mode block": any(
             parameter.is_inference() for parameter in model.parameters()
         ),
-        f"is compiled; {saved}. ppo.compile=true compiles its layers": any(
+        f"is compiled; {reload}. ppo.compile=true compiles its layers": any(
             module._compiled_call_impl is not None for module in modules
         ),
     }

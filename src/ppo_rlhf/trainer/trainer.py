@@ -1,7 +1,7 @@
-"""PPOTrainer: PPO without Kedro and MLflow, by the functions that the pipeline's nodes call.
+"""PPOTrainer: PPO without Kedro and MLflow, with the functions that the pipeline's nodes call.
 
-`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls, with any scores, as
-in TRL's first PPOTrainer.
+`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls with the caller's own
+scores, as in TRL's first PPOTrainer.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ CRITIC_FOLDER = "critic"
 class PPOTrainer:
     """Trains a policy by PPO.
 
-    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments (`DataError`
-    otherwise); only the main process logs and writes files.
+    Under torchrun or `accelerate launch` every process must make the same calls with the same arguments; different
+    arguments raise `DataError`. Only the main process logs and writes files.
 
     Attributes:
-        config: Hyperparameters; `dtype` names the precision, also where `auto` was given.
+        config: Hyperparameters; `dtype=auto` is replaced by the precision that it stands for.
         state: Everything that changes while PPO trains.
-        reference_policy: The frozen policy of the KL divergence.
+        reference_policy: The frozen policy from which the KL divergence is measured.
+        held_out: The evaluation on `evaluation_prompts`; None without them.
     """
 
     def __init__(
@@ -88,15 +89,17 @@ class PPOTrainer:
         Args:
             config: Hyperparameters.
             policy: A causal language model, its directory or hub id; None takes `config.sft_model_path`. An object is
-                trained in place; with `use_peft` its weights stay as they are.
-            reference_policy: The same kinds of model; None takes a frozen copy of the policy.
-            tokenizer: The policy's; optional if the policy is a path.
+                trained in place; with `use_peft` its own weights do not change.
+            reference_policy: A model, directory or hub id as for `policy`; None takes a frozen copy of the policy.
+            tokenizer: The policy's tokenizer; optional if the policy is a path.
             reward: For `train()`: see `trainer.inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer.inputs.take_prompts`.
-            value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
-                or the directory of a stored critic. None follows `config.value_model`.
-            evaluation_prompts: Held-out prompts, of the same kinds, for `evaluate()` and every `eval_interval`.
-            judge: Decides who wins these: see `trainer.evaluation.take_held_out`; None takes the reward.
+            value_model: What the critic is initialised from: a language model or a sequence classifier with one label,
+                which is copied; or the directory of a stored critic. None follows `config.value_model`.
+            evaluation_prompts: Held-out prompts, of the kinds that `prompts` takes, for `evaluate()` and for the
+                evaluation every `eval_interval` iterations.
+            judge: Decides which response to an evaluation prompt wins: see `trainer.evaluation.take_held_out`; None
+                takes the reward.
             callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/trainer.md), beside
                 `config.callbacks`.
 
@@ -108,13 +111,13 @@ class PPOTrainer:
         refuse_sharding("PPOTrainer")
         if not isinstance(config, PPOConfig):
             raise ConfigError(
-                f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
-                "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
+                f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of "
+                "ppo_rlhf; ppo_rlhf.compat.from_trl(…).ppo_config() converts TRL's"
             )
         config = with_dtype(config)
         self.config = config
-        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks or ()]
-        self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
+        checked_callbacks = [checked(callback, "PPOTrainer: callbacks") for callback in callbacks or ()]
+        self._callbacks, self._reporting = [*checked_callbacks, *own_callbacks(config)], reporting_callbacks(config)
         check_device(config, device_of(config))
         check_places(
             config.sft_model_path if policy is None else policy,
@@ -133,7 +136,7 @@ class PPOTrainer:
             None if table is None else trainer_inputs.take_prompts(table, name, start, config, *limit)
             for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
-        decides = take_held_out(held_out, judge, self._scorer, self._prompts)
+        judge_function = take_held_out(held_out, judge, self._scorer, self._prompts)
         tables = [table for table in (self._prompts, held_out) if table is not None]
         if self._scorer is not None:
             for table in tables:
@@ -141,19 +144,19 @@ class PPOTrainer:
                     trainer_inputs.try_functions(self._scorer, table, config)
                 check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        compared = trainer_inputs.origin_of_prompts(self._prompts, start.tokenizer)
-        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": compared}
-        origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
+        origin_prompts = trainer_inputs.origin_of_prompts(self._prompts, start.tokenizer)
+        data = {**trainer_inputs.origin_of(self._scorer), "prompts": origin_prompts}
+        origin = {name: fingerprint(value) for name, value in {**models, **data}.items() if value is not None}
         tokens = None if self._prompts is None else self._prompts.prompt_ids[:]
         check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, prompt_tokens=tokens, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin | ({} if self._prompts is None else printed_date(self._prompts, start.tokenizer))
-        self._folders: set[Path] = set()  # that hold this run's checkpoints
+        self._folders: set[Path] = set()  # folders with checkpoints of this run
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
-            by_reward = decides is None or decides is reward
+            by_reward = judge_function is None or judge_function is reward
             self.held_out = HeldOut(
-                self.state, self.reference_policy, held_out, self._scorer, decides, by_reward=by_reward
+                self.state, self.reference_policy, held_out, self._scorer, judge_function, by_reward=by_reward
             )
         self._sampler = QuerySampler(self.state, limit)
         for table in tables:
@@ -163,7 +166,7 @@ class PPOTrainer:
 
     @property
     def policy(self) -> PreTrainedModel:
-        """The trained policy; with `use_peft` it has the adapter."""
+        """The policy that trains; with `use_peft` it includes the adapter."""
         return self.state.policy
 
     @property
@@ -186,27 +189,28 @@ class PPOTrainer:
         length_sampler: Callable[[], int] | None = None,
         **generation: Any,
     ) -> list[Tensor] | Tensor:
-        """Sample a response to each query from the policy as it is now.
+        """Sample a response to each query from the current policy.
 
         The noise is a function of seed, iteration and row. Rows are counted over all calls since the last `step`. Row i
         gets the noise of row i of the pipeline's rollouts.
 
         Args:
-            queries: 1-D tensors of token ids; or a tensor, `[N, P]` for N queries, `[P]` for one.
-            return_prompt: Whether each response starts with its query.
-            attention_mask: 0 where a query has padding. Without it pad tokens at both ends are padding.
+            queries: 1-D tensors of token ids; or one tensor, `[N, P]` for N queries, `[P]` for one.
+            return_prompt: Whether each returned response starts with its query.
+            attention_mask: 0 where a query has padding. Without a mask, pad tokens at both ends count as padding.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
             length_sampler: Called once for `max_new_tokens`.
             **generation: num_return_sequences, max_new_tokens, min_new_tokens, min_length (0 or less), temperature,
-                top_k, top_p, do_sample, pad_token_id, eos_token_id as in transformers. The defaults are those of the
-                PPOConfig. Responses to one query stand together.
+                top_k, top_p, do_sample, pad_token_id, eos_token_id as in transformers, with PPOConfig's values as
+                defaults. The responses to one query are next to each other.
 
         Returns:
             1-D tensors without padding; for a single query `[P]` one tensor `[1, n]`, as in TRL.
 
         Raises:
             ConfigError: An argument is unknown or cannot be used.
-            DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
+            DataError: A query is not token ids, begins or ends with tokens that may be padding or text, or leaves no
+                room for a response.
         """
         if length_sampler is not None:
             generation = {"max_new_tokens": from_main(length_sampler()), **generation}
@@ -216,35 +220,36 @@ class PPOTrainer:
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
         """Train on one batch of scored responses, one iteration of PPO, and return its metrics (docs/metrics.md).
 
-        Responses end with their first stop token; later tokens are dropped. The old log-probabilities come from the
-        policy as it is now, whatever sampled the responses.
+        A response ends with its first stop token; later tokens are dropped. The old log-probabilities are computed with
+        the current policy, also for responses from elsewhere.
 
         Args:
-            queries: `batch_size` queries as token ids; pad tokens at both ends are padding.
-            responses: The response to each, without the query; those from `generate` are taken as they are.
-            scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
+            queries: `batch_size` queries as token ids; pad tokens at both ends count as padding.
+            responses: One response per query, without the query. Pad tokens at both ends count as padding, unless all
+                responses come from `generate`.
+            scores: One finite number per response: floats, 0-d tensors, or a tensor `[batch_size]`.
 
         Raises:
-            ConfigError: `total_episodes` are done.
+            ConfigError: `total_episodes` are done, or a setting or a callback works only in `train`.
             DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
-            TrainingError: Gradients are switched off, or the update before was interrupted.
+            TrainingError: Gradients are off, or the previous update was interrupted.
         """
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
         if config.drop_uniform_prompts:
-            raise ConfigError("step: ppo.drop_uniform_prompts draws other prompts, which only train() can; set it to 0")
+            raise ConfigError("step: ppo.drop_uniform_prompts replaces prompts, which only train() can do; set it to 0")
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         self._check_ready("step")
         check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
             raise ConfigError(
-                f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
-                "over which the learning rate falls); raise it for a longer run"
+                f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, as "
+                "the learning rate's schedule has); raise ppo.total_episodes for a longer run"
             )
         if not len(queries) == len(responses) == config.batch_size:
             raise DataError(
-                f"step: {len(queries)} queries and {len(responses)} responses; batch_size is "
+                f"step: got {len(queries)} queries and {len(responses)} responses; batch_size is "
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
                 f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
@@ -256,12 +261,12 @@ class PPOTrainer:
             if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
                 raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
-        taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
-        trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
+        cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampling)
+        trainer_inputs.check_room(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
         if not sampler.rows:
-            self.state.clock.restart()  # nothing was sampled here
+            self.state.clock.restart()  # `generate`, which otherwise restarts the clock, was not called
         prompts = PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {})
-        rollouts = measure(self.state, self.reference_policy, prompts, taken)
+        rollouts = measure(self.state, self.reference_policy, prompts, cut_responses)
         metrics = loop.learn(self.state, self.reference_policy, rollouts, scorer)
         self._sampler.start_iteration()
         if self.state.finished:
@@ -269,42 +274,42 @@ class PPOTrainer:
         return metrics
 
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
-        """Log one line about an iteration, and the first query with its response; without logging set up, print it.
+        """Log one line about an iteration with the first query and its response; print the line without logging set up.
 
-        `stats` are the metrics that `step` returned, which `history` keeps already, and `rewards` the scores; `batch`
-        has the texts under `query` and `response`, and other entries are ignored.
+        `stats` are the metrics that `step` returned, and `rewards` the scores. `batch` has the texts under `query` and
+        `response`; other entries are ignored.
         """
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
         mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
-        of_run = f"Iteration {self.state.iteration}/{self.state.total_iterations}"
-        say(", ".join([of_run, *readings(stats), f"mean reward {mean:.4g}{pair}"]))
+        heading = f"Iteration {self.state.iteration}/{self.state.total_iterations}"
+        say(", ".join([heading, *readings(stats), f"mean reward {mean:.4g}{pair}"]))
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run all iterations that are left, with `reward` and `prompts`, and return the metrics of every iteration.
+        """Run all remaining iterations with `reward` and `prompts`, and return the metrics of every iteration.
 
         Args:
-            resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
-                `output_dir`.
-            output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
-                newest `save_total_limit` are kept. An exception saves the last whole iteration. None saves none.
+            resume_from_checkpoint: Directory of the checkpoint to resume from; True takes the newest whole checkpoint
+                in `output_dir`.
+            output_dir: Directory for checkpoints, one every `save_interval` iterations and at the end; the newest
+                `save_total_limit` are kept. An exception saves the last whole iteration. None saves no checkpoint.
 
         Raises:
             ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
                 other settings, models, rewards or prompts.
             CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
-            TrainingError: As `step`; or a callback raised something.
-            RunInterruptedError: `max_time` is over; the run is saved.
+            TrainingError: As `step`; or a callback raised an exception.
+            RunInterruptedError: `max_time` is over; the last iteration is saved.
         """
-        missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
+        missing = [name for name, value in {"reward": self._scorer, "prompts": self._prompts}.items() if value is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
         check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir).expanduser()
         if directory is None and self.config.max_time is not None:
-            raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
+            raise ConfigError("train: ppo.max_time stops the run with a checkpoint; give output_dir")
         with nullcontext() if directory is None else locked(directory):
             if resume_from_checkpoint:
                 self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
@@ -316,25 +321,25 @@ class PPOTrainer:
             with closing(callbacks), watched(state, directory) as show, ending_children():
                 books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
                 books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
-                given = state, self.reference_policy, self._prompts, self._scorer
-                loop.train(*given, books.after_iteration, books.before_update)
+                models_and_data = state, self.reference_policy, self._prompts, self._scorer
+                loop.train(*models_and_data, books.after_iteration, books.before_update)
                 callbacks.end()
         if directory is not None:
             say_where(directory, self.state)
-        known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
-        for line in in_words(self.config, known, most=None):
+        curves = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
+        for line in in_words(self.config, curves, most=None):
             say(line)
         return self.history
 
     def evaluate(self) -> Evaluated:
-        """Let the policy as it is now answer `evaluation_prompts`; compare it with the reference policy.
+        """Compare the current policy with the reference policy by their responses to `evaluation_prompts`.
 
-        `metrics, completions = trainer.evaluate()`. Both policies get the same noise. `train` does this every
+        `metrics, completions = trainer.evaluate()`. Both policies sample with the same noise. `train` evaluates every
         `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of each evaluated iteration.
 
         Raises:
             ConfigError: There are no `evaluation_prompts`.
-            RewardError: Reward or judge failed.
+            RewardError: The reward or the judge failed.
         """
         if self.held_out is None:
             raise ConfigError("evaluate: PPOTrainer was given no evaluation_prompts")
@@ -342,11 +347,11 @@ class PPOTrainer:
         return self.held_out.evaluate()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
+        """Write the policy with its tokenizer as a model directory that transformers loads, as the pipeline does.
 
         An adapter is merged, unless `config.export` is `adapter`. The moving average of the weights, if there is one,
-        is written to the folder `ema`, and with `config.export_critic` the critic to the folder `critic`. The model
-        card README.md is written, too, unless the folder has another one.
+        is written to the folder `ema`; with `config.export_critic` the critic is written to the folder `critic`. A model
+        card is written to README.md, unless the folder has a different README.
 
         Raises:
             ModelError: As `TrainedModel.save`.
@@ -370,10 +375,10 @@ class PPOTrainer:
         replace(critic, card=card if may_write_card(folder) else None).save(folder)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
-        """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.
+        """Upload the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's URL.
 
-        A new repository is private; this, `license` and `token` are options of `checkpoints.hub.push`, whose errors
-        this raises.
+        `options` are those of `checkpoints.hub.push`, such as `private` (True for a new repository), `license` and
+        `token`. Errors are those of `checkpoints.hub.push`.
         """
         on_main(partial(hub.check_push, repo_id, options.get("token")))
         with TemporaryDirectory() as directory:
@@ -381,11 +386,11 @@ class PPOTrainer:
             return on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
-        """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.
+        """Write the whole training state to `<output_dir>/iteration_NNNNNN`, and return the path of this directory.
 
         Raises:
-            CheckpointError: It cannot be written.
-            ConfigError: The directory holds another run.
+            CheckpointError: The checkpoint cannot be written.
+            ConfigError: `output_dir` holds another run.
         """
         folder = Path(output_dir).expanduser()
         claim(folder, self._folders)
@@ -393,11 +398,11 @@ class PPOTrainer:
         return folder / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Replace the state by a checkpoint's.
+        """Replace the training state by that of a checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or was made for other models.
-            ConfigError: Its run had other settings, models, rewards or prompts.
+            ConfigError: The checkpoint's run had other settings, models, rewards or prompts.
         """
         checkpoint = Path(directory).expanduser()
         restore(self.state, checkpoint)

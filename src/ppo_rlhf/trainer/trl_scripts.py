@@ -1,4 +1,4 @@
-"""What a script written for TRL needs: a ModelConfig that goes with PPOConfig, and answers to TRL's names."""
+"""Help for scripts written for TRL: a ModelConfig to use beside PPOConfig, and errors that translate TRL's names."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ppo_rlhf.core.errors import ConfigError
 T = TypeVar("T")
 
 
-@settings_group("ModelConfig", lives_elsewhere={each.name: "it is PPOConfig's here" for each in fields(PPOConfig)})
+@settings_group("ModelConfig", lives_elsewhere={field.name: "it is PPOConfig's here" for field in fields(PPOConfig)})
 class ModelConfig:
-    """TRL's ModelConfig without the settings that PPOConfig has, so that HfArgumentParser takes both."""
+    """TRL's ModelConfig without the settings that PPOConfig has, so that HfArgumentParser can parse both together."""
 
     model_name_or_path: str | None = None
     """Directory or hub id of a model."""
     model_revision: str = "main"
     """Branch, tag or commit of a hub id."""
     attn_implementation: str | None = None
-    """Attention of the models, such as sdpa."""
+    """Attention implementation of the models, such as sdpa."""
     trust_remote_code: bool = False
-    """Run Python code in a model's repository."""
+    """Whether to run the Python code in a model's repository."""
 
 
 def answers_trl(cls: type[T]) -> type[T]:
-    """Make a class answer the arguments and attributes of TRL's trainers with an error of one line that names ours."""
+    """Make a class refuse arguments and attributes of TRL's trainers with a one-line error that gives our name."""
 
     def absent(_: object, name: str) -> NoReturn:
         raise AttributeError(
@@ -40,18 +40,18 @@ def answers_trl(cls: type[T]) -> type[T]:
 
     for name in ("__init__", "generate", "step", "log_stats"):
         setattr(cls, name, _checked(getattr(cls, name), name.replace("__init__", cls.__name__)))
-    cls.__getattr__ = absent  # type: ignore[attr-defined]  # a type checker goes by the attributes that are there
+    cls.__getattr__ = absent  # type: ignore[attr-defined]  # a type checker still knows only the declared attributes
     return cls
 
 
 def _checked(method: Callable[..., Any], where: str) -> Callable[..., Any]:
-    own = inspect.signature(method).parameters
+    parameters = inspect.signature(method).parameters
 
     @functools.wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        if theirs := [f"{name}: {ARGUMENTS[name]}" for name in named if name in ARGUMENTS and name not in own]:
+        if renamed := [f"{name}: {ARGUMENTS[name]}" for name in named if name in ARGUMENTS and name not in parameters]:
             raise ConfigError(
-                f"{where}: TRL's names of arguments differ here: {'; '.join(theirs)} (docs/converting.md)"
+                f"{where}: these arguments of TRL have other names here: {'; '.join(renamed)} (docs/converting.md)"
             )
         return method(*args, **named)
 

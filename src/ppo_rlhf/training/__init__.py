@@ -1,7 +1,7 @@
-"""The public names of training in Python: `ModelConfig`, `PPOConfig`, `PPOTrainer` and `TrainingState`.
+"""The public names for training in Python: `ModelConfig`, `PPOConfig`, `PPOTrainer` and `TrainingState`.
 
-Each is imported on first use, so that the command line need not wait for transformers. The code is in the packages
-that `_HOMES` names.
+Each name is imported on first use, so that commands start without importing transformers. `_HOMES` gives the module of
+each name.
 """
 
 from importlib import import_module
