@@ -233,7 +233,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
 
     def look(step: int, device: torch.device) -> bool:  # called once a step
         decoding.append(launches.take())
-        return step % engines.STEPS_BETWEEN_LOOKS == engines.STEPS_BETWEEN_LOOKS - 1
+        return step % engines.STEPS_BETWEEN_CHECKS == engines.STEPS_BETWEEN_CHECKS - 1
 
     def gradients(*args: Any) -> Any:
         launches.take()
@@ -248,7 +248,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
     compute_gradients, take_step = update.compute_gradients, update.take_step
     with (
         captured_on_cpu(launches) if captured else nullcontext(),
-        mock.patch.object(engines, "is_time_to_look", look),
+        mock.patch.object(engines, "is_check_due", look),
         mock.patch.object(update, "compute_gradients", gradients),
         mock.patch.object(update, "take_step", step),
     ):

@@ -100,7 +100,7 @@ def update(model: Any, seed: int) -> None:
 @pytest.fixture(autouse=True)
 def looks_as_on_a_gpu(monkeypatch):
     """Rows leave every 16 steps, also here, so that ended sequences stay for a while, and sizes change."""
-    monkeypatch.setattr(engines, "is_time_to_look", lambda step, device: step % 16 == 15)
+    monkeypatch.setattr(engines, "is_check_due", lambda step, device: step % 16 == 15)
 
 
 OPTIONS = [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8, "min_response_length": 20}, {"stop_token_ids": ()}]
@@ -163,10 +163,10 @@ def test_a_step_with_a_python_counter_draws_other_tokens(graphs_on_cpu, monkeypa
 
     def draw(self, logits, how, *, may_stop):
         self.step_number = getattr(self, "step_number", -1) + 1
-        number = self.number
-        self.number = torch.full_like(number, self.step_number % 60)
+        step_index = self.step_index
+        self.step_index = torch.full_like(step_index, self.step_number % 60)
         right(self, logits, how, may_stop=may_stop)
-        self.number = number
+        self.step_index = step_index
 
     right = CapturedSampler._draw
     monkeypatch.setattr(CapturedSampler, "_draw", draw)

@@ -346,7 +346,7 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
 def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(make_model, monkeypatch):
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
-    monkeypatch.setattr("ppo_rlhf.ppo.engines.is_time_to_look", lambda step, device: step % 4 == 3)
+    monkeypatch.setattr("ppo_rlhf.ppo.engines.is_check_due", lambda step, device: step % 4 == 3)
     found = generate_responses(model, UNEVEN, noise(6), settings())
     assert torch.equal(found.response_ids, expected.response_ids)
     assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)

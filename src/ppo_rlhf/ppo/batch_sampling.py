@@ -1,4 +1,4 @@
-"""A batch of responses: sampled by all processes together, and drawn anew where nothing can be learnt from them."""
+"""Samples a batch of responses across all processes, and replaces prompts whose responses all score alike."""
 
 from __future__ import annotations
 
@@ -29,42 +29,45 @@ from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
 def sample_batch(
     state: TrainingState, prompts: PromptDataset, scorer: RewardScorer
 ) -> tuple[PromptDataset, Responses, Scores | None, int]:
-    """Return the prompts of the next iteration, one for each response, and the responses.
+    """Sample the responses of the next iteration.
 
-    With `drop_uniform_prompts` other prompts are drawn in place of those whose responses all score alike, at most so
-    many times; those that are never replaced stay. Then the scores that decided it come, too, else None, and last how
-    many times prompts were drawn anew.
+    With `drop_uniform_prompts` prompts whose responses all score alike are replaced by other prompts. There are at most
+    `drop_uniform_prompts` such redraws; prompts that are still uniform afterwards stay.
+
+    Returns:
+        The prompts, one per response; the responses; the scores that decided which prompts were replaced, or None
+        without `drop_uniform_prompts`; the number of redraws.
     """
     config = state.config
-    each, iteration = config.responses_per_prompt, state.iteration + 1
+    group_size, iteration = config.responses_per_prompt, state.iteration + 1
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
 
-    def draw(indices: list[int], places: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
-        """Sample responses to prompts with the noise that an attempt has for these places of the batch."""
+    def draw(indices: list[int], groups: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
+        """Sample responses to the prompts at `indices`, with the noise that `attempt` has for these groups of rows."""
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
-        drawn = prompts.select([index for index in indices for _ in range(each)])
+        drawn = prompts.select([index for index in indices for _ in range(group_size)])
         how: dict[str, Any] = {"batch_size": config.local_rollout_forward_batch_size, "captures": state.captures}
         return drawn, sample_responses(
-            state.policy, drawn, uniforms[_rows_of(places, each)], state.sampling, config, **how
+            state.policy, drawn, uniforms[_rows_of(groups, group_size)], state.sampling, config, **how
         )
 
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
     scores, redraws = None, 0
     if config.drop_uniform_prompts:
         scores = scorer.score(response_batch(chosen_prompts, responses, state.tokenizer))
-        while (places := uniform_groups(scores.total, each)) and redraws < config.drop_uniform_prompts:
+        while (uniform := uniform_groups(scores.total, group_size)) and redraws < config.drop_uniform_prompts:
             redraws += 1
             order = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws).tolist()
-            indices = [order[number % len(order)] for number in range(len(places))]
-            others, answers = draw(indices, places, redraws)
-            found = scorer.score(response_batch(others, answers, state.tokenizer))
-            taken = sorted({*range(len(places))} - {*uniform_groups(found.total, each)})
-            for number in taken:
-                chosen[places[number]] = indices[number]
-            rows = _rows_of([places[number] for number in taken], each), _rows_of(taken, each)
-            responses, scores = _with_rows(responses, answers, *rows), _with_rows(scores, found, *rows)
-        chosen_prompts = prompts.select([index for index in chosen for _ in range(each)])
+            indices = [order[number % len(order)] for number in range(len(uniform))]
+            new_prompts, new_responses = draw(indices, uniform, redraws)
+            new_scores = scorer.score(response_batch(new_prompts, new_responses, state.tokenizer))
+            usable = sorted({*range(len(uniform))} - {*uniform_groups(new_scores.total, group_size)})
+            for number in usable:
+                chosen[uniform[number]] = indices[number]
+            rows = _rows_of([uniform[number] for number in usable], group_size), _rows_of(usable, group_size)
+            responses, scores = _with_rows(responses, new_responses, *rows), _with_rows(scores, new_scores, *rows)
+        chosen_prompts = prompts.select([index for index in chosen for _ in range(group_size)])
     return chosen_prompts, responses, scores, redraws
 
 
@@ -78,35 +81,40 @@ def sample_responses(
     batch_size: int | None,
     captures: Captures | None = None,
 ) -> Responses:
-    """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
+    """Sample a response to each of N prompts. Each process samples its shard, and every process returns all responses.
 
-    With an environment a response has several turns. `sampling.engine` does all this by itself, without the noise
-    `uniforms`, `[N, T]` float64 in [0, 1). `batch_size` responses are decoded at a time; None: what memory allows.
-    `captures` are those of the policy's run.
+    Args:
+        policy: The policy.
+        prompts: N prompts.
+        uniforms: The noise, `[N, T]` float64 in [0, 1); a `sampling.engine` has its own noise and ignores it.
+        sampling: How responses are drawn; with an environment a response has several turns.
+        config: Hyperparameters.
+        batch_size: Responses decoded at a time; None: as many as fit into memory.
+        captures: The CUDA graphs of the policy's run.
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)
     shards = dealt_rows(prompts.lengths)
-    mine = shards[own_rank()]
-    noise, own_prompts = uniforms[mine], prompts.select(mine)
+    local_rows = shards[own_rank()]
+    noise, local_prompts = uniforms[local_rows], prompts.select(local_rows)
     captures = captured_by(config, captures)
     with on_device(policy, policy.device), autocast(config, policy.device), copied_weights(policy, captures):
         if sampling.environment is None:
-            sample = partial(generate_responses, policy, own_prompts.prompt_ids)
+            sample = partial(generate_responses, policy, local_prompts.prompt_ids)
         else:
-            sample = partial(sample_episodes, policy, own_prompts)
-        own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, captures=captures)
-    of_all: Any = {name: rows if rows is None else gather_dealt(rows, shards) for name, rows in vars(own).items()}
-    return Responses(**of_all)
+            sample = partial(sample_episodes, policy, local_prompts)
+        local = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, captures=captures)
+    gathered: Any = {name: rows if rows is None else gather_dealt(rows, shards) for name, rows in vars(local).items()}
+    return Responses(**gathered)
 
 
 def captured_by(config: PPOConfig, captures: Captures | None) -> Captures | None:
-    """Return the graphs that an engine decodes with; None if it captures nothing here."""
+    """Return the CUDA graphs that the rollout engine decodes with; None if it uses none."""
     return captures if config.rollout_engine == "static" else None
 
 
 def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:
-    """Return responses to N prompts as rewards take them."""
+    """Return N prompts with their responses as the batch that rewards score."""
     response_ids = responses.token_lists()
     return ResponseBatch(
         prompts=prompts.texts,
@@ -122,24 +130,28 @@ def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreT
 
 
 def uniform_groups(scores: Tensor, size: int) -> list[int]:
-    """Return which groups of so many scores, of `[N]` one after the other, hold equal scores only."""
+    """Return the indices of the groups whose scores are all equal; a group is `size` consecutive scores of `[N]`."""
     groups = scores.view(-1, size)
-    return [group for group, alike in enumerate((groups == groups[:, :1]).all(dim=1).tolist()) if alike]
+    return [group for group, is_uniform in enumerate((groups == groups[:, :1]).all(dim=1).tolist()) if is_uniform]
 
 
-def _with_rows(table: Any, other: Any, rows: list[int], taken: list[int]) -> Any:
-    """Return a tensor, or a dataclass or dictionary of them, with rows of another one in place of some of its own."""
+def _with_rows(table: Any, other: Any, rows: list[int], other_rows: list[int]) -> Any:
+    """Return `table` with the rows at `rows` replaced by the rows of `other` at `other_rows`.
+
+    Both are tensors, or dataclasses or dictionaries of tensors.
+    """
     if table is None or isinstance(table, float):  # a component's weight
         return table
     if isinstance(table, dict):
-        return {name: _with_rows(value, other[name], rows, taken) for name, value in table.items()}
+        return {name: _with_rows(value, other[name], rows, other_rows) for name, value in table.items()}
     if not isinstance(table, Tensor):
-        return replace(table, **_with_rows(vars(table), vars(other), rows, taken))
-    if table.dim() == 2:  # rewards by token are as wide as the longest response
+        return replace(table, **_with_rows(vars(table), vars(other), rows, other_rows))
+    if table.dim() == 2:  # rewards per token are as wide as the longest response of their batch
         width = max(table.shape[1], other.shape[1])
         table, other = (nn.functional.pad(each, (0, width - each.shape[1])) for each in (table, other))
-    return table.index_copy(0, torch.tensor(rows, dtype=torch.long), other[taken])
+    return table.index_copy(0, torch.tensor(rows, dtype=torch.long), other[other_rows])
 
 
 def _rows_of(groups: list[int], size: int) -> list[int]:
-    return [group * size + place for group in groups for place in range(size)]
+    """Return the row indices of groups of `size` consecutive rows."""
+    return [group * size + offset for group in groups for offset in range(size)]

@@ -1,6 +1,6 @@
-"""Transformers' TrainerCallbacks in PPO's loop, a user's and those that report to TensorBoard, W&B and others.
+"""transformers' TrainerCallbacks in PPO's loop: the user's, and those that report to TensorBoard, W&B and others.
 
-Which events come when, and which flags act: docs/trainer.md.
+docs/trainer.md says when each event is called and which flags have an effect.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
-"""File beside the checkpoints: W&B's run, and the last steps, of metrics and of evaluations, that were reported when a
-process ended in order."""
+"""File beside the checkpoints, written when a process ends in order: the id of W&B's run, and the last steps of metrics
+and of evaluations that were reported."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
 METRICS, EVALUATIONS = "metrics", "evaluations"
 
@@ -40,34 +40,34 @@ def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[T
     """Return the callbacks that `ppo.callbacks` names.
 
     Raises:
-        ConfigError: One is no TrainerCallback, or has an event that PPO's loop lacks.
+        ConfigError: A callback is not a TrainerCallback, or has an event that PPO's loop lacks.
         RewardError: A name cannot be imported.
     """
-    found = []
+    callbacks = []
     for name in [name.strip() for name in (config.callbacks or "").split(",") if name.strip()]:
         where = f"ppo.callbacks={name}"
-        found.append(checked(_made(load_function(name, project_path), where), where))
-    return found
+        callbacks.append(checked(_create(load_function(name, project_path), where), where))
+    return callbacks
 
 
-def _made(factory: Callable[[], Any], where: str) -> Any:
+def _create(factory: Callable[[], Any], where: str) -> Any:
     try:
         with guarded():
             return factory()
     except (TerminationSignal, KeyboardInterrupt):
         raise
     except BaseException as error:  # a user's class can raise anything
-        raise ConfigError(f"{where}: making it raised {in_one_line(error)}") from error
+        raise ConfigError(f"{where}: creating the callback raised {in_one_line(error)}") from error
 
 
 def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
-    """Return transformers' integrations that `ppo.report_to` names.
+    """Return transformers' reporting callbacks for the integrations that `ppo.report_to` names.
 
     Raises:
-        ConfigError: There is none of this name, or its package is not installed.
+        ConfigError: transformers has no integration of this name, or its package is not installed.
     """
-    given = dict.fromkeys(name.strip() for name in config.report_to.split(","))
-    names = [name for name in given if name not in ("", NONE)]
+    unique_names = dict.fromkeys(name.strip() for name in config.report_to.split(","))
+    names = [name for name in unique_names if name not in ("", NONE)]
     if not names:
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -81,29 +81,29 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
 
 
 def checked(callback: Any, where: str) -> TrainerCallback:
-    """Return a callback, given as an object or as its class.
+    """Return a callback that is given as an object or as its class.
 
     Raises:
-        ConfigError: It is no TrainerCallback, cannot be made, or has an event of its own that PPO's loop lacks.
+        ConfigError: It is not a TrainerCallback, cannot be created, or implements an event that PPO's loop lacks.
     """
     from transformers import TrainerCallback
 
-    callback = _made(callback, where) if isinstance(callback, type) else callback
+    callback = _create(callback, where) if isinstance(callback, type) else callback
     if not isinstance(callback, TrainerCallback):
-        raise ConfigError(f"{where}: a {type(callback).__name__} is no transformers.TrainerCallback")
-    others = sorted({name for name in dir(TrainerCallback) if name.startswith("on_")} - set(EVENTS))
-    lacking = [name for name in others if not getattr(type(callback), name).__module__.startswith("transformers.")]
-    if lacking:
-        raise ConfigError(f"{where}: PPO's loop has no {', '.join(lacking)}; its events are {', '.join(EVENTS)}")
+        raise ConfigError(f"{where}: {type(callback).__name__} is not a transformers.TrainerCallback")
+    missing = sorted({name for name in dir(TrainerCallback) if name.startswith("on_")} - set(EVENTS))
+    used = [name for name in missing if not getattr(type(callback), name).__module__.startswith("transformers.")]
+    if used:
+        raise ConfigError(f"{where}: PPO's loop has no {', '.join(used)}; its events are {', '.join(EVENTS)}")
     return callback
 
 
 class Callbacks:
-    """Calls a run's callbacks and does what they ask for; every process has them, and the main one's decide.
+    """Calls a run's callbacks and acts on their flags. Every process calls them; the main process's flags count.
 
-    After each event the iteration is saved if a callback asked for it, ended training, or failed. Then its error is
-    raised: TrainingError for an exception in a callback, `sys.exit` and `os._exit` included; ConfigError if one asked
-    for what is not done.
+    After each event the iteration is saved if a callback asked for it, ended training, or failed. Then the error is
+    raised: TrainingError for an exception in a callback, `sys.exit` and `os._exit` included; ConfigError for a flag
+    that has no effect in PPO's loop.
     """
 
     def __init__(
@@ -116,9 +116,15 @@ class Callbacks:
         *,
         can_evaluate: bool = True,
     ) -> None:
-        """Prepare the callbacks of a run that is new or resumed; `folder` has its checkpoints, None: none are saved.
+        """Prepare the callbacks of a new or resumed run.
 
-        `save` saves the iteration at hand. The `reporting` ones get each step that they lack, once.
+        Args:
+            state: The training state; its iteration is the current one.
+            own: The user's callbacks.
+            reporting: The callbacks that report; each is sent the steps that it has not reported yet.
+            folder: The folder of the run's checkpoints; None saves none.
+            save: Saves the current iteration.
+            can_evaluate: Whether the run can evaluate; otherwise `should_evaluate` is an error.
         """
         from transformers import TrainerControl, TrainerState
 
@@ -127,11 +133,11 @@ class Callbacks:
         self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
-        self.is_saved = True  # whether the iteration at hand is; what a run resumes from is
+        self.is_saved = True  # whether the current iteration is saved: the one that a run resumes from is
         self._is_begun = False
-        self._own_run: Any = None
+        self._own_run: Any = None  # W&B's run, if this object began it
         self._reported: dict[str, Any] = {}
-        self._had: list[dict[str, int]] = []  # the last steps that each reporting one need not get again
+        self._last_reported: list[dict[str, int]] = []  # the last steps that each reporting callback already has
         if not self._all:
             return
         self._args = _training_arguments(state.config, folder)
@@ -146,7 +152,7 @@ class Callbacks:
         path = None if folder is None else folder / REPORTED
         self._reported = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
         self._begin_reports()
-        self._had = from_main([self._last_had(callback) for callback in self._reporting])
+        self._last_reported = from_main([self._last_steps(callback) for callback in self._reporting])
         self._catch_up()
 
     @property
@@ -155,13 +161,13 @@ class Callbacks:
         return not self._all
 
     def begin(self) -> None:
-        """Before the first iteration of this process."""
+        """Call `on_train_begin`, before this process's first iteration."""
         self._is_begun = True
         self._call("on_train_begin")
         self._settle()
 
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
-        """After an iteration; `is_saved` says whether its checkpoint was due, and is written."""
+        """Call the events of a complete iteration; `is_saved` says whether its checkpoint is written already."""
         self.is_saved = is_saved
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
@@ -172,9 +178,10 @@ class Callbacks:
         self._settle()
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
-        """After an evaluation, whose row has the metrics `eval/*` (for callbacks `eval_*`); empty: there was none.
+        """Call the events of an evaluation.
 
-        Only an evaluation of the iteration that the state is at counts.
+        `row` has the metrics `eval/*`, which callbacks get as `eval_*`. Without a row, or with the row of another
+        iteration than the current one, no event is called.
         """
         self._state.evaluation_asked = False
         if not row or row["iteration"] != self._state.iteration:
@@ -188,7 +195,7 @@ class Callbacks:
     def _settle(self) -> None:
         if not self._all:
             return
-        is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint from before lacks it
+        is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint saved earlier lacks it
         self._state.ended |= is_new
         is_asked = self._control.should_save or self._error is not None
         if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
@@ -203,16 +210,16 @@ class Callbacks:
             raise self._error
 
     def end(self) -> None:
-        """After the last iteration, if there was one."""
+        """Call `on_train_end`, if `begin` was called."""
         if self._is_begun:
             self._call("on_train_end")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Write down what was reported, and let go of W&B's run, if this began it; also after an error.
+        """Write `REPORTED`, and finish W&B's run if this object began it; to be called after an error, too.
 
-        The run ends as it would without reports: a full disk or a W&B that fails is a warning.
+        Failures, such as a full disk or an error of W&B, are only warnings, so that they do not fail the run.
         """
         if self._reporting:
             try:
@@ -223,24 +230,29 @@ class Callbacks:
         if run is not None:
             try:
                 run.finish()
-            except Exception as error:  # W&B's own kinds
+            except Exception as error:  # W&B raises exceptions of its own
                 logger.warning("W&B's run %s did not finish: %s", run.id, in_one_line(error))
 
     def _log(self, what: str, logs: Mapping[str, float], step: int | None = None) -> None:
-        """Log the iteration at hand to all callbacks but reporting ones that had it; an earlier step only to those."""
-        of = self._state.iteration if step is None else step
-        without = [callback for callback, had in zip(self._reporting, self._had, strict=True) if had[what] >= of]
+        """Call `on_log` for the current iteration, or for an earlier `step`.
+
+        Reporting callbacks that already have the step are left out. Only reporting callbacks get an earlier step.
+        """
+        logged_step = self._state.iteration if step is None else step
+        reported = zip(self._reporting, self._last_reported, strict=True)
+        without = [callback for callback, last in reported if last[what] >= logged_step]
         logs = {name: value for name, value in logs.items() if name != "iteration"}
         self._call("on_log", without=without if step is None else [*self._own, *without], step=step, logs=logs)
         if self._error is None:
-            self._reported[what] = max(self._reported.get(what, 0), of)
+            self._reported[what] = max(self._reported.get(what, 0), logged_step)
 
-    def _last_had(self, callback: TrainerCallback) -> dict[str, int]:
-        """Return the last steps, of metrics and of evaluations, that a reporting callback need not get again.
+    def _last_steps(self, callback: TrainerCallback) -> dict[str, int]:
+        """Return the last steps, of metrics and of evaluations, that a reporting callback already has.
 
-        TensorBoard hides what it had from the resumed iteration on. W&B is asked if it knows the run that it resumes,
-        unless a script began that run: its steps may be those of another training.
-        Others have what was written down; after a kill that is less than they were sent, and they get the rest twice.
+        TensorBoard gets the steps from the resumed iteration on again, since `_hide_repeated` hides them. W&B is asked
+        for the last step of a run that this object resumed; a run that the user's script began may have the steps of
+        another training. For all others the file `REPORTED` counts. A killed process has not written its last steps
+        there, so those steps are reported twice.
         """
         resumed_at, kind = self._state.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":
@@ -252,8 +264,8 @@ class Callbacks:
         return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
 
     def _catch_up(self) -> None:
-        """Send the metrics before the resumed iteration, and its own, to the reporting callbacks that lack them."""
-        first = min((had[METRICS] for had in self._had), default=self._state.iteration) + 1
+        """Send the metrics up to the resumed iteration to the reporting callbacks that lack them."""
+        first = min((last[METRICS] for last in self._last_reported), default=self._state.iteration) + 1
         for row in self._state.history:
             if first <= row["iteration"]:
                 self._log(METRICS, row, int(row["iteration"]))
@@ -261,10 +273,10 @@ class Callbacks:
     def _call(
         self, event: str, *, without: Sequence[TrainerCallback] = (), step: int | None = None, **given: Any
     ) -> None:
-        """Call an event of the callbacks, and let the processes agree on what came of it.
+        """Call an event of all callbacks except `without`; then all processes take the main process's flags.
 
-        `step` is an earlier one than the iteration at hand. transformers' `CallbackHandler.call_event` leaves none out,
-        does not say which one raised, and knows no other processes.
+        `step` is given for an earlier step than the current iteration. transformers' `CallbackHandler.call_event` is
+        not used: it cannot leave out a callback, does not say which callback raised, and knows no other processes.
         """
         if not self._all or self._error is not None:
             return
@@ -275,21 +287,21 @@ class Callbacks:
         given |= {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
         given |= dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
         error: Exception | None = None
-        for callback in [each for each in self._all if each not in without]:
+        for callback in [callback for callback in self._all if callback not in without]:
             try:
                 with guarded():
                     answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
                 self._control = answer or self._control
-            except (TerminationSignal, KeyboardInterrupt):  # the callback is not the cause
+            except (TerminationSignal, KeyboardInterrupt):  # not caused by the callback
                 raise
-            except BaseException as raised:  # a user's callback can raise anything, and end itself
+            except BaseException as raised:  # a user's callback can raise anything, SystemExit included
                 name = f"{type(callback).__name__}.{event}"
                 error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}")
                 error.__cause__ = raised
                 break
-        told = None if error is None else str(error)
-        flags, errors = zip(*from_all((asdict(self._control), told)), strict=True)
-        for name, value in flags[0].items():  # the main process's
+        message = None if error is None else str(error)
+        flags, errors = zip(*from_all((asdict(self._control), message)), strict=True)
+        for name, value in flags[0].items():  # those of the main process
             setattr(self._control, name, value)
         self._error = error or self._refusal()
         if self._error is None and any(errors):
@@ -297,7 +309,7 @@ class Callbacks:
             self._error.__cause__ = RuntimeError("in another process")
 
     def _refusal(self) -> ConfigError | None:
-        """Return why what the callbacks ask for is not done."""
+        """Return an error if a callback set a flag that has no effect in this run, else None."""
         control = self._control
         asked = {
             "should_epoch_stop: PPO's loop has no epochs of data": control.should_epoch_stop,
@@ -309,13 +321,13 @@ class Callbacks:
         return None if why is None else ConfigError(f"A callback set TrainerControl.{why}")
 
     def _begin_reports(self) -> None:
-        """Let a resumed run's reports continue where they are: TensorBoard's folder, W&B's run."""
+        """Continue a resumed run's reports: set TensorBoard's folder, resume W&B's run."""
         for callback in self._reporting:
             kind = type(callback).__name__
-            is_shared = bool(os.environ.get("TENSORBOARD_LOGGING_DIR"))  # other runs' files may lie there
+            is_shared = bool(os.environ.get("TENSORBOARD_LOGGING_DIR"))  # may hold other runs' files
             if kind == "TensorBoardCallback" and not is_shared:
                 if self._folder is None:
-                    raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir, where its files lie")
+                    raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir for TensorBoard's files")
                 callback.logging_dir = str(self._folder / TENSORBOARD)  # type: ignore[attr-defined]
             if kind == "TensorBoardCallback" and (self._state.iteration or not is_shared) and is_main_process():
                 self._hide_repeated(callback)
@@ -325,18 +337,18 @@ class Callbacks:
     def _begin_wandb(self) -> None:
         import wandb
 
-        if wandb.run is not None:  # the script's own
+        if wandb.run is not None:  # begun by the user's script
             return
-        again = {"id": self._reported[WANDB], "resume": "allow"} if WANDB in self._reported else {}
+        resumption = {"id": self._reported[WANDB], "resume": "allow"} if WANDB in self._reported else {}
         try:
-            self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **again)
-        except Exception as error:  # no key, no network
+            self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **resumption)
+        except Exception as error:  # such as no API key or no network
             raise ConfigError(f"ppo.report_to=wandb: {in_one_line(error)}") from error
         self._reported[WANDB] = self._own_run.id
         self._write_reported()
 
     def _hide_repeated(self, callback: Any) -> None:
-        """Let TensorBoard hide what its files have from the resumed iteration on, all of which comes again."""
+        """Let TensorBoard hide the steps from the resumed iteration on: all of them are reported again."""
         from torch.utils.tensorboard import SummaryWriter
 
         callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=self._state.iteration)
@@ -348,7 +360,7 @@ class Callbacks:
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
-    """Return the TrainingArguments that callbacks read, with our settings beside theirs in what they report."""
+    """Return the TrainingArguments that callbacks read; `to_dict`, which they report, also has PPOConfig's settings."""
     from transformers import TrainingArguments
 
     class Arguments(TrainingArguments):
@@ -357,8 +369,8 @@ def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
 
     return Arguments(
         output_dir=None if folder is None else str(folder),
-        accelerator_config={"use_configured_state": True},  # else it would forget the run's own Accelerator
-        report_to="none",  # the integrations are called here
+        accelerator_config={"use_configured_state": True},  # otherwise it resets the run's Accelerator
+        report_to="none",  # this class calls the integrations itself
         max_steps=config.num_total_batches,
         logging_steps=1,
         save_steps=config.save_interval,

@@ -1,9 +1,9 @@
-"""Forward and backward passes of micro-batches that CUDA replays as one graph, gradients and all.
+"""Forward and backward passes of micro-batches as CUDA graphs, including the gradients.
 
-A graph reads and writes where it did when it was captured. So the micro-batch is copied into buffers, and a weight's
-gradient always lies in one place. autocast keeps its casts of weights until its context ends: each of those begins and
-ends within a pass. Between two steps `.grad` is None nevertheless, as without graphs: an optimiser
-leaves out the weights that took no part in a step.
+A replayed graph reads and writes the same addresses as when it was captured. So each micro-batch is copied into fixed
+buffers, and each weight has one fixed gradient tensor. autocast caches its casts of weights until its context ends, so
+the autocast context is entered and left within a pass. Between two optimiser steps `.grad` is None, as without graphs:
+the optimiser skips weights without a gradient.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ppo_rlhf.models.captures import UPDATE, Captures, addresses
 from ppo_rlhf.models.transfers import tensors_of
 
 Inputs = tuple[Any, ...]
-"""Dataclasses of tensors, and tensors, on the device."""
+"""Tensors and dataclasses of tensors, on the device."""
 Compute = Callable[[Inputs], Tensor]
-"""Adds to `.grad`, and returns the other results of a pass."""
+"""A pass: adds to `.grad`, and returns its statistics as one tensor."""
 
 
 class CapturedPasses:
-    """The passes of one run's updates, and the buffers that their graphs use."""
+    """The passes of one run's updates, with the buffers and gradient tensors of their graphs."""
 
     def __init__(self, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Take the run's graphs, its forward passes, and the optimisers of all weights that train."""
-        self._captures, self._optimizers, self._places = captures, optimizers, addresses(*models)
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._learners: dict[Hashable, list[nn.Parameter]] = {}  # by kind of pass: the weights that take part
+        """Prepare passes with the run's graphs, its models, and the optimisers of all weights that train."""
+        self._captures, self._optimizers, self._addresses = captures, optimizers, addresses(*models)
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # the fixed gradient tensor of each weight
+        self._learners: dict[Hashable, list[nn.Parameter]] = {}  # for each kind of pass: the weights with a gradient
         self._buffers: dict[Hashable, _Buffers] = {}
 
     @classmethod
     def of(cls, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> CapturedPasses:
-        """Return the passes whose buffers `captures` holds, or new ones: none are held, or the weights have moved."""
+        """Return the passes that `captures` holds; or new ones, if it holds none or the weights' addresses changed."""
         held = captures.held.get(UPDATE)
-        if isinstance(held, cls) and held._places == addresses(*models):
+        if isinstance(held, cls) and held._addresses == addresses(*models):
             return held
         if held is not None:
             captures.release()
@@ -49,15 +49,16 @@ class CapturedPasses:
 
     @property
     def bytes(self) -> int:
-        """Bytes of gradients and micro-batches on the device."""
-        of_gradients = sum(gradient.nbytes for gradient in self._gradients.values())
-        return of_gradients + sum(tensor.nbytes for each in self._buffers.values() for tensor in each.tensors)
+        """Bytes of gradients and buffers on the device."""
+        gradient_bytes = sum(gradient.nbytes for gradient in self._gradients.values())
+        return gradient_bytes + sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers.tensors)
 
     def run(self, kind: Hashable, inputs: Inputs, compute: Compute) -> Tensor:
-        """Return `compute(inputs)`, which adds to the gradients.
+        """Run `compute(inputs)`, which adds to the gradients, and return its result.
 
-        Passes of a kind are the same operations if their inputs have the same shapes, and the same weights take part in
-        all of them. All passes of a minibatch are of one kind, and before its first `.grad` is None.
+        All passes of one `kind` must give a gradient to the same weights, and do the same operations if their inputs
+        have the same shapes. All passes of a minibatch must be of one kind; before its first pass every `.grad` must be
+        None.
         """
         if not self._captures.serves(UPDATE):
             return compute(inputs)
@@ -65,43 +66,48 @@ class CapturedPasses:
         if key not in self._buffers:
             self._buffers[key] = _Buffers(inputs)
         buffers, learners = self._buffers[key], self._learners.get(kind)
-        buffers.take(inputs)
-        put = self._put_gradients(learners or [])
+        buffers.load(inputs)
+        zeroed = self._attach_gradients(learners or [])
         if self._captures.run(key, lambda: buffers.compute(compute)):
-            for parameter, gradient, version in put:
-                if gradient._version == version:  # this pass went without the weight, as one that no graph holds may
+            for parameter, gradient, version in zeroed:
+                if gradient._version == version:  # a pass outside a graph may not use the weight
                     parameter.grad = None
         if learners is None:
-            self._learners[kind] = self._kept_gradients()
+            self._learners[kind] = self._keep_gradients()
         return buffers.result.clone()
 
-    def _put_gradients(self, learners: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, int]]:
-        """Let the weights that take part have gradients in their places: of zeros, if this is a minibatch's first.
+    def _attach_gradients(self, learners: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, int]]:
+        """Set the fixed gradient tensors, as zeros, as `.grad` of the weights without one, in a minibatch's first pass.
 
-        Returns which got one, that, and its version, which each change raises.
+        Returns:
+            For each of these weights: the weight, its gradient, and the gradient's version, which torch raises whenever
+            the gradient changes.
         """
         missing = {parameter: self._gradients[parameter] for parameter in learners if parameter.grad is None}
         for parameter, gradient in missing.items():
             parameter.grad = gradient
         if missing:
-            torch._foreach_zero_(tuple(missing.values()))  # torch has no public one for many tensors
+            torch._foreach_zero_(tuple(missing.values()))  # torch has no public function that zeroes many tensors
         return [(parameter, gradient, gradient._version) for parameter, gradient in missing.items()]
 
-    def _kept_gradients(self) -> list[nn.Parameter]:
-        """Return the weights that took part in a kind's first pass; their gradients get places, or move into them."""
+    def _keep_gradients(self) -> list[nn.Parameter]:
+        """Return the weights that have a gradient after a kind's first pass.
+
+        Each of these gradients becomes the weight's fixed gradient tensor, or is copied into it if there is one.
+        """
         trained = [
             weight for optimizer in self._optimizers for group in optimizer.param_groups for weight in group["params"]
         ]
         learners = [parameter for parameter in trained if parameter.grad is not None]
         for parameter in learners:
-            place = self._gradients.setdefault(parameter, parameter.grad)
-            if place is not parameter.grad:
-                parameter.grad = place.copy_(parameter.grad)
+            gradient = self._gradients.setdefault(parameter, parameter.grad)
+            if gradient is not parameter.grad:
+                parameter.grad = gradient.copy_(parameter.grad)
         return learners
 
 
 class _Buffers:
-    """The inputs and the results of the passes of one graph, in their places."""
+    """The inputs and the result of one graph's passes, at fixed addresses."""
 
     def __init__(self, inputs: Inputs) -> None:
         tensors = _tensors_of(inputs)
@@ -117,15 +123,15 @@ class _Buffers:
     def tensors(self) -> list[Tensor]:
         return [*_tensors_of(self.inputs), *self._results]
 
-    def take(self, inputs: Inputs) -> None:
+    def load(self, inputs: Inputs) -> None:
         for buffer, tensor in zip(_tensors_of(self.inputs), _tensors_of(inputs), strict=True):
             buffer.copy_(tensor)
 
     def compute(self, compute: Compute) -> None:
-        found = compute(self.inputs)
+        result = compute(self.inputs)
         if not self._results:  # the first run, which is not captured
-            self._results.append(found.clone())
-        self.result.copy_(found)
+            self._results.append(result.clone())
+        self.result.copy_(result)
 
 
 def _tensors_of(inputs: Inputs) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Sampling whose steps are CUDA graphs: the tokens of `engines`, drawn in buffers that stay in their places."""
+"""Sampling with one CUDA graph per decoding step: the tokens of `ppo.engines`, drawn in buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -28,86 +28,89 @@ log = logging.getLogger(__name__)
 
 
 class CapturedSampler:
-    """Draws responses to up to so many prompts; it serves many batches, and other settings than the first ones."""
+    """Samples responses to up to `rows` prompts; one sampler serves many batches and different sampling settings."""
 
     def __init__(self, model: PreTrainedModel, rows: int, columns: int, length: int) -> None:
-        """Make room for `rows` sequences of `columns` tokens, at most `length` of them in a response."""
+        """Allocate buffers for `rows` sequences of `columns` tokens, at most `length` of them in a response."""
         device = model.device
-        wide = compute_dtype(model)
+        dtype = compute_dtype(model)
         self.decoder, self.length = InPlaceDecoder(model, rows, columns), length
         self.uniforms = torch.zeros(rows, length, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(rows, length, dtype=wide, device=device)
-        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last of each sequence
-        self.places = torch.arange(rows, device=device)  # the row of each sequence in the results
+        self.logprobs = torch.zeros(rows, length, dtype=dtype, device=device)
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last token of each sequence
+        self.result_rows = torch.arange(rows, device=device)  # the row of each sequence in the results
         self.has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.number = torch.zeros(1, dtype=torch.long, device=device)  # of the step
-        self.live = rows  # sequences that are still decoded, from the first row on
-        self._model, self._weights_at, self._autocast = model, addresses(model), _autocast_now(device)
-        self._stops: dict[tuple[int, ...], Tensor] = {}
+        self.step_index = torch.zeros(1, dtype=torch.long, device=device)  # counted from 0
+        self.live = rows  # number of sequences still decoded: the first rows of the buffers
+        self._model, self._addresses, self._autocast = model, addresses(model), _autocast_now(device)
+        self._stops: dict[tuple[int, ...], Tensor] = {}  # stop token ids as tensors on the device
 
     @property
     def bytes(self) -> int:
         """Bytes of the buffers."""
-        own = (self.uniforms, self.tokens, self.logprobs, self.token, self.places, self.has_ended)
-        return self.decoder.bytes + sum(buffer.nbytes for buffer in own)
+        buffers = (self.uniforms, self.tokens, self.logprobs, self.token, self.result_rows, self.has_ended)
+        return self.decoder.bytes + sum(buffer.nbytes for buffer in buffers)
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Return whether the graphs read a model's weights where they lie now, under autocast as it is now."""
+        """Return whether the graphs still fit a model: its weights' addresses and the autocast dtype are unchanged."""
         is_same = self._model is model and self._autocast == _autocast_now(model.device)
-        return is_same and self._weights_at == addresses(model)
+        return is_same and self._addresses == addresses(model)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The room: sequences, their tokens, and those of a response."""
+        """The capacity: sequences, tokens of a sequence, tokens of a response."""
         return self.decoder.rows, self.decoder.columns, self.length
 
     def sample(
         self, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings, captures: Captures
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of responses, `[N, T]`; see `engines.generate_responses`."""
-        given, length, device = len(prompt_ids), settings.response_length, self.token.device
-        self.uniforms[:given, :length] = uniforms
+        prompts, length, device = len(prompt_ids), settings.response_length, self.token.device
+        self.uniforms[:prompts, :length] = uniforms
         self.tokens.fill_(settings.pad_token_id)
         self.logprobs.zero_()
-        self.number.zero_()
-        torch.arange(len(self.places), out=self.places)
-        self.has_ended.copy_(self.places >= given)  # rows behind the prompts have ended
-        self.live = min(next_size(given, FEWEST_ROWS), self.decoder.rows)
+        self.step_index.zero_()
+        torch.arange(len(self.result_rows), out=self.result_rows)
+        self.has_ended.copy_(self.result_rows >= prompts)  # rows without a prompt count as ended
+        self.live = min(next_size(prompts, FEWEST_ROWS), self.decoder.rows)
         if settings.stop_token_ids not in self._stops:
             stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
             self._stops[settings.stop_token_ids] = stops
         self._draw(self.decoder.start(prompt_ids, self.live), settings, may_stop=engines.may_stop(0, settings))
-        how = _how(settings)
-        for number in range(1, length):
-            if engines.is_time_to_look(number - 1, device) and not self._let_ended_leave():
+        settings_key = _settings_key(settings)
+        for step in range(1, length):
+            if engines.is_check_due(step - 1, device) and not self._drop_ended():
                 break
             width = min(next_size(self.decoder.width, FEWEST_COLUMNS), self.decoder.columns)
-            size = self.live, width, engines.may_stop(number, settings)
-            captures.run((DECODING, *size, how), lambda: self.step(*size, settings))  # noqa: B023  # called at once
+            size = self.live, width, engines.may_stop(step, settings)
+            captures.run((DECODING, *size, settings_key), lambda: self.step(*size, settings))  # noqa: B023  # called at once
             self.decoder.count_step()
-        return self.tokens[:given, :length], self.logprobs[:given, :length]
+        return self.tokens[:prompts, :length], self.logprobs[:prompts, :length]
 
     def step(self, rows: int, width: int, may_stop: bool, settings: SamplingSettings) -> None:
-        """Take the last token of each of the first sequences, and draw the next: what a graph holds.
+        """Decode one step of the first `rows` sequences: the work that a graph captures.
 
-        Weights are read where they stand in the model's modules.
+        The step reads the model's weights at their own addresses, not copies of them.
         """
-        with _without_autocasts_cache(self._autocast, self.token.device):
+        with _autocast_without_cache(self._autocast, self.token.device):
             self._draw(self.decoder.advance(self.token[:rows], width), settings, may_stop=may_stop)
 
     def _draw(self, logits: Tensor, settings: SamplingSettings, *, may_stop: bool) -> None:
         rows = len(logits)
-        places, token, has_ended = self.places[:rows], self.token[:rows], self.has_ended[:rows]
-        drawn, logprob = engines.sample_step(logits, self.uniforms[places, self.number], settings, may_stop)
-        self.tokens[places, self.number] = drawn.masked_fill(has_ended, settings.pad_token_id)
-        self.logprobs[places, self.number] = logprob
+        result_rows, token, has_ended = self.result_rows[:rows], self.token[:rows], self.has_ended[:rows]
+        drawn, logprob = engines.sample_step(logits, self.uniforms[result_rows, self.step_index], settings, may_stop)
+        self.tokens[result_rows, self.step_index] = drawn.masked_fill(has_ended, settings.pad_token_id)
+        self.logprobs[result_rows, self.step_index] = logprob
         has_ended |= (drawn[:, None] == self._stops[settings.stop_token_ids]).any(dim=1)
         token.copy_(drawn)
-        self.number += 1
+        self.step_index += 1
 
-    def _let_ended_leave(self) -> bool:
-        """Go on with fewer rows if a smaller size does; return whether any sequence is left. Waits for the device."""
+    def _drop_ended(self) -> bool:
+        """Drop ended sequences if the rest fits into a smaller batch size; return whether any sequence is left.
+
+        This forces a device sync.
+        """
         ended = self.has_ended[: self.live].tolist()
         left = len(ended) - sum(ended)
         size = next_size(max(1, left), FEWEST_ROWS)
@@ -115,24 +118,24 @@ class CapturedSampler:
             staying = set([row for row, has_ended in enumerate(ended) if has_ended][: size - left])
             order = self.decoder.drop([has_ended and row not in staying for row, has_ended in enumerate(ended)])
             rows = torch.tensor(order, device=self.token.device)
-            for buffer in (self.token, self.places, self.has_ended):
+            for buffer in (self.token, self.result_rows, self.has_ended):
                 buffer[:size] = buffer[rows]
             self.live = size
         return left > 0
 
 
 def held_bytes(captures: Captures) -> int:
-    """Return the bytes of the buffers that the next batch uses again, or that are freed for it."""
+    """Return the bytes of the decoding buffers, which the next batch reuses or frees."""
     return captures.held[DECODING].bytes if DECODING in captures.held else 0
 
 
 def columns_of(tokens: int) -> int:
-    """Return the columns of the buffers for sequences of so many tokens."""
+    """Return the columns of the buffers for sequences of `tokens` tokens."""
     return next_size(tokens, FEWEST_COLUMNS)
 
 
 def most_rows(model: PreTrainedModel, columns: int) -> int:
-    """Return the most sequences of so many columns for which there are buffers."""
+    """Return the most sequences of `columns` columns that buffers are allocated for."""
     return rows_kept(model.config.get_text_config(), columns, number_bytes(model), card_bytes(model.device))
 
 
@@ -143,9 +146,9 @@ def decode_captured(
     settings: SamplingSettings,
     captures: Captures,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as `engines.decode_packed`, which it leaves the batch to if the memory does not do for its buffers.
+    """Sample as `engines.decode_packed`, with CUDA graphs; falls back to it if the buffers do not fit into memory.
 
-    The tokens are the same, but for rounding.
+    Both give the same tokens up to rounding.
     """
     rows, tokens = -(-len(prompt_ids) // FEWEST_ROWS) * FEWEST_ROWS, max(len(ids) for ids in prompt_ids)
     length = settings.response_length
@@ -160,9 +163,10 @@ def decode_captured(
 
 
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:
-    """Return a sampler with the room that is needed: the one that is held, if it has it, or one with room for both.
+    """Return the sampler that `captures` holds if its capacity suffices, else a new one.
 
-    Together they may be too large; then the new one has only its own.
+    A new sampler has the larger of the held and the needed sizes, so that it serves both; if that is too large, only
+    the needed sizes.
     """
     held = captures.held.get(DECODING)
     if isinstance(held, CapturedSampler) and held.is_of(model):
@@ -172,7 +176,7 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
         if rows <= most_rows(model, columns):
             needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
     captures.release(DECODING)
-    del held  # both would not fit
+    del held  # frees its buffers: memory may not hold both samplers
     sampler = CapturedSampler(model, *needed)
     captures.held[DECODING] = sampler
     return sampler
@@ -180,10 +184,10 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
 
 @probed_once
 def why_not_captured(model: PreTrainedModel) -> str:
-    """Return why steps cannot be captured, which is logged; "" if replays give what plain steps give.
+    """Return and log why decoding steps cannot be captured; "" if replayed steps give the states of plain steps.
 
-    It is probed at the first call, under the caller's autocast. Some architectures make the processor wait in each
-    pass, such as mixtures of experts that loop over their experts.
+    The first call probes this under the caller's autocast. Some architectures force a device sync in each pass, such as
+    mixtures of experts that loop over their experts, and cannot be captured.
     """
     device, captures = model.device, Captures(model.device, warns=False)
     if not captures.on:
@@ -192,8 +196,9 @@ def why_not_captured(model: PreTrainedModel) -> str:
     plain = Captures(device, wanted=False)
     try:
         with torch.no_grad():
-            expected, found = (_states(model, prompts, tokens, each) for each in (plain, captures))
-        why = captures.trouble.get(_PROBE) or ("" if are_close(found, expected) else "replayed steps give other states")
+            expected, actual = (_states(model, prompts, tokens, each) for each in (plain, captures))
+        is_same = are_close(actual, expected)
+        why = captures.trouble.get(_PROBE) or ("" if is_same else "replayed steps give other states")
     except PROBE_ERRORS as error:
         why = in_one_line(error)
     captures.release()
@@ -207,32 +212,32 @@ _PROBED_STEPS = 4  # one plain, one captured, two replayed
 
 
 def _states(model: PreTrainedModel, prompts: list[list[int]], tokens: Tensor, captures: Captures) -> Tensor:
-    """Return the hidden states `[steps, 2, H]` of given tokens `[steps, 2]` after prompts."""
+    """Return the hidden states `[steps, 2, H]` of decoding the tokens `[steps, 2]` after two prompts."""
     decoder, token = InPlaceDecoder(model, 2, len(tokens) + 4, head=nn.Identity()), torch.zeros_like(tokens[0])
     states, autocast = torch.zeros_like(decoder.start(prompts, 2)), _autocast_now(model.device)
 
     def step() -> None:
-        with _without_autocasts_cache(autocast, model.device):
+        with _autocast_without_cache(autocast, model.device):
             states.copy_(decoder.advance(token, decoder.columns))
 
-    found = []
-    for drawn in tokens:
-        token.copy_(drawn)
+    all_states = []
+    for step_tokens in tokens:
+        token.copy_(step_tokens)
         captures.run((_PROBE,), step)
         decoder.count_step()
-        found.append(states.clone())
-    return torch.stack(found)
+        all_states.append(states.clone())
+    return torch.stack(all_states)
 
 
 def _autocast_now(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _without_autocasts_cache(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
-    """Return autocast as it is, but without its cache: a graph would read casts that are gone with the context."""
+def _autocast_without_cache(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+    """Return the current autocast without its cache: a graph would read cached casts after autocast has freed them."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _how(settings: SamplingSettings) -> tuple[object, ...]:
-    """Return what a step's operations depend on."""
+def _settings_key(settings: SamplingSettings) -> tuple[object, ...]:
+    """Return the sampling settings on which the operations of a step depend."""
     return settings.temperature, settings.top_k, settings.top_p, settings.stop_token_ids, settings.pad_token_id

@@ -1,8 +1,8 @@
-"""Sampling responses from a causal language model with given noise.
+"""Sampling of responses from a causal language model with given noise.
 
-Two engines make the same tokens from the same uniforms. `static` decodes without padding and drops the sequences that
-have ended. `hf` is transformers' `generate`, with transformers' own attention and cache, and with the tokens forced
-through a logits processor: the oracle of the first.
+Two engines give the same tokens for the same uniforms. `static` decodes without padding and drops sequences that have
+ended. `hf` is transformers' `generate` with transformers' attention and cache; a logits processor draws its tokens. It
+is the oracle in the tests of `static`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from ppo_rlhf.models.packed_attention import padded_attention
 from ppo_rlhf.models.token_rows import filled_size
 from ppo_rlhf.ppo.sequences import without_padding
 
-STEPS_BETWEEN_LOOKS = 16
-"""Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
+STEPS_BETWEEN_CHECKS = 16
+"""Decoding steps on an accelerator between two checks of which sequences have ended: a check forces a device sync."""
 ROWS_STEP = 16
-"""On an accelerator as many sequences are decoded together as a multiple of it, while so many are left."""
+"""On an accelerator the number of sequences decoded together is a multiple of this, while enough sequences are left."""
 
 Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[list[int] | None]]
-"""Takes the prompts of episodes, the tokens of each so far, and whether the policy wrote each token. Returns the tokens
-of the reply to each episode; None where the episode is over."""
+"""Takes the prompts of episodes, the tokens of each episode so far, and whether the policy wrote each token. Returns
+the tokens of the reply to each episode; None where the episode is over."""
 
 
 Engine = Callable[[PreTrainedModel, list[list[int]], "SamplingSettings"], "Responses"]
-"""Samples a response to each prompt by a program of its own; every process calls it, and gets the responses to all."""
+"""Samples a response to each prompt with another program. Every process calls it, and gets the responses to all
+prompts."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are drawn. Lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
+    """How responses are sampled. Lengths count the stop token; `top_k=0` and `top_p=1` are off.
 
-    Before the token `min_response_length` no stop token is drawn. With an environment a response is an episode of
-    several turns, each of at most `turn_length` tokens. With an `engine`, that draws, by noise of its own.
+    A stop token is at the earliest token number `min_response_length`. With an `environment` a response is an episode
+    of several turns, each of at most `turn_length` tokens. An `engine` samples instead of this module, with noise of
+    its own.
     """
 
     response_length: int
@@ -67,10 +69,10 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to N prompts, right-padded to `T = response_length`; on the CPU, 0 or the pad token in padding.
+    """Responses to N prompts on the CPU, right-padded to `T = response_length` with the pad token, or with 0.
 
-    `terminated` is True where a stop token ended the response; it is the response's last token then. A response of
-    several turns has the environment's replies between them.
+    `terminated` is True where a stop token ended the response; the stop token is then the response's last token. In a
+    response of several turns, the environment's replies are between the policy's turns.
     """
 
     response_ids: Tensor  # [N, T] long
@@ -78,18 +80,18 @@ class Responses:
     terminated: Tensor  # [N] bool
     policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
     sampler_logprobs: Tensor | None = None
-    """`[N, T]`, of the decoding loop: tempered, before top-k, top-p and the exclusion of stop tokens; of an `Engine`
-    after them. None if the responses were sampled elsewhere."""
+    """`[N, T]`, the sampler's log-probabilities, tempered. The decoding loop computes them before top-k, top-p and the
+    exclusion of stop tokens, an `Engine` after. None if the responses were sampled elsewhere."""
 
     @property
     def mask(self) -> Tensor:
-        """`[N, T]` bool, True on the tokens that the policy wrote: all real tokens, unless the responses have turns."""
+        """`[N, T]` bool, True on the tokens that the policy wrote: all real tokens without an environment."""
         if self.policy_mask is None:
             return length_mask(self.lengths, self.response_ids.shape[1])
         return self.policy_mask
 
     def turns(self) -> Tensor:
-        """Return how many turns of the policy each response has, `[N]` long."""
+        """Return the number of the policy's turns in each response, `[N]` long."""
         mask = self.mask
         return mask[:, 0] + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)
 
@@ -110,11 +112,15 @@ def generate_responses(
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
-    The model has dropout off. A process may have no prompts; each has at least one token. The uniforms are `[N, T]`
-    float64 in [0, 1), one for each (episode, step). The engine is `static` or `hf`, which also decodes architectures
-    that need padding. `batch_size` prompts are decoded at a time, on which tokens depend only by rounding; None: what
-    memory allows. With `captures` the steps of `static` are CUDA graphs, where the model allows it, of so many
-    sequences at most as their buffers may hold.
+    Args:
+        model: A causal language model with dropout off.
+        prompt_ids: N prompts of at least one token; N may be 0.
+        uniforms: `[N, T]` float64 in [0, 1), one for each response and step.
+        settings: How responses are sampled.
+        engine: `static` or `hf`; architectures that need padding are decoded by `hf` in any case.
+        batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
+        captures: With these, the steps of `static` are CUDA graphs if the model allows it. The buffers of the graphs
+            then limit the batch size, too.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = compute_dtype(model)
@@ -124,7 +130,9 @@ def generate_responses(
         decode = _decode_with_generate if generates(model, engine) else decode_packed
         columns, used_again, most = longest + settings.response_length, 0, None
         if captures is not None and captures.serves(DECODING) and decode is decode_packed:
-            from ppo_rlhf.ppo import captured_sampling  # it imports this module, and a CPU does not need it
+            from ppo_rlhf.ppo import (
+                captured_sampling,
+            )  # imported here: it imports this module, and a CPU does not need it
 
             if not captured_sampling.why_not_captured(model):
                 decode = partial(captured_sampling.decode_captured, captures=captures)
@@ -137,19 +145,19 @@ def generate_responses(
             batch_size = min(batch_size, most)
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
-            found, found_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
-            place = slice(start, start + batch_size), slice(found.shape[1])
-            tokens[place], logprobs[place] = found.cpu(), found_logprobs.cpu()
+            drawn, drawn_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
+            region = slice(start, start + batch_size), slice(drawn.shape[1])
+            tokens[region], logprobs[region] = drawn.cpu(), drawn_logprobs.cpu()
     return responses_of(tokens, logprobs, settings)
 
 
 def generates(model: PreTrainedModel, engine: str) -> bool:
-    """Return whether an engine is transformers' `generate` for a model: `hf`, or `static` if it does not decode it."""
+    """Return whether a model is decoded by transformers' `generate`: with `hf`, or if `static` cannot decode it."""
     return engine == "hf" or not decodes(model)
 
 
 def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -> Responses:
-    """Return responses from tokens and their log-probabilities `[N, T]`, whatever stands after a stop token."""
+    """Return responses from tokens and log-probabilities `[N, T]`; entries after the first stop token are ignored."""
     lengths, terminated = response_lengths(tokens, settings.stop_token_ids)
     is_response = length_mask(lengths, settings.response_length)
     return Responses(
@@ -163,7 +171,7 @@ def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -
 def decode_packed(
     model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Prefill the prompts, then decode one token of each live sequence a step; sequences that have ended leave."""
+    """Prefill the prompts, then decode one token of each live sequence per step; ended sequences are dropped."""
     device, rows, width = model.device, len(prompt_ids), settings.response_length
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
     dtype = compute_dtype(model)
@@ -180,12 +188,12 @@ def decode_packed(
         if step + 1 == width:
             break
         has_ended = has_ended | torch.isin(token, stops)
-        if is_time_to_look(step, device):
+        if is_check_due(step, device):
             ended = has_ended.tolist()
             if all(ended):
                 break
             if device.type != "cpu":
-                ended = _in_few_sizes(ended)
+                ended = _rounded_to_few_sizes(ended)
             if any(ended):
                 order = torch.tensor(decoder.drop(ended), device=device)
                 live, token, has_ended = live[order], token[order], has_ended[order]
@@ -193,21 +201,25 @@ def decode_packed(
     return tokens, logprobs
 
 
-def is_time_to_look(step: int, device: torch.device) -> bool:
-    """Return whether to look which sequences have ended: a look waits for an accelerator."""
-    return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
+def is_check_due(step: int, device: torch.device) -> bool:
+    """Return whether to check now which sequences have ended: on an accelerator a check forces a device sync."""
+    return device.type == "cpu" or step % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1
 
 
-def _in_few_sizes(ended: list[bool]) -> list[bool]:
-    """Let some ended sequences stay, so that few sizes of batches occur; they get pad tokens."""
+def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
+    """Keep some ended sequences, which get pad tokens, so that the batch size is a multiple of `ROWS_STEP`.
+
+    Returns:
+        True for each sequence to drop.
+    """
     live = len(ended) - sum(ended)
-    staying = min(len(ended), -(-live // ROWS_STEP) * ROWS_STEP) - live
-    kept = [row for row, has_ended in enumerate(ended) if has_ended][:staying]
+    kept_count = min(len(ended), -(-live // ROWS_STEP) * ROWS_STEP) - live
+    kept = [row for row, has_ended in enumerate(ended) if has_ended][:kept_count]
     return [has_ended and row not in kept for row, has_ended in enumerate(ended)]
 
 
 class _ForcedSampling(LogitsProcessor):
-    """Draws each token itself and leaves it as the only one that `generate`'s greedy search can take."""
+    """Draws each token itself, and masks all others, so that `generate`'s greedy search takes the drawn token."""
 
     def __init__(self, uniforms: Tensor, settings: SamplingSettings) -> None:
         self.uniforms = uniforms
@@ -222,18 +234,21 @@ class _ForcedSampling(LogitsProcessor):
 
 
 class _Cache(StaticCache):
-    """Keeps keys and values of one type: under autocast rotary positions leave keys in float32."""
+    """Casts keys to the dtype of the values: under autocast rotary embeddings return float32 keys."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
-_widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # columns of a model's caches so far
+_widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # the most columns of each model's caches so far
 
 
 def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
-    """Return what gives `generate` a static cache, never a smaller one than before: each width is compiled anew."""
-    name = argument_of(model, "cache", "past_key_values")  # until transformers 5.23 the second
+    """Return the arguments that give `generate` a static cache, never a smaller one than before.
+
+    torch.compile compiles `generate` again for each width.
+    """
+    name = argument_of(model, "cache", "past_key_values")  # `past_key_values` up to transformers 5.23
     if name is None:
         return {"cache_implementation": "static"}
     _widest[model] = max(columns, _widest.get(model, 0))
@@ -241,7 +256,7 @@ def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
 
 
 def _prompt_width(longest: int, device: torch.device) -> int:
-    """Return the columns of the prompts: on an accelerator one of few widths, since each is compiled anew."""
+    """Return the padded width of the prompts: on an accelerator one of few widths, since each width is compiled."""
     return longest if device.type == "cpu" else filled_size(longest)
 
 
@@ -260,7 +275,7 @@ def _decode_with_generate(
         eos_token_id=list(settings.stop_token_ids) or None,
         disable_compile=device.type != "cpu" and not compiles(device),
     )
-    own, model.generation_config = model.generation_config, plain  # generate would mix in its penalties, top_p …
+    saved, model.generation_config = model.generation_config, plain  # the model's penalties, top_p etc. must not apply
     try:
         with padded_attention(model):
             sequences: Tensor = model.generate(  # type: ignore[operator]
@@ -270,23 +285,23 @@ def _decode_with_generate(
                 **_cache(model, width + settings.response_length),  # compiled on a GPU, with CUDA graphs
             )
     finally:
-        model.generation_config = own
-        vars(model).pop("_compiled_call", None)  # in a copy of the model it would be the original's
+        model.generation_config = saved
+        vars(model).pop("_compiled_call", None)  # a copy of the model would still call the original
     return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 
 
 def may_stop(step: int, settings: SamplingSettings) -> bool:
-    """Return whether a stop token may be drawn in a step, counted from 0."""
+    """Return whether a stop token may be drawn in a step; steps count from 0."""
     return step >= settings.min_response_length - 1
 
 
 def sample_step(logits: Tensor, noise: Tensor, settings: SamplingSettings, may_stop: bool) -> tuple[Tensor, Tensor]:
-    """Draw the token of each row, and return it with its log-probability under the whole distribution."""
+    """Draw a token for each row; return the tokens, and their log-probabilities under the unfiltered distribution."""
     wide, temperature = logits.to(compute_dtype(logits)), settings.temperature
     if may_stop or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     continuing = wide.clone()
-    for stop_token_id in settings.stop_token_ids:  # one by one: a list of them would be copied to the device first
+    for stop_token_id in settings.stop_token_ids:  # one by one: indexing with a list copies the list to the device
         continuing[:, stop_token_id].fill_(-torch.inf)
     tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]

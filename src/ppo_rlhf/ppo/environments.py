@@ -1,4 +1,4 @@
-"""A user's environment: the Python function that answers the policy's turns."""
+"""A user's environment: a Python function that replies to the policy's turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ def reply_by_function(
 ) -> list[list[int] | None]:
     """Return the tokens of a function's reply to each episode so far; None where the episode is over.
 
-    With the first three arguments given it is an `Environment` of `ppo.engines`.
+    With the first three arguments bound, this function is an `Environment` of `ppo.engines`.
+
+    Args:
+        function: The user's environment.
+        name: Its name, for errors.
+        tokenizer: The policy's tokenizer.
+        prompts: The prompts of the episodes.
+        ids: The tokens of each episode so far.
+        is_policy: For each of these tokens, whether the policy wrote it.
 
     Raises:
         RewardError: As `call_environment`, or a reply has no tokens.
@@ -37,8 +45,8 @@ def reply_by_function(
     if [] in tokens:
         row = tokens.index([])
         raise RewardError(
-            f"environment {name} returned {replies[row]!r} for the episode {texts[row][:60]!r}, a reply "
-            "without tokens. Return None where an episode is over."
+            f"environment {name} returned {replies[row]!r} for the episode {texts[row][:60]!r}: this reply has no "
+            "tokens. Return None where an episode is over."
         )
     return tokens
 
@@ -51,18 +59,19 @@ def call_environment(
     turns: list[list[str]],
     columns: dict[str, list[Any]],
 ) -> list[str | None]:
-    """Call a user's environment and check its result: for each episode a reply, or None where the episode is over.
+    """Call a user's environment, and return its reply to each episode, or None where the episode is over.
 
-    It is called as a reward function is: with prompts, episodes so far, columns, and `turns` if it names them.
+    The environment gets the arguments of a reward function: the prompts, the episodes so far as completions, the
+    columns, and `turns` if it has a parameter of this name.
 
     Raises:
-        RewardError: It raised, or returned something else.
+        RewardError: The environment raised an exception, or returned something other than texts and None.
     """
     replies = call_function(function, f"environment {name}", prompts, completions, {**columns, TURNS: turns})
     for row, reply in enumerate(replies):
         if reply is not None and not isinstance(reply, str):
             raise RewardError(
                 f"environment {name} returned {reply!r:.40} for the episode {completions[row][:60]!r}. Return text, or "
-                "None where it is over."
+                "None where the episode is over."
             )
     return replies

@@ -1,8 +1,8 @@
-"""The PPO loop: one iteration as the calls that the pipeline's nodes and `PPOTrainer.train` make.
+"""The PPO loop. The pipeline's nodes and `PPOTrainer.train` make the same calls in each iteration:
 
     rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
-Where to add things: docs/architecture.md.
+docs/architecture.md says where to add code.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def train(
     after_iteration: Callable[[dict[str, float]], None],
     before_update: Callable[[Experience], None] | None = None,
 ) -> None:
-    """Run every iteration that is left. `before_update` gets the experience that each update learns from.
+    """Run all remaining iterations.
 
-    `after_iteration` gets the metrics of each; `Epilogue.after_iteration` says what follows an iteration.
+    `before_update` is called with the experience of each iteration before the update. `after_iteration` is called with
+    the metrics of each iteration, as `Epilogue.after_iteration`.
     """
     with state.captures.during():
         while not state.finished:
@@ -54,12 +55,12 @@ def iterate(
 def generate_rollouts(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
 ) -> Rollouts:
-    """Sample a response to each prompt of the next iteration, and measure what PPO compares.
+    """Sample a response to each prompt of the next iteration, and compute log-probabilities, entropies and values.
 
-    Every process returns the rollouts of all of them. `scorer` decides which prompts `drop_uniform_prompts` drops.
+    Every process returns the rollouts of all processes. `drop_uniform_prompts` drops prompts by the scores of `scorer`.
 
     Raises:
-        TrainingError: An engine is gone, or holds other weights than the policy's.
+        TrainingError: A rollout engine does not answer, or holds other weights than the policy's.
     """
     state.clock.restart()
     with state.clock.timed(SAMPLING):

@@ -1,11 +1,11 @@
-"""The cut of a batch into epochs, minibatches and micro-batches, and how many tokens of a micro-batch a device holds.
+"""Splits a batch into epochs, minibatches and micro-batches, and computes how many tokens of a micro-batch fit.
 
-The cut is made once, before the first forward pass: old log-probabilities and values are computed on the first epoch's
-micro-batches. The first epoch then repeats the very same forward passes, so its first ratio is exactly 1: a matrix
-product of another shape rounds differently.
+A batch is split once per iteration, before its first forward pass: old log-probabilities and values are computed on the
+first epoch's micro-batches. The first epoch repeats the same forward passes, so its first ratio is exactly 1; passes of
+other shapes would round differently.
 
-If no setting says how many tokens a micro-batch has on an accelerator, it is as many as the free memory holds. The
-bytes of an update are those of `kedro doctor` (docs/memory.md).
+On an accelerator, unless `ppo.max_tokens_per_micro_batch` is set, a micro-batch has as many tokens as fit into the free
+memory. The memory of an update is computed as in `kedro doctor` (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ppo_rlhf.runtime.processes import dealt_rows, from_all, is_main_process, ow
 log = logging.getLogger(__name__)
 
 UNLIMITED_ON = ("cpu",)
-"""Types of devices on which only the number of responses limits a micro-batch: smaller ones are as fast there."""
+"""Device types without a default token budget: small micro-batches are as fast there as large ones."""
 FEWEST_TOKENS = 2
-"""The least that `ppo.max_tokens_per_micro_batch` may be."""
+"""The lowest value of `ppo.max_tokens_per_micro_batch`."""
 EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
-"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
-of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
+"""Bytes per token, plus bytes per response token, of the tensors that an update reads: ids, positions, indices and the
+inputs of the losses. Those of all micro-batches of an epoch are on the device together (`ppo.update`)."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
     """The rows of one optimiser step, as indices into the batch of all processes."""
 
-    rows: list[int]  # of all processes
-    micro_batches: list[list[int]]  # of this process: the rows of each forward and backward pass
+    rows: list[int]  # the rows of all processes
+    micro_batches: list[list[int]]  # this process's rows of each forward and backward pass
     shards: list[list[int]]  # the rows of each process
-    with_policy: bool = True  # False in the epochs that only the critic has
+    with_policy: bool = True  # False in epochs that train only the critic
 
 
 Epochs = list[list[Minibatch]]
@@ -61,9 +61,9 @@ def first_epoch(epochs: Epochs) -> list[list[int]]:
 
 
 def first_shards(epochs: Epochs) -> list[list[int]]:
-    """Return the rows of the first epoch that each process computes."""
+    """Return each process's rows of the first epoch."""
     by_process = zip(*(minibatch.shards for minibatch in epochs[0]), strict=True)
-    return [[row for shard in of_one for row in shard] for of_one in by_process]
+    return [[row for shard in shards for row in shard] for shards in by_process]
 
 
 def cut_batch(
@@ -77,19 +77,25 @@ def cut_batch(
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
-    The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
-    All shards are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
-    `most_tokens` is the budget of a micro-batch (`token_budget`), None for no limit; `padded` says whether policy or
-    critic compute padding, which then counts in it.
+    The minibatches depend only on the seed. Each minibatch is split evenly across processes, balancing tokens. All
+    shards get equally many micro-batches, since with FSDP2 all processes take part in each pass.
+
+    Args:
+        config: Hyperparameters.
+        iteration: The iteration, counted from 1.
+        prompt_lengths: Prompt tokens of every row of the batch.
+        response_lengths: Response tokens of every row of the batch.
+        most_tokens: The token budget of a micro-batch (`token_budget`); None sets no limit.
+        padded: Whether policy or critic compute padding, which then counts towards the budget.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
-        shards = [[rows[place] for place in shard] for shard in dealt]
-        budget = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
-        cuts = [micro_batches(shard, *budget, padded=padded) for shard in shards]
-        own = _in_pieces(cuts[own_rank()], max(map(len, cuts)))
-        return Minibatch(rows, own, shards, epoch < config.num_ppo_epochs)
+        shards = [[rows[index] for index in shard] for shard in dealt]
+        limits = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
+        cuts = [micro_batches(shard, *limits, padded=padded) for shard in shards]
+        rank_micro_batches = _split_to(cuts[own_rank()], max(map(len, cuts)))
+        return Minibatch(rows, rank_micro_batches, shards, epoch < config.num_ppo_epochs)
 
     sizes = config.batch_size, config.num_mini_batches
     epochs = range(config.num_critic_epochs or config.num_ppo_epochs)
@@ -127,44 +133,44 @@ def micro_batches(
         lengths = [prompt_lengths[row] + response_lengths[row] for row in rows]
         return len(rows) * max(lengths) if padded else sum(lengths)
 
-    pieces: list[list[int]] = []
+    cut: list[list[int]] = []
     for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):
-        if not pieces or len(pieces[-1]) == micro_batch_size or tokens([*pieces[-1], row]) > token_budget:
-            pieces.append([])
-        pieces[-1].append(row)
-    return pieces
+        if not cut or len(cut[-1]) == micro_batch_size or tokens([*cut[-1], row]) > token_budget:
+            cut.append([])
+        cut[-1].append(row)
+    return cut
 
 
-def _in_pieces(cut: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batch with the most rows until there are so many; the shard has as many rows at least."""
+def _split_to(cut: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the micro-batch with the most rows until there are `count` micro-batches; needs at least `count` rows."""
     cut = list(cut)
     while len(cut) < count:
-        longest = max(range(len(cut)), key=lambda number: len(cut[number]))
-        rows = cut[longest]
-        cut[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+        largest = max(range(len(cut)), key=lambda number: len(cut[number]))
+        rows = cut[largest]
+        cut[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return cut
 
 
 @dataclass(frozen=True)
 class UpdateBytes:
-    """Bytes of one process's update, beside weights and moments."""
+    """Bytes that one process's update takes, without weights and moments."""
 
-    gradients: int
-    fixed: int  # an epoch's tensors, copies of weights in the type of the computation
-    token: int  # activations of one token of a micro-batch
-    logit: int  # one logit, and what is computed from it
-    held: int  # a number of logits: those that are there at a time
+    gradients: int  # bytes of all gradients
+    fixed: int  # bytes of an epoch's tensors, and of copies of weights in the dtype of the computation
+    token: int  # bytes of the activations of one token of a micro-batch
+    logit: int  # bytes of one logit and of the tensors computed from it
+    held: int  # number of logits in memory at a time
 
     def needed(self, tokens: int, logits: int) -> int:
-        """Return the bytes of an update in micro-batches of so many tokens with so many logits."""
+        """Return the bytes of an update whose micro-batches have `tokens` tokens and `logits` logits."""
         return self.gradients + self.fixed + self.passing(tokens, logits)
 
     def passing(self, tokens: int, logits: int) -> int:
-        """Return the bytes that a micro-batch makes and drops."""
+        """Return the bytes that a micro-batch allocates and frees again."""
         return tokens * self.token + min(logits, self.held) * self.logit
 
     def tokens_in(self, free: int) -> int:
-        """Return the most tokens of a micro-batch for which so many free bytes suffice."""
+        """Return the most tokens of a micro-batch that fit into `free` bytes."""
         return max(FEWEST_TOKENS, int(USED * (free - self.needed(0, self.held))) // self.token)
 
 
@@ -178,59 +184,63 @@ def update_bytes(
     activations: int,
     held: int,
 ) -> UpdateBytes:
-    """Return what an update of a policy takes.
+    """Return the bytes that an update of a policy takes.
 
     Args:
-        config: With the precision that `ppo.dtype=auto` stands for.
-        policy: The configuration of its model.
-        tokens: Of the longest prompt with its response.
+        config: Hyperparameters, with the precision that `ppo.dtype=auto` stands for.
+        policy: The configuration of the policy's model.
+        tokens: Tokens of the longest prompt with its response.
         gradients: Bytes of all gradients.
-        copied: Bytes of copies of weights in the type of the computation.
-        activations: Bytes of one token in all layers.
-        held: Logits that are there at a time.
+        copied: Bytes of copies of weights in the dtype of the computation.
+        activations: Bytes of the activations of one token in all layers.
+        held: Logits in memory at a time.
     """
-    text, number = policy.get_text_config(), frozen_dtype(config).itemsize
+    text, itemsize = policy.get_text_config(), frozen_dtype(config).itemsize
     if config.gradient_checkpointing:
-        activations = text.num_hidden_layers * text.hidden_size * number + activations // text.num_hidden_layers
+        activations = text.num_hidden_layers * text.hidden_size * itemsize + activations // text.num_hidden_layers
     epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
     copies = 2
     if config.entropy_coef:
         copies += 1
     if config.kl_estimator == "full" and config.kl_in == "loss":
         copies += 2
-    return UpdateBytes(gradients, epoch + copied, activations, number * copies, held)
+    return UpdateBytes(gradients, epoch + copied, activations, itemsize * copies, held)
 
 
 def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
-    """Return the bytes of weights of a policy in the type of the computation: autocast's, or one layer unpacked."""
-    number = frozen_dtype(config).itemsize
-    if config.load_in_4bit:  # 4-bit weights have another shape
+    """Return the bytes of copies of a policy's weights in the dtype of the computation.
+
+    autocast casts all weights; with `load_in_4bit` the largest layer is unpacked.
+    """
+    itemsize = frozen_dtype(config).itemsize
+    if config.load_in_4bit:  # sizes from the features: packed 4-bit weights have another shape
         sizes = [m.in_features * m.out_features for m in backbone.modules() if isinstance(m, nn.Linear)]
         sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
-        return max(sizes) * number
-    is_cast = number == 2 and not config.use_peft  # under LoRA the weights have 16 bits
+        return max(sizes) * itemsize
+    is_cast = itemsize == 2 and not config.use_peft  # with LoRA the weights are 16-bit already
     return 2 * sum(local_shard(p).numel() for p in policy.parameters()) if is_cast else 0
 
 
 def follows_memory(config: PPOConfig, device: torch.device) -> bool:
-    """Return whether the free memory says how many tokens a micro-batch has."""
+    """Return whether the token budget of a micro-batch is computed from the free memory."""
     return config.max_tokens_per_micro_batch is None and device.type not in UNLIMITED_ON and not config.deterministic
 
 
 def token_budget(state: TrainingState, prompt_length: int) -> int | None:
-    """Return the most tokens of a micro-batch of this run, whose longest prompt has so many; None sets no limit.
+    """Return the most tokens of a micro-batch of this run, or None for no limit.
 
-    If the free memory says it, the first call settles the number, as the least of all processes, and logs it. All
-    processes call it when the run's models are in their places.
+    `prompt_length` is the tokens of the longest prompt. If the budget follows the free memory, the first call computes
+    the minimum over all processes, keeps it in the state and logs it. All processes must call this function, with the
+    models already on their devices.
     """
     config, device = state.config, state.device
     if state.micro_batch_tokens is None and follows_memory(config, device):
         free = free_bytes(device)
-        own = _update_bytes(state, prompt_length + config.response_length).tokens_in(free - _missing_moments(state))
-        state.micro_batch_tokens = min(from_all(own))
+        update = _update_bytes(state, prompt_length + config.response_length)
+        state.micro_batch_tokens = min(from_all(update.tokens_in(free - _missing_moments(state))))
         if is_main_process():
             log.info(
-                "Micro-batches of at most %d responses have at most %d tokens with their prompts, since %.1f GiB are "
+                "A micro-batch has at most %d responses and at most %d tokens, prompts included, since %.1f GiB are "
                 "free on %s (ppo.max_tokens_per_micro_batch=null)",
                 config.local_micro_batch_size,
                 state.micro_batch_tokens,
@@ -241,28 +251,28 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
 
 
 def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
-    config, number = state.config, frozen_dtype(state.config).itemsize
+    config, itemsize = state.config, frozen_dtype(state.config).itemsize
     backbones = backbone_of(state.policy), state.critic.backbone
-    has_buckets = process_count() > 1 and not shards_models()  # DDP's, beside which gradients accumulate
+    has_buckets = process_count() > 1 and not shards_models()  # DDP's buckets take as much as the gradients again
     return update_bytes(
         config,
         state.policy.config,
         tokens=tokens,
         gradients=sum(p.nbytes for p in _trained(state)) * (2 if has_buckets else 1),
         copied=copied_bytes(config, state.policy, backbones[0]),
-        activations=max(activation_bytes(backbone, number) for backbone in backbones),
+        activations=max(activation_bytes(backbone, itemsize) for backbone in backbones),
         held=logits_held(state.device),
     )
 
 
 def _missing_moments(state: TrainingState) -> int:
-    """Return the bytes of the moments that the first optimiser step will make."""
+    """Return the bytes of the moments that the first optimiser step will allocate; 0 once they exist."""
     if any(optimizer.state for optimizer in state.optimizers):
         return 0
     return sum(moment_bytes(parameter, state.config) for parameter in _trained(state))
 
 
 def _trained(state: TrainingState) -> list[Tensor]:
-    """Return this process's part of each parameter that trains."""
+    """Return this process's shard of each parameter that trains."""
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     return [local_shard(parameter) for group in groups for parameter in group["params"]]
