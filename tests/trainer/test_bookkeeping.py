@@ -342,8 +342,8 @@ def test_a_run_whose_template_prints_the_date_goes_on_the_next_day_and_a_line_sa
         resumed.load_checkpoint(tmp_path / "run" / "iteration_000000")
     assert "prompts have 04 from here on, where they had 03" in caplog.text
     for others in (chats[::-1], PROMPTS):
-        with pytest.raises(ConfigError, match="^prompts: "):
+        with pytest.raises(ConfigError, match=r"^prompts: "):
             trainer_of(sft, tokenizer=tokenizer, prompts=others).load_checkpoint(tmp_path / "run" / "iteration_000000")
     edited = word_tokenizer(chat_template=DATED_TEMPLATE + " ")
-    with pytest.raises(ConfigError, match="^prompts: "):
+    with pytest.raises(ConfigError, match=r"^prompts: "):
         trainer_of(sft, tokenizer=edited, prompts=chats).load_checkpoint(tmp_path / "run" / "iteration_000000")

@@ -348,7 +348,7 @@ def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_comple
     assert seen.events == []
     failing_again = trainer_of(Recorder(("begin", 2), ValueError("x")), total_episodes=16)
     failing_again.load_checkpoint(tmp_path / "iteration_000002")
-    with pytest.raises(TrainingError, match="on_train_begin.*ValueError: x"):
+    with pytest.raises(TrainingError, match=r"on_train_begin.*ValueError: x"):
         failing_again.train(output_dir=tmp_path)
 
 
@@ -522,7 +522,7 @@ def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
 
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):
     failing_at_2 = trainer_of(Recorder(("step", 2), ValueError("x")), report_to="tensorboard")
-    with pytest.raises(TrainingError, match="on_step_end.*ValueError: x"):
+    with pytest.raises(TrainingError, match=r"on_step_end.*ValueError: x"):
         failing_at_2.train(output_dir=tmp_path)
     assert json.loads((tmp_path / "reported.json").read_text()) == {"metrics": 1}
     assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1]
@@ -543,7 +543,7 @@ def test_a_report_that_is_named_twice_is_made_once():
 
 
 def test_tensorboard_needs_a_folder():
-    with pytest.raises(ConfigError, match="report_to=tensorboard.*output_dir"):
+    with pytest.raises(ConfigError, match=r"report_to=tensorboard.*output_dir"):
         trainer_of(report_to="tensorboard").train()
 
 

@@ -571,7 +571,7 @@ def test_a_missing_or_unknown_argument_is_named(sft: str):
     for prompts in ("a b", (text for text in PROMPTS), 3):
         with pytest.raises(DataError, match=type(prompts).__name__):
             PPOTrainer(config(), sft, prompts=prompts)
-    with pytest.raises(ConfigError, match="no reward.*no prompts"):
+    with pytest.raises(ConfigError, match=r"no reward.*no prompts"):
         PPOTrainer(config(), sft).train()
     with pytest.raises(ConfigError, match="no prompts"):
         PPOTrainer(config(), sft, reward=early_letters).train()
@@ -872,7 +872,7 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: "):
         trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     (tmp_path / "iteration_000001").mkdir()
-    with pytest.raises(CheckpointError, match="True.*output_dir"):
+    with pytest.raises(CheckpointError, match=r"True.*output_dir"):
         trainer.train(resume_from_checkpoint=tmp_path)
     with pytest.raises(ConfigError, match="output_dir"):
         trainer.train(resume_from_checkpoint=True)

@@ -169,7 +169,7 @@ def test_what_cannot_be_evaluated_is_refused_before_training(given: dict[str, An
 def test_without_prompts_evaluate_is_refused_and_eval_interval_warned_of(caplog):
     trainer = trainer_of(evaluation_prompts=None)
     assert re.search(r"ppo\.eval_interval.*evaluation_prompts", caplog.text)
-    with pytest.raises(ConfigError, match="^evaluate: .*evaluation_prompts"):
+    with pytest.raises(ConfigError, match=r"^evaluate: .*evaluation_prompts"):
         trainer.evaluate()
     caplog.clear()
     trainer_of()

@@ -116,7 +116,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
         again.train(resume_from_checkpoint=tmp_path / "run" / "iteration_000002")
         assert len(again.history) == 3
     other = trainer_of(reward=CausalLMRewardModel.from_causal_lm(tiny_model(seed=6)))
-    with pytest.raises(ConfigError, match="^reward: "):
+    with pytest.raises(ConfigError, match=r"^reward: "):
         other.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
 
 
@@ -124,7 +124,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
 def test_a_trainer_without_reward_and_prompts_loads_the_checkpoint_of_one_with_them(folder: Path):
     trainer = PPOTrainer(config(save_interval=1), tiny_model(), None, word_tokenizer())
     trainer.load_checkpoint(folder / "iteration_000003")
-    with pytest.raises(ConfigError, match="^reference_policy: "):
+    with pytest.raises(ConfigError, match=r"^reference_policy: "):
         PPOTrainer(config(), tiny_model(), tiny_model(seed=1), word_tokenizer()).load_checkpoint(
             folder / "iteration_000003"
         )

@@ -167,7 +167,7 @@ def test_a_reward_that_would_fail_is_refused_before_anything_is_generated(
         components: list[Any] = [{"type": "function", "function": reference}]
         return RewardConfig(components=components) if as_component else function
 
-    with pytest.raises(RewardError, match="only_one_score .*1 .* 2 responses"):
+    with pytest.raises(RewardError, match=r"only_one_score .*1 .* 2 responses"):
         PPOTrainer(config(), sft, reward=given(only_one_score), prompts=PROMPTS)
     with pytest.raises(ConfigError, match=r"ppo\.reward_clip=2"):
         PPOTrainer(config(reward_clip=2.0), sft, reward=given(one_number_a_token), prompts=PROMPTS)

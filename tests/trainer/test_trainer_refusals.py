@@ -87,7 +87,7 @@ def test_a_model_that_is_compiled_already_is_refused(spoil):
     }.items():
         with pytest.raises(ModelError, match=rf"^PPOTrainer: the {what} is compiled; .*ppo\.compile=true"):
             trainer_of(**given)
-    with pytest.raises(ModelError, match="policy .*OptimizedModule.*transformers"):
+    with pytest.raises(ModelError, match=r"policy .*OptimizedModule.*transformers"):
         trainer_of(torch.compile(tiny_model(), backend="eager"))
 
 
@@ -97,9 +97,9 @@ def test_training_without_gradients_is_refused_at_the_start(switched_off):
     trainer = trainer_of(reward=lambda completions: asked.append(1) or [0.0] * len(completions))
     asked.clear()
     with switched_off():
-        with pytest.raises(TrainingError, match="^train: .*no_grad"):
+        with pytest.raises(TrainingError, match=r"^train: .*no_grad"):
             trainer.train()
-        with pytest.raises(TrainingError, match="^step: .*no_grad"):
+        with pytest.raises(TrainingError, match=r"^step: .*no_grad"):
             trainer.step(**GOOD_STEP)
     assert (asked, trainer.state.iteration) == ([], 0)
 

@@ -72,7 +72,7 @@ def test_a_pad_token_that_has_another_meaning_is_refused_with_its_row(pad_token:
 
 def test_a_pad_token_that_stands_in_a_text_is_refused_at_its_ends():
     trainer = trainer_of()
-    with pytest.raises(DataError, match="^query 1 .*'<pad>'"):
+    with pytest.raises(DataError, match=r"^query 1 .*'<pad>'"):
         trainer.generate([torch.tensor([4, 5]), torch.tensor([4, PAD, 5, PAD, PAD])])
     trainer.generate([torch.tensor([4, PAD, 5])])
 
@@ -90,7 +90,7 @@ def test_a_pad_token_that_begins_all_texts_or_ends_a_response_is_text():
 
 
 def test_a_row_of_padding_alone_is_refused():
-    with pytest.raises(DataError, match="^query 1: "):
+    with pytest.raises(DataError, match=r"^query 1: "):
         trainer_of().generate(torch.tensor([[4, 5], [PAD, PAD]]))
 
 
@@ -114,7 +114,7 @@ def test_responses_that_begin_with_their_queries_are_refused():
     trainer = trainer_of()
     whole = trainer.generate(QUERIES, max_new_tokens=2)
     for responses in (whole, padded(whole, PAD)):
-        with pytest.raises(DataError, match="^step: .*query.*return_prompt=False"):
+        with pytest.raises(DataError, match=r"^step: .*query.*return_prompt=False"):
             trainer.step(QUERIES, responses, SCORES)
     assert trainer.state.iteration == 0
 
@@ -129,7 +129,7 @@ def test_padding_of_prompts_that_are_token_ids_is_taken_off():
     rows = {"input_ids": [[PAD, PAD, 4], [4, 5, 6]]}
     assert prompt_ids(rows) == [[4], [4, 5, 6]]
     assert prompt_ids({**rows, "attention_mask": [[0, 1, 1], [1, 1, 1]]}) == [[PAD, 4], [4, 5, 6]]
-    with pytest.raises(DataError, match="^prompt 0 .*'</s>'"):
+    with pytest.raises(DataError, match=r"^prompt 0 .*'</s>'"):
         prompt_ids({"input_ids": [[END, 4], [4, 5]]}, pad_token="</s>")
 
 
