@@ -249,11 +249,11 @@ def test_evaluation_plays_the_episodes_and_counts_only_the_policys_tokens() -> N
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("reply_nothing", "without tokens"),
-        ("reply_a_number", "returned 7"),
+        ("reply_nothing", "''.*tokens"),
+        ("reply_a_number", r"\b7\b"),
         pytest.param("reply_to_one", "values for", marks=pytest.mark.slow),
-        pytest.param("fail", "raised KeyError", marks=pytest.mark.slow),
-        pytest.param("absent", "absent does not exist", marks=pytest.mark.slow),
+        pytest.param("fail", "KeyError", marks=pytest.mark.slow),
+        pytest.param("absent", "absent", marks=pytest.mark.slow),
     ],
 )
 def test_an_environment_that_does_not_do_its_part_is_told_by_name(function: str, told: str) -> None:

@@ -153,5 +153,5 @@ def test_parameters_are_merged_one_by_one_as_the_whole_model_is(make_run, kind, 
 
 def test_a_tied_head_with_an_adapter_is_refused(make_run):
     policy = make_run("gpt2", dtype="float32", **LORA, lora_target_modules="all-linear+head").state.policy
-    with pytest.raises(ModelError, match=r"ppo\.lora_target_modules: the head of GPT2LMHeadModel is tied"):
+    with pytest.raises(ModelError, match=r"^ppo\.lora_target_modules: .*GPT2LMHeadModel"):
         next(iter(merged_parameters(policy)))

@@ -128,9 +128,8 @@ def asked_for(monkeypatch):
 
 def test_fsdp2_with_one_process_is_refused():
     for alone in ({}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}):
-        with pytest.raises(LaunchError, match="this launch starts one") as refusal:
+        with pytest.raises(LaunchError, match="--nproc_per_node"):
             processes.check_launch({**FSDP2, **alone})
-        assert "--nproc_per_node" in str(refusal.value)
     processes.check_launch({**FSDP2, **JOINED})
 
 

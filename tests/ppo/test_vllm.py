@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_an_engine_that_lost_a_weight_stops_the_run_before_it_learns(stand_in, s
     engine, run = stand_in(), run_of(**settings, **VLLM)
     engine.loses = lambda push, name: name == "model.embed_tokens.weight"
     before = [parameter.clone() for parameter in run.state.policy.parameters()]
-    with pytest.raises(TrainingError, match=r"^iteration 1: .* the engine holds other weights\.") as stop:
+    with pytest.raises(TrainingError, match=r"^iteration 1: .* weights\.") as stop:
         run.iteration()
     assert "\n" not in str(stop.value)
     assert all(map(torch.equal, run.state.policy.parameters(), before))
@@ -102,7 +103,7 @@ def test_an_engine_that_keeps_the_weights_of_an_earlier_push_stops_the_run(stand
     engine, run = stand_in(), run_of(**VLLM, learning_rate=1e-2)
     engine.loses = lambda push, name: push > 1
     metrics_of(run, iterations=2)
-    with pytest.raises(TrainingError, match=r"^iteration 3: .* the engine holds other weights\."):
+    with pytest.raises(TrainingError, match=r"^iteration 3: .* weights\."):
         run.iteration()
     assert run.state.iteration == 2
 
@@ -127,7 +128,7 @@ def test_a_gap_is_refused_above_a_bound_at_first_and_where_it_jumps_later(gap, f
     if is_fine:
         check_weights(rollouts, history)
         return
-    with pytest.raises(TrainingError, match="holds other weights"):
+    with pytest.raises(TrainingError, match=r"^iteration 1: .* weights\."):
         check_weights(rollouts, history)
 
 
@@ -149,7 +150,7 @@ def test_a_server_that_is_gone_is_asked_again_and_gets_the_weights_again(stand_i
     assert found == [pytest.approx(row, rel=1e-5, abs=1e-5) for row in expected]
     assert engine.starts == 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "http://nowhere:8000: Request failed: 500, gone; trying again for 5 s" in line
+    assert re.search(r"http://nowhere:8000: .*500, gone.* 5 s", line)
 
 
 def test_a_server_that_stays_away_stops_the_run_with_one_line(stand_in):
@@ -165,13 +166,13 @@ def test_a_server_that_stays_away_stops_the_run_with_one_line(stand_in):
 def test_a_server_with_log_probabilities_of_another_kind_is_refused(stand_in):
     engine = stand_in()
     engine.logprobs_mode = "raw_logprobs"
-    with pytest.raises(ConfigError, match="--logprobs-mode raw_logprobs; start it with processed_logprobs"):
+    with pytest.raises(ConfigError, match=r"--logprobs-mode raw_logprobs.*processed_logprobs"):
         run_of(**SERVER, **VLLM).iteration()
 
 
 def test_a_response_that_had_no_room_is_refused(stand_in):
     stand_in().room = 1
-    with pytest.raises(TrainingError, match=r"after 1 tokens, without a stop token.*ppo\.vllm_max_model_length"):
+    with pytest.raises(TrainingError, match=r"after 1 tokens.*ppo\.vllm_max_model_length"):
         run_of(**VLLM).iteration()
 
 
@@ -211,9 +212,7 @@ def test_importance_weights_are_on_by_default_with_this_engine_and_only_with_it(
 
 
 def test_without_vllm_a_run_is_refused_before_anything_is_loaded():
-    with pytest.raises(
-        ConfigError, match=r"^ppo\.rollout_engine=vllm: vllm is not installed; .*ppo_rlhf\[vllm\]"
-    ) as line:
+    with pytest.raises(ConfigError, match=r"^ppo\.rollout_engine=vllm: .*ppo_rlhf\[vllm\]") as line:
         PPOTrainer(PPOConfig(**VLLM, device="cpu"), "a/directory/that/is/not/there")
     assert "\n" not in str(line.value)
 
@@ -221,7 +220,7 @@ def test_without_vllm_a_run_is_refused_before_anything_is_loaded():
 def test_vllm_wants_a_gpu(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     check_vllm(torch.device("cuda"))
-    with pytest.raises(ConfigError, match="needs a GPU"):
+    with pytest.raises(ConfigError, match=r"^ppo\.rollout_engine=vllm.* cpu;"):
         check_vllm(torch.device("cpu"))
 
 

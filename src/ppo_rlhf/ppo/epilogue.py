@@ -1,4 +1,4 @@
-"""What follows each iteration of PPO, in one order for the pipeline's runner and for PPOTrainer."""
+"""The steps after each iteration of PPO: show, save, callbacks, evaluation, stop. Runner and PPOTrainer share them."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ if TYPE_CHECKING:
 
 
 class Epilogue(ABC):
-    """Shows, saves and evaluates iterations, tells the callbacks of them, and stops a run that was asked to stop.
+    """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run if it was asked to stop.
 
-    An iteration is saved before callbacks and evaluation, so that an error in these loses none (decision 0011). All
-    processes call the same methods, and stop after the same iteration.
+    An iteration is saved before callbacks and evaluation, so that an error in them loses no iteration (decision 0011).
+    All processes call the same methods, and stop after the same iteration.
     """
 
     show: Show
-    """Shows an iteration on the screen; to be set before the first one."""
+    """Shows an iteration on the screen; must be set before the first iteration."""
 
     def __init__(self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None]) -> None:
-        """Take the state of the iteration at hand, and what saves it."""
+        """Prepare the epilogue of a run; `save` saves the current iteration."""
         self.state, self.callbacks, self.save = state, callbacks, save
 
     @abstractmethod
     def save_if_due(self) -> bool:
-        """Save the iteration if its checkpoint is due, and return whether it is saved."""
+        """Save the iteration if a checkpoint is due, and return whether it was saved."""
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any] | None:
-        """Evaluate the iteration if that is due, and return the row of the evaluation for the callbacks."""
+        """Evaluate the policy if an evaluation is due, and return its row of metrics for the callbacks, else None."""
 
     @abstractmethod
     def asked_by(self) -> int | None:
-        """Return the signal that asked this process to stop; None: there was none."""
+        """Return the number of the signal that asked this process to stop, or None."""
 
     def interruption(self, signum: int, why: str) -> BaseException:
-        """Return what to raise when the run stops; `why` says what else than a signal stopped it."""
+        """Return the exception to raise when the run stops; `why` is the reason if it was not a signal, else empty."""
         return TerminationSignal(signum, why)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Begin before the first iteration; a resumed one was saved before its evaluation, which is made up for."""
+        """Call the callbacks before the first iteration; evaluate a resumed iteration if that is due.
+
+        An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
+        """
         if not self.state.finished:
             self.callbacks.begin()
         if is_resumed:
             self.callbacks.evaluated(self.evaluate())
 
     def after_iteration(self, metrics: Mapping[str, float]) -> None:
-        """Do what follows an iteration.
+        """Show and save an iteration, call the callbacks, and evaluate; stop the run if it was asked to stop.
 
         Raises:
             TrainingError, ConfigError: As `Callbacks.iteration_ended` and `Callbacks.evaluated`.
@@ -72,13 +75,13 @@ class Epilogue(ABC):
         over = time_is_over(self.state.config.max_time) if signum is None and not self.state.finished else ""
         if over:
             signum = signal.SIGTERM
-        asked = [(own, why) for own, why in processes.from_all((signum, over)) if own is not None]
-        if not asked:
+        requests = [(number, why) for number, why in processes.from_all((signum, over)) if number is not None]
+        if not requests:
             return
-        signum, why = asked[0]
+        signum, why = requests[0]
         if why:
             say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
         self.state.stopping = True
-        if not processes.from_main(self.callbacks.is_saved):  # no checkpoint was due before the request
+        if not processes.from_main(self.callbacks.is_saved):  # no checkpoint was due
             self.save()
         raise self.interruption(signum, why)

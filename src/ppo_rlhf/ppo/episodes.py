@@ -1,8 +1,8 @@
 """Episodes of several turns: a user's environment answers between the policy's turns.
 
 An episode is one row: the prompt, the policy's first turn up to its stop token, the environment's reply, the policy's
-next turn, and so on. Only the policy's tokens are actions: they are trained on, scored and counted in the KL. What the
-environment writes is context, as the prompt is.
+next turn, and so on. Only the policy's tokens are actions, which PPO trains on and counts in the KL. The environment's
+tokens are context, as the prompt is.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def sample_episodes(
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
-    The environment of the settings answers every turn that ended in a stop token; where it has no reply the episode is
-    over. It is cut off when a turn has no stop token, or when the reply and one more turn have no room in the T =
-    `response_length` tokens of an episode. The arguments are those of `generate_responses`.
+    The environment replies to every turn that ended in a stop token; if it has no reply the episode is over. An episode
+    is cut off if a turn has no stop token, or if the reply and one more turn do not fit into the T = `response_length`
+    tokens of an episode. The arguments are those of `generate_responses`.
 
     Raises:
         RewardError: As `environments.reply_by_function`.
     """
     environment, turn_length = settings.environment, settings.turn_length
-    assert environment is not None  # PPOConfig wants both or neither
+    assert environment is not None  # PPOConfig requires both settings or neither
     assert turn_length is not None
     rows, width = uniforms.shape
-    a_turn = replace(settings, response_length=turn_length)
-    ids: list[list[int]] = [[] for _ in range(rows)]  # of each episode so far
+    turn_settings = replace(settings, response_length=turn_length)
+    ids: list[list[int]] = [[] for _ in range(rows)]  # the tokens of each episode so far
     is_policy: list[list[bool]] = [[] for _ in range(rows)]
     logprobs = torch.zeros(rows, width, dtype=compute_dtype(policy))
     terminated = torch.zeros(rows, dtype=torch.bool)
@@ -55,9 +55,9 @@ def sample_episodes(
         columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
         turns = generate_responses(
-            policy, contexts, noise, a_turn, engine=engine, batch_size=batch_size, captures=captures
+            policy, contexts, noise, turn_settings, engine=engine, batch_size=batch_size, captures=captures
         )
-        assert turns.sampler_logprobs is not None  # they were sampled here
+        assert turns.sampler_logprobs is not None  # generate_responses always sets them
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
         for row, turn in zip(live, turns.token_lists(), strict=True):
             ids[row] += turn
@@ -87,9 +87,9 @@ def sample_episodes(
 def turn_texts(
     prompt_ids: list[list[int]], responses: Responses, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[str]]:
-    """Return the texts of the turns of each response, the policy's and the environment's by turns; [] without turns.
+    """Return for each response the texts of its turns, which join to the response's text; [] without an environment.
 
-    Together they are the response's text.
+    The policy's and the environment's turns alternate, beginning with the policy's.
     """
     if responses.policy_mask is None:
         return []
@@ -100,7 +100,7 @@ def turn_texts(
 def texts_of_turns(
     prompt_ids: list[int], ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Return the texts of the turns of one response, as `turn_texts`."""
+    """Return the texts of one response's turns; see `turn_texts`."""
     tokens = zip(ids, is_policy, strict=True)
     turns = [[token for token, _ in turn] for _, turn in groupby(tokens, key=lambda pair: pair[1])]
     before = list(accumulate(turns, initial=prompt_ids))[:-1]

@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and values of responses, computed from hidden states.
 
-`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training
-calls the wrapper, or the gradients of several processes would not be summed.
+`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training must
+call the wrapper: it sums the gradients over the processes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.sequences import SequenceBatch
 
 LOGITS_HELD = 2**24
-"""Logits that may be in memory at a time on a CPU: 64 MiB of float32. Beyond that, the backward pass recomputes them
-chunk by chunk (about 2 % of an update)."""
+"""The most logits in memory at a time on a CPU: 64 MiB of float32. If there are more, logits are computed chunk by
+chunk and again in the backward pass, which takes about 2 % of an update."""
 LOGIT_SHARE = 256
-"""Bytes of an accelerator's memory for each logit that may be there at a time: in 16 bits they take 1/128 of it."""
+"""On an accelerator there is at most one logit in memory per this many bytes of its memory: 16-bit logits take 1/128 of
+the memory."""
 
 Reference = PreTrainedModel | None
-"""A frozen policy for the KL over the vocabulary from it, with the same vocabulary; None computes no such KL."""
+"""The frozen reference policy, to compute the KL over the whole vocabulary; None computes no such KL. It has the
+policy's vocabulary."""
 
 
 class PolicyOutput(NamedTuple):
@@ -43,7 +45,7 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyForward(nn.Module):
-    """The policy's forward pass: tokens in; log-probabilities, entropies and, with a shared trunk, values out."""
+    """The policy's forward pass: from tokens to log-probabilities, entropies and, with a shared trunk, values."""
 
     def __init__(self, policy: PreTrainedModel, critic: Critic | SharedCritic, temperature: float) -> None:
         super().__init__()
@@ -56,19 +58,19 @@ class PolicyForward(nn.Module):
     ) -> PolicyOutput:
         """Compute the output for B sequences with T response columns.
 
-        `learns=False` computes the policy without gradients; a value head on its trunk still has them.
+        With `learns=False` the policy has no gradients; a value head on its trunk still has gradients.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             states = hidden_states_at(backbone_of(self.policy), batch.rows, batch.state_positions)
-            found = response_statistics(
+            statistics = response_statistics(
                 self.policy, batch, states, self.temperature, with_entropy=with_entropy, reference=reference
             )
         values = None if self.shared_critic is None else batch.scatter_states(self.shared_critic.values(states))
-        return PolicyOutput(*found, values)
+        return PolicyOutput(*statistics, values)
 
 
 class CriticForward(nn.Module):
-    """The forward pass of a critic with a backbone of its own: tokens in, values out."""
+    """The forward pass of a critic with its own backbone: from tokens to values."""
 
     def __init__(self, critic: ValueModel) -> None:
         super().__init__()
@@ -92,24 +94,31 @@ def response_statistics(
     with_entropy: bool = False,
     reference: Reference = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-probabilities `[B, T]` of the response tokens, and entropies and KL `[B, T]` if asked for.
+    """Return log-probabilities, entropies and KL of the response tokens, `[B, T]` each, in nats.
 
-    They are differentiable in the model, whose last hidden states at `batch.state_positions` are `states_MH`; the
-    reference runs without gradients. Logits are computed only for the states before response tokens, and never more
-    than `logits_held` at a time of each model.
+    The results are differentiable in the model; the reference runs without gradients. Logits are computed only for the
+    states before response tokens, at most `logits_held` at a time per model.
+
+    Args:
+        model: The policy.
+        batch: B sequences with T response columns.
+        states_MH: The model's last hidden states at `batch.state_positions`.
+        temperature: Divides the logits.
+        with_entropy: Whether to compute entropies; otherwise None is returned for them.
+        reference: The reference policy of the KL; without one None is returned for the KL.
     """
     head = logits_of(model)
 
     def statistics(states: Tensor, targets: Tensor, *reference_states: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)[None]
-        found = [token_logprobs(logits, targets[None], temperature)[0]]
+        results = [token_logprobs(logits, targets[None], temperature)[0]]
         if with_entropy:
-            found.append(token_entropy(logits, temperature)[0])
+            results.append(token_entropy(logits, temperature)[0])
         if reference is not None:
             with torch.no_grad():
                 reference_logits = logits_of(reference)(*reference_states)[None]
-            found.append(token_kl(logits, reference_logits, temperature)[0])
-        return tuple(found)
+            results.append(token_kl(logits, reference_logits, temperature)[0])
+        return tuple(results)
 
     states_RH, targets_R = take_rows(states_MH, batch.predicting), batch.targets
     inputs = [states_RH, targets_R]
@@ -124,28 +133,29 @@ def response_statistics(
         compute: Callable[..., tuple[Tensor, ...]] = statistics
         if torch.is_grad_enabled():
             compute = partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
-        parts = map(compute, *(rows.split(size) for rows in inputs))
-        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        chunks = map(compute, *(rows.split(size) for rows in inputs))
+        columns = tuple(torch.cat(column) for column in zip(*chunks, strict=True))
     scattered = map(batch.scatter_responses, columns)
     return next(scattered), next(scattered) if with_entropy else None, next(scattered, None)
 
 
 def logits_held(device: torch.device) -> int:
-    """Return how many logits may be in a device's memory at a time, of one model."""
+    """Return the most logits of one model in a device's memory at a time."""
     return most_logits(None if device.type == "cpu" else card_bytes(device))
 
 
 def most_logits(card: int | None) -> int:
-    """Return the same for an accelerator of so many bytes of memory; None: a CPU."""
+    """Return `logits_held` for an accelerator with `card` bytes of memory, or for a CPU if `card` is None."""
     return LOGITS_HELD if card is None else card // LOGIT_SHARE
 
 
-def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return `[rows, width]` on the CPU, 0 but for what was found for each group: `[b, t]`, its rows' first t columns.
+def filled_rows(rows: int, width: int, groups: list[list[int]], results: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a table `[rows, width]` on the CPU, filled with the results of groups of rows, 0 elsewhere.
 
-    Rows behind those of the group are left out. All of it comes from the device in one copy.
+    Each group has a result `[b, t]`: the first t columns of its rows. Rows of the result beyond those of the group are
+    dropped. All results come from the device in one copy.
     """
     filled = torch.zeros(rows, width, dtype=dtype)
-    for group, values in zip(groups, to_cpu(found), strict=True):
+    for group, values in zip(groups, to_cpu(results), strict=True):
         filled[group, : values.shape[1]] = values[: len(group)].to(dtype)
     return filled

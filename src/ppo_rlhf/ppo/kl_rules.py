@@ -1,7 +1,7 @@
-"""The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
+"""Rules on the KL from the reference policy: the condition of each rule, its meaning, and the setting to change first.
 
-Both the alarms during a run and the advice at its end (`advice`) use them. The advice leaves out `collapsed`: no run is
-known in which a change of a setting helped against it.
+The alarms during a run and the advice at its end (`advice`) use these rules. The advice leaves out `collapsed`, since
+no run is known in which changing a setting helped against it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 
 MOVED, COLLAPSED = 0.5, 0.1
-"""Nats per response below which the policy has hardly moved; share of the highest KL, if that was more."""
+"""KL has collapsed if the highest mean was at least `MOVED` nats per response, so that the policy had moved, and KL is
+now below `COLLAPSED` times that mean."""
 NEGATIVE, STANDARD_ERRORS = -0.05, 3.0
-"""Nats per response; and k1 is noisy around 0, so a mean must be this many of its standard errors below 0."""
+"""KL is negative if its mean is below `NEGATIVE` nats per response and more than `STANDARD_ERRORS` standard errors
+below 0: k1 is noisy around 0."""
 USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
-"""TRL's FAQ keeps KL between 0 and 10 nats per response; TRL's default, for scores of standard deviation 1."""
+"""TRL's FAQ keeps KL between 0 and 10 nats per response. The coefficient is TRL's default, for scores of standard
+deviation 1."""
 BETTER_START, SATURATED = 1.5, 10.0
-"""Factors of the first KL coefficient. Above the first, the controller's coefficient is a better start; above the
-second, the size of the updates keeps KL from its target."""
+"""Ratios of the controller's current KL coefficient to `ppo.kl_coef`. Above `BETTER_START` the current coefficient is a
+better `ppo.kl_coef`. Above `SATURATED` no coefficient helps: the size of the updates keeps KL from its target."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Change:
     value: Any = None
 
     def __str__(self) -> str:
-        """Write it as an instruction."""
+        """Return the change as an instruction to the user."""
         name = f"ppo.{self.setting}"
         if self.factor is None:
             return f"Set {name} to {self.value} (now {self.now})."
@@ -48,7 +51,7 @@ class Change:
 
 
 def allowed(change: Change | None, config: PPOConfig) -> Change | None:
-    """Return a change if it changes anything and leaves a valid configuration, else None."""
+    """Return `change` if it changes the value and the new configuration is valid, else None."""
     if change is None:
         return None
     value = change.value if change.factor is None else change.now * change.factor
@@ -62,17 +65,17 @@ def allowed(change: Change | None, config: PPOConfig) -> Change | None:
 
 @dataclass
 class KLSituation:
-    """The KL of a run at some time, and the penalty that holds it; KL is in nats per response."""
+    """A run's KL and KL coefficient at some iteration; KL is in nats per response."""
 
     config: PPOConfig
-    kl: float  # of an iteration, or the mean of several
-    kl_error: float  # standard error of that mean; NaN of one iteration
-    highest_kl: float  # highest mean so far
-    kl_coef: float  # now
+    kl: float  # KL of one iteration, or mean over several
+    kl_error: float  # standard error of the mean; NaN for a single iteration
+    highest_kl: float  # highest mean so far; NaN for a single iteration
+    kl_coef: float  # current KL coefficient
 
     @property
     def adaptive(self) -> bool:
-        """Whether a controller moves the KL coefficient."""
+        """Whether a controller adapts the KL coefficient."""
         return self.config.kl_controller == "adaptive"
 
 
@@ -81,39 +84,39 @@ class KLRule:
     """A rule on the KL of a run."""
 
     holds: Callable[[KLSituation], bool]
-    seen: Callable[[KLSituation], str]  # the numbers that it holds by, the beginning of a sentence
-    meaning: str  # what they usually mean, the rest of that sentence
-    change: Callable[[KLSituation], Change | None]  # None if no setting helps
+    seen: Callable[[KLSituation], str]  # the observed numbers: first half of the message
+    meaning: str  # the usual cause: second half of the message
+    change: Callable[[KLSituation], Change | None]  # the setting to change first; None if no setting helps
 
 
 def set_to(s: KLSituation, setting: str, value: Any) -> Change:
-    """Set a setting to a value."""
+    """Return the change that sets a setting to a value."""
     return Change(setting, getattr(s.config, setting), value=value)
 
 
 def scaled(s: KLSituation, setting: str, factor: float) -> Change:
-    """Multiply a setting by a factor."""
+    """Return the change that multiplies a setting by a factor."""
     return Change(setting, getattr(s.config, setting), factor)
 
 
 def stronger_penalty(s: KLSituation, factor: float) -> Change:
-    """Hold the policy closer. KL falls about as fast as the coefficient rises."""
+    """Return the change that lowers KL by about `factor`: KL falls about as fast as the coefficient rises."""
     if s.adaptive:
         return scaled(s, "kl_target", 1.0 / factor)
     return scaled(s, "kl_coef", factor) if s.config.kl_coef else set_to(s, "kl_coef", USUAL_KL_COEF)
 
 
 def lower_kl(s: KLSituation) -> Change:
-    """Bring KL down to the usual level. A low target is not at fault: then the controller is."""
+    """Return the change that brings KL down to the usual level; with a low target, the change of the controller."""
     if s.adaptive and s.config.kl_target < s.config.kl_warning:
         return help_controller(s)
     return stronger_penalty(s, min(4.0, max(1.5, s.kl / USUAL_KL)))
 
 
 def help_controller(s: KLSituation) -> Change:
-    """Bring KL nearer to the target: another step size, a better start, or a quicker controller."""
+    """Return the change that brings KL nearer to its target: first coefficient, controller's speed or learning rate."""
     too_high, factor = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
-    moved = factor if too_high else 1.0 / factor
+    moved = factor if too_high else 1.0 / factor  # how far the controller has moved in the right direction
     if BETTER_START < moved <= SATURATED:
         return scaled(s, "kl_coef", factor)
     if moved <= SATURATED and s.config.kl_horizon > 2 * s.config.batch_size:
@@ -122,7 +125,7 @@ def help_controller(s: KLSituation) -> Change:
 
 
 def without_filter(s: KLSituation) -> Change | None:
-    """Turn off a filter of the sampler, if one is on."""
+    """Return the change that turns off a sampling filter, or None if all are off."""
     off = {"top_k": 0, "top_p": 1.0, "min_response_length": 0}
     return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
 
@@ -131,8 +134,8 @@ KL_RULES = {
     "negative": KLRule(
         holds=lambda s: s.kl < NEGATIVE and s.kl < -STANDARD_ERRORS * s.kl_error,
         seen=lambda s: f"KL is {s.kl:.3g} nats per response, below 0 by more than its noise",
-        meaning="responses are not drawn from the distribution that is trained, and the policy is paid for that; look "
-        "at policy/rollout_logprob_gap, too",
+        meaning="responses are not sampled from the distribution that PPO trains, and the KL penalty rewards that; "
+        "check policy/rollout_logprob_gap, too",
         change=without_filter,
     ),
     "alarm": KLRule(
@@ -156,15 +159,15 @@ KL_RULES = {
     ),
 }
 
-WINDOW = 10  # iterations in a mean
+WINDOW = 10  # iterations per mean
 History = Sequence[Mapping[str, float]]
 
 
 def kl_alarms(config: PPOConfig, history: History) -> list[str]:
-    """Return a line for each limit that the last iteration of a run crossed: what it means, what to change first."""
-    before, lines = _standing(config, history[:-1]), []
-    for name, situation in _standing(config, history).items():
-        if name in before or (name == "warning" and "alarm" in before):  # on the way down nothing is new
+    """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
+    before, lines = _holding(config, history[:-1]), []
+    for name, situation in _holding(config, history).items():
+        if name in before or (name == "warning" and "alarm" in before):  # a falling KL passes `warning` after `alarm`
             continue
         rule = KL_RULES[name]
         change = allowed(rule.change(situation), config)
@@ -173,8 +176,11 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
     return lines
 
 
-def _standing(config: PPOConfig, history: History) -> dict[str, KLSituation]:
-    """Return the rules that hold after the last iteration: of limits on its KL, of others on the mean of a window."""
+def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
+    """Return the rules that hold after the last iteration.
+
+    `alarm` and `warning` compare the last iteration's KL, the other rules the mean of the last `WINDOW` iterations.
+    """
     if not history:
         return {}
     kl, kl_coef = np.array([row["objective/kl"] for row in history]), history[-1]["objective/kl_coef"]
@@ -182,6 +188,6 @@ def _standing(config: PPOConfig, history: History) -> dict[str, KLSituation]:
     if len(kl) >= WINDOW:
         means = np.lib.stride_tricks.sliding_window_view(kl, WINDOW).mean(axis=1)
         error = kl[-WINDOW:].std(ddof=1) / math.sqrt(WINDOW)
-        lately = KLSituation(config, means[-1], error, np.nanmax([0.0, *means]), kl_coef)
-        situations |= dict.fromkeys(("collapsed", "negative"), lately)
+        recent = KLSituation(config, means[-1], error, np.nanmax([0.0, *means]), kl_coef)
+        situations |= dict.fromkeys(("collapsed", "negative"), recent)
     return {name: situation for name, situation in situations.items() if KL_RULES[name].holds(situation)}

@@ -1,4 +1,4 @@
-"""AdamW for policy and critic, and their learning rates over the iterations."""
+"""AdamW for policy and critic, and their learning rate schedules."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.sharding import local_shard_of
 
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
-"""bitsandbytes keeps the moments of smaller parameters in 32 bits; numbers that share a scale."""
+"""bitsandbytes keeps the moments of parameters with fewer than `FEWEST_IN_EIGHT_BITS` numbers in 32 bits. In 8 bits
+`BLOCK` numbers share one scale."""
 
 
 def check_trains(model: nn.Module, what: str) -> None:
-    """Raise `ModelError` if all weights of a model are frozen: AdamW takes no empty list, and nothing would train."""
+    """Raise `ModelError` if all weights of a model are frozen: AdamW needs at least one parameter."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            f"no weight of the {what} trains: requires_grad is False for all of them. Set it for the weights that "
-            "are to train (requires_grad_(True) on the model for all), or train adapters (ppo.use_peft=true)"
+            f"no weight of the {what} trains: requires_grad is False for all weights. Set requires_grad for the "
+            "weights to train (requires_grad_(True) on the model for all), or train adapters (ppo.use_peft=true)"
         )
 
 
 def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters that train; with weight decay, matrices and vectors are two groups.
+    """Return AdamW over the parameters that train.
 
-    Only matrices decay, not biases and the weights of norms, which are vectors.
+    With weight decay there are two parameter groups: matrices decay; vectors (biases and weights of norms) do not.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "weight_decay": 0.0}]
@@ -51,35 +52,35 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
 
 
 def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:
-    """Return the bytes of AdamW's two moments of a parameter; in 8 bits a scale comes with every block of 256."""
-    numbers = parameter.numel()
-    if config.optim != EIGHT_BIT or numbers < FEWEST_IN_EIGHT_BITS:
+    """Return the bytes of AdamW's two moments of a parameter; in 8 bits each block of 256 has a 4-byte scale."""
+    size = parameter.numel()
+    if config.optim != EIGHT_BIT or size < FEWEST_IN_EIGHT_BITS:
         return 2 * parameter.nbytes
-    return 2 * (numbers + 4 * math.ceil(numbers / BLOCK))
+    return 2 * (size + 4 * math.ceil(size / BLOCK))
 
 
 def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return an optimiser's moments, named `<parameter index>.<moment>`, and its groups, which JSON can hold."""
-    saved = torch.optim.Optimizer.state_dict(optimizer)  # bitsandbytes' own would wrap its moments for FSDP
+    """Return an optimiser's moments, named `<parameter index>.<moment>`, and its parameter groups, all JSON-able."""
+    saved = torch.optim.Optimizer.state_dict(optimizer)  # bitsandbytes' own method wraps its moments for FSDP
     moments = {}
     for index, row in saved["state"].items():
         for key, value in row.items():
-            # bitsandbytes counts steps in a Python number; its tables, which all parameters share, are copied
+            # bitsandbytes' step count is a Python number. Its `qmap` tables are shared by all parameters, so copy them.
             moments[f"{index}.{key}"] = value.clone() if key.startswith("qmap") else torch.as_tensor(value)
     return moments, saved["param_groups"]
 
 
 def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Resume from what `saved_moments` returned.
+    """Load the moments and parameter groups that `saved_moments` returned.
 
     Raises:
-        LookupError, RuntimeError, ValueError: They belong to other parameters.
+        LookupError, RuntimeError, ValueError: The moments belong to other parameters.
     """
     rows: dict[int, dict[str, Any]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in moments.items():
         index, key = name.split(".", 1)
-        is_count = value.dtype == torch.int64  # torch's own counts steps in float32
+        is_count = value.dtype == torch.int64  # bitsandbytes' step count; torch's is float32
         rows.setdefault(int(index), {})[key] = (
             value.item() if is_count else local_shard_of(value, parameters[int(index)])
         )
@@ -94,10 +95,16 @@ def peak_learning_rates(config: PPOConfig) -> tuple[float, float]:
 def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None = None, resting: int = 0) -> float:
     """Return the factor on a peak learning rate in an iteration, counted from 1.
 
-    transformers' schedules start a warm-up at 0 and end a decay at 0; here iteration i of a warm-up over w has the
-    factor i / w, and after it step i - 1 of n is taken: no rate of a model that learns is ever 0. It does not learn in
-    the first `resting` iterations; i, n and w count those after them. Only the polynomial schedule, which ends at 1e-7,
-    looks at the `peak`; None: the policy's.
+    transformers' schedules start the warm-up at 0 and end the decay at 0. Here the factor is never 0 while a model
+    trains: iteration i of a warm-up over w iterations has the factor i / w, and a later iteration i of n has the factor
+    of the schedule's step i - 1.
+
+    Args:
+        config: Hyperparameters.
+        iteration: The iteration, counted from 1.
+        peak: The peak learning rate, None for the policy's. Only the polynomial schedule reads it, to end at 1e-7.
+        resting: The number of first iterations in which the model does not train and the factor is 0. i, n and w
+            count only later iterations.
     """
     iteration, total = iteration - resting, config.num_total_batches - resting
     if iteration < 1:
@@ -114,10 +121,10 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
 def set_learning_rates(
     policy_optimizer: torch.optim.Optimizer, critic_optimizer: torch.optim.Optimizer, config: PPOConfig, iteration: int
 ) -> None:
-    """Set both optimisers' rates for an iteration, counted from 1.
+    """Set both optimisers' learning rates for an iteration, counted from 1.
 
-    With a shared trunk both are one optimiser. It has the critic's schedule while the policy rests, and the policy's
-    after.
+    With a shared trunk policy and critic have one optimiser. It follows the critic's schedule in the first
+    `ppo.critic_warmup_iterations`, in which the policy does not train, and the policy's schedule afterwards.
     """
     policy_peak, critic_peak = peak_learning_rates(config)
     resting = config.critic_warmup_iterations

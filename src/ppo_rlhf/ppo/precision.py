@@ -1,4 +1,4 @@
-"""The `accelerate.Accelerator` of a run: device, processes, precision and gradient scaling; and types of weights."""
+"""The device, the precision and the `accelerate.Accelerator` of a run, and the dtypes of its weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def trained_dtype(config: PPOConfig) -> torch.dtype:
-    """Return the type of weights that train: float32, or float64 if `ppo.dtype` says so.
+    """Return the dtype of weights that train: float64 with `ppo.dtype=float64`, else float32.
 
-    Never less than float32: at the learning rates of RLHF a bfloat16 weight is too coarse to move.
+    It is never a 16-bit dtype: at the learning rates of RLHF, steps are too small to change a bfloat16 weight.
     """
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
-    """Return the type of weights that never train (reference policy, reward model): the one that `ppo.dtype` names."""
+    """Return the dtype of weights that never train (reference policy, reward model): `ppo.dtype`."""
     dtype: torch.dtype = getattr(torch, _dtype_name(config))
     return dtype
 
@@ -50,7 +50,10 @@ def _dtype_name(config: PPOConfig) -> Precision:
 
 
 def device_of(config: PPOConfig) -> torch.device:
-    """Return `resolve_device(config.device)`; on CUDA float32 products then read TF32 unless `deterministic` is set."""
+    """Return `resolve_device(config.device)`.
+
+    On CUDA this also lets float32 matrix products use TF32, unless `ppo.deterministic` is set.
+    """
     device = resolve_device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not config.deterministic
@@ -58,54 +61,58 @@ def device_of(config: PPOConfig) -> torch.device:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
+    """Return the device that `ppo.device` names; `auto` is this process's GPU, or the CPU without a GPU.
 
-    On CUDA this process attends without cuDNN from now on: its attention makes a plan for each new shape, which took
-    40 ms on an H100, where torch's other kernels take 0.1 (docs/speed.md).
+    On CUDA this also switches cuDNN's attention off for the whole process: cuDNN plans each new shape, which took 40 ms
+    on an H100, where torch's other kernels take 0.1 ms (docs/speed.md).
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
+        ConfigError: torch knows no such device, this machine has none, ACCELERATE_USE_CPU excludes it, or several
             processes would share it; or `check_launch` refuses the launch.
     """
     processes.check_launch()
-    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU")
     if (count := processes.process_count()) > 1:
         device = processes.join_processes().device
         if name not in ("auto", device.type):
             raise ConfigError(
-                f"device={name}: with {count} processes each has the {device.type} device of its local "
-                "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
+                f"device={name}: with {count} processes each process uses the {device.type} device of its local "
+                "rank; use auto (ACCELERATE_USE_CPU=true keeps all processes on the CPU)"
             )
     elif name == "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
     else:
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or one such as cuda:1") from None
+            raise ConfigError(
+                f"device={name} is not a device; use auto, cpu, cuda, or a device such as cuda:1"
+            ) from None
         if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
             raise ConfigError(f"device={name}: this machine has {gpus} CUDA devices; use auto or cpu")
-        if device.type == "cuda" and keeps_to_cpu:
-            raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
+        if device.type == "cuda" and cpu_only:
+            raise ConfigError(
+                f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset ACCELERATE_USE_CPU"
+            )
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
-    """Return an Accelerator of this run's precision. It is cheap: all of them share the process group.
+    """Return an Accelerator with this run's precision. This is cheap: all Accelerators share the process group.
 
-    `finds_unused`: some steps leave weights without a gradient, which DDP must then look for.
+    `finds_unused` lets DDP search for weights without a gradient in each step.
     """
     if processes.process_count() > 1:
         processes.join_processes()
-    # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
+    # Do not broadcast buffers: they are equal in all processes, and not all processes run equally many passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
     )
     precision = _MIXED.get(_dtype_name(config), "no")
     make = partial(Accelerator, cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[ddp])
-    with contextlib.suppress(ValueError):  # an earlier run or stage of this process has another precision
+    with contextlib.suppress(ValueError):  # raised if an earlier run or stage of this process has another precision
         accelerator = make()
         if accelerator.device.type == device.type:
             return accelerator
@@ -114,30 +121,30 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
 
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
-    """Return a forward pass whose gradients are summed over the run's processes; of one process the pass itself.
+    """Return a forward pass whose gradients are summed over all processes; with one process the pass itself.
 
-    The pass is on its device already, unless FSDP2 is to share it out: then `sharded` brings it there.
+    The pass must be on its device already, except with FSDP2, where `sharded` moves it.
     """
     if processes.shards_models():
         return sharded(forward, accelerator.device)
-    with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
+    with warnings.catch_warnings():  # torch renamed the option; accelerate still uses the old name
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
-    if hasattr(wrapped, "register_comm_hook"):  # DDP's wrapper
+    if hasattr(wrapped, "register_comm_hook"):  # wrapped by DDP
         wrapped.register_comm_hook(processes.quick_group(), _sum_over_processes)  # type: ignore[operator]
     return wrapped
 
 
-def _sum_over_processes(group, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
-    """Sum gradients. DDP would average them; to undo that, a loss times the number of processes rounds differently."""
+def _sum_over_processes(group, bucket):  # type: ignore[no-untyped-def]  # torch rejects annotations that are strings
+    """Sum gradients over processes; DDP's average, with the loss times the world size, would round differently."""
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
+    """Return the autocast context of every forward pass: matrix products in `ppo.dtype` if that is a 16-bit dtype.
 
-    All passes of a run go through it, so that old and new log-probabilities come from the same computation.
+    All passes of a run use this context, so that old and new log-probabilities come from the same computation.
     """
     if _dtype_name(config) not in _MIXED:
         return contextlib.nullcontext()
@@ -145,7 +152,7 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
 
 
 def fills_rows(config: PPOConfig, device: torch.device) -> bool:
-    """Return whether packed rows are filled up, so that few shapes occur, in the passes of a run."""
+    """Return whether a run pads its packed rows to a few common sizes, so that few shapes occur."""
     return few_shapes_are_faster(device, frozen_dtype(config))
 
 
@@ -153,30 +160,30 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether a CPU or GPU has instructions for bfloat16."""
     if device.type != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def precision_warning(config: PPOConfig, device: torch.device) -> str | None:
-    """Return one line if the processor has no instructions for `ppo.dtype`, so that the run will be slow."""
+    """Return a one-line warning if the CPU has no instructions for `ppo.dtype`, so that the run will be slow."""
     if device.type != "cpu" or config.dtype != "bfloat16" or has_bfloat16(device):
         return None
-    return "ppo.dtype=bfloat16: this processor has no instructions for it, so the run will be slow; use float32"
+    return "ppo.dtype=bfloat16: this processor has no bfloat16 instructions, so the run will be slow; use float32"
 
 
 @contextlib.contextmanager
 def deterministic(config: PPOConfig) -> Iterator[None]:
-    """Use only deterministic kernels if `ppo.deterministic` says so; restore torch's setting afterwards.
+    """Use only deterministic kernels if `ppo.deterministic` is set; restore torch's setting afterwards.
 
-    Decoding is excluded: torch refuses prefix sums on CUDA, although those of a batch of rows repeat exactly.
+    Decoding must not run in this context: torch refuses cumulative sums on CUDA, although row-wise sums repeat exactly.
     """
     if not config.deterministic:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    warn_only_before = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned_only)
+        torch.use_deterministic_algorithms(before, warn_only=warn_only_before)

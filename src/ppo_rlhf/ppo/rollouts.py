@@ -1,4 +1,4 @@
-"""Rollouts: sampled responses with what policy, reference and critic say of them before the update."""
+"""Rollouts: responses with log-probabilities of policy and reference, and the critic's values, before an update."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ log = logging.getLogger(__name__)
 
 LOGPROB_GAP = "policy/rollout_logprob_gap"
 MOST_AT_FIRST, ALWAYS_FINE, JUMP = 0.1, 0.01, 5.0
-"""Nats a token: most of an engine's gap in its first rollouts; what is fine later, as are so many times the first gap.
-bfloat16 makes about 0.01, other weights made 1.2 (embeddings that were tied)."""
+"""Limits on the gap between an engine's log-probabilities and the policy's, in nats per token. The limit is
+`MOST_AT_FIRST` in the first rollouts, later max(`ALWAYS_FINE`, `JUMP` x the first gap). bfloat16 alone gives a gap of
+about 0.01; wrong weights (embeddings that were tied) gave 1.2."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B responses of width T, of all processes; log-probabilities, entropy and KL are in nats.
+    """B responses of width T from all processes, on the CPU.
 
-    They are 0 in padding and on tokens of an environment. Tensors are on the CPU.
+    Log-probabilities, entropy and KL are in nats, and 0 in padding and on an environment's tokens.
     """
 
-    iteration: int  # of these rollouts, from 1
+    iteration: int  # counted from 1
     prompts: PromptDataset  # B rows
     responses: Responses
-    old_logprobs: Tensor  # [B, T], of the forward pass that is trained
+    old_logprobs: Tensor  # [B, T], from the same forward pass as the update's
     reference_logprobs: Tensor  # [B, T]
     entropy: Tensor  # [B, T], of the tempered policy
     values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is after row i's last
     epochs: Epochs  # the minibatches of every epoch of the update
-    full_kl: Tensor | None = None  # [B, T], over the whole vocabulary, if it is the estimator
-    common_shapes: bool = False  # in the passes of policy and critic, which CUDA graphs may hold
-    scores: Scores | None = None  # those that decided which prompts were dropped, if `drop_uniform_prompts` is set
-    redraws: int = 0  # in place of dropped prompts
+    full_kl: Tensor | None = None  # [B, T], KL over the whole vocabulary, with `kl_estimator=full`
+    common_shapes: bool = False  # whether the passes of policy and critic have shapes that CUDA graphs can replay
+    scores: Scores | None = None  # with `drop_uniform_prompts`: the scores that decided which prompts were dropped
+    redraws: int = 0  # how many times dropped prompts were replaced
 
     @property
     def mask(self) -> Tensor:
@@ -66,33 +67,33 @@ class Rollouts:
 
     @property
     def kl(self) -> Tensor:
-        """`[B, T]`, k1 = log pi - log pi_ref."""
+        """`[B, T]`, the estimate k1 = log pi - log pi_ref, in nats."""
         return torch.where(self.mask, self.old_logprobs - self.reference_logprobs, 0.0)
 
     def kl_penalty(self, estimator: str) -> Tensor:
-        """Return the KL `[B, T]` by the estimator that the run has chosen."""
+        """Return the KL `[B, T]` by the run's estimator, in nats."""
         if self.full_kl is not None:
             return torch.where(self.mask, self.full_kl, 0.0)
         return torch.where(self.mask, kl_estimate(self.old_logprobs, self.reference_logprobs, estimator), 0.0)
 
     @property
     def logprob_gap(self) -> Tensor | None:
-        """Mean distance of the sampler's log-probabilities from `old_logprobs`; None if they were sampled elsewhere."""
+        """Mean of |sampler's log-probabilities - `old_logprobs`|; None if the responses were sampled elsewhere."""
         sampled, old = self.responses.sampler_logprobs, self.old_logprobs
         return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
 
     def sequences(self, groups: list[list[int]], state: TrainingState) -> list[SequenceBatch]:
         """Return each group of rows as inputs of policy and critic on the CPU; see `inputs_that_train`."""
-        given = self.prompts.prompt_ids, self.responses, groups
-        return inputs_that_train(state, *given, common_shapes=self.common_shapes)
+        rows = self.prompts.prompt_ids, self.responses, groups
+        return inputs_that_train(state, *rows, common_shapes=self.common_shapes)
 
 
 def measure(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
 ) -> Rollouts:
-    """Turn responses into the next iteration's rollouts: add what policy, reference and critic say of them.
+    """Compute log-probabilities, entropies, KL and values of responses, and return the next iteration's rollouts.
 
-    There are `batch_size` prompts and responses, these in as many columns as `response_length`.
+    There must be `batch_size` prompts, and as many responses with `response_length` columns.
     """
     config, iteration, lengths = state.config, state.iteration + 1, responses.lengths.tolist()
     with state.clock.timed(LOGPROBS), deterministic(config):
@@ -110,10 +111,10 @@ def measure(
         )
         reference = reference_policy if config.kl_estimator == "full" else None
         common_shapes = captures_update(state, reference)
-        given = prompts.prompt_ids, responses, first_epoch(epochs)
-        batches = inputs_that_train(state, *given, common_shapes=common_shapes)
-        of_policy = policy_passes(state, batches, epochs, responses.mask, reference)
-    old_logprobs, entropy, full_kl, values = of_policy
+        rows = prompts.prompt_ids, responses, first_epoch(epochs)
+        batches = inputs_that_train(state, *rows, common_shapes=common_shapes)
+        policy_outputs = policy_passes(state, batches, epochs, responses.mask, reference)
+    old_logprobs, entropy, full_kl, values = policy_outputs
     return Rollouts(
         iteration=iteration,
         prompts=prompts,
@@ -129,14 +130,17 @@ def measure(
 
 
 def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
-    """Raise `TrainingError` if an engine's log-probabilities are far from the policy's, or farther than at first."""
+    """Raise `TrainingError` if an engine's log-probabilities show that it samples with other weights than the policy's.
+
+    The gap to the policy's log-probabilities is compared with `MOST_AT_FIRST`, `ALWAYS_FINE` and `JUMP`.
+    """
     gap, first = float(rollouts.logprob_gap or 0.0), history[0].get(LOGPROB_GAP) if history else None
     limit = MOST_AT_FIRST if first is None else max(ALWAYS_FINE, JUMP * first)
-    if not gap <= limit:  # a NaN is not
+    if not gap <= limit:  # also True for NaN
         raise TrainingError(
-            f"iteration {rollouts.iteration}: the engine's log-probabilities of its own tokens are {gap:.3g} nats a "
-            f"token from the policy's, above {limit:.3g}: the engine holds other weights. Nothing was learned from "
-            "these tokens, and the last checkpoint stands"
+            f"iteration {rollouts.iteration}: the engine's log-probabilities differ from the policy's by {gap:.3g} "
+            f"nats per token, above {limit:.3g}: the engine holds other weights. These tokens were not trained on; "
+            "resume from the last checkpoint"
         )
 
 
@@ -151,35 +155,44 @@ def compute_logprobs(
     batch_size: int | None,
     pad_token_id: int,
 ) -> Tensor:
-    """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
+    """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, 0 elsewhere.
 
-    Each process computes its share, without gradients. Rows of similar length go together, so that models that need
-    padding compute little of it. The model has dropout off; an offloaded one is on the device during the call. A
-    forward pass has `batch_size` responses; None: what memory allows. Which id pads has no effect.
+    Each process computes its shard, without gradients. Rows are sorted by length, so that models that need padding
+    compute little of it.
+
+    Args:
+        model: A causal language model with dropout off; an offloaded model is on the device only during the call.
+        prompt_ids: N prompts.
+        responses: N responses.
+        config: Hyperparameters.
+        temperature: Divides the logits.
+        device: The device to compute on.
+        batch_size: Responses per forward pass; None: as many as fit into memory.
+        pad_token_id: Any token id: no result depends on padding.
     """
     tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
     shards = dealt_rows(tokens)
-    mine = shards[own_rank()]
-    by_length = sorted(mine, key=lambda row: tokens[row])
+    local_rows = shards[own_rank()]
+    by_length = sorted(local_rows, key=lambda row: tokens[row])
     dtype = compute_dtype(model)
-    found: list[Tensor] = []
+    group_logprobs: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
         size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
         groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
         for batch in to_device(batches, device):
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
-            found.append(response_statistics(model, batch, states, temperature)[0])
-    logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, found, dtype)
-    return torch.where(responses.mask, gather_dealt(logprobs[mine], shards), 0.0)
+            group_logprobs.append(response_statistics(model, batch, states, temperature)[0])
+    logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, group_logprobs, dtype)
+    return torch.where(responses.mask, gather_dealt(logprobs[local_rows], shards), 0.0)
 
 
 def sequences(
     prompt_ids: list[list[int]], responses: Responses, groups: list[list[int]], pad_token_id: int, *, fill: bool
 ) -> list[SequenceBatch]:
-    """Return each group of rows as model inputs, trimmed to the longest of the group; `to_device` copies all of them.
+    """Return each group of rows as model inputs on the CPU, trimmed to the longest row of the group.
 
-    They are filled up if `fill` (`precision.fills_rows`), so that few shapes occur.
+    With `fill` (`precision.fills_rows`) the inputs are padded to a few common sizes, so that few shapes occur.
     """
     ids, lengths = responses.response_ids, responses.lengths
     return [
@@ -196,7 +209,7 @@ def inputs_that_train(
     *,
     common_shapes: bool,
 ) -> list[SequenceBatch]:
-    """Return each group of rows as policy and critic take them, in all passes alike; on the CPU."""
+    """Return each group of rows as inputs of policy and critic on the CPU, with the same shapes in all their passes."""
     fill = fills_rows(state.config, state.device) and not common_shapes
     batches = sequences(prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
     columns = responses.response_ids.shape[1]
@@ -204,9 +217,9 @@ def inputs_that_train(
 
 
 def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
-    """Return whether CUDA graphs are to hold the passes of an update; if not although graphs are on, log why.
+    """Return whether the passes of an update run as CUDA graphs; log the reason if graphs are on but cannot be used.
 
-    The reference is that of the KL over the vocabulary, if it is computed.
+    `reference` is the reference policy if the passes compute the KL over the vocabulary, else None.
     """
     if not state.captures.serves(UPDATE):
         return False
@@ -216,8 +229,8 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
     elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
         why = "an architecture needs padding"
     elif state.sampling.engine is None and generates(state.policy, state.config.rollout_engine):
-        # torch's own graphs take the memory away that cuBLAS works in (clear_cublas_manager in its cudagraph_trees.py)
-        why = "generate is compiled with graphs of its own, beside which others compute wrong numbers"
+        # torch's own graphs free cuBLAS's workspace (clear_cublas_manager in torch's cudagraph_trees.py)
+        why = "transformers' generate uses CUDA graphs of its own, beside which other graphs compute wrong numbers"
     if why is not None and why != state.plain_update:
         log.info("The update runs without CUDA graphs: %s.", why)
     state.plain_update = why
@@ -231,47 +244,51 @@ def policy_passes(
     mask: Tensor,
     reference: PreTrainedModel | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return log-probabilities, entropies, KL and values of the passes that the first epoch repeats, as `Rollouts`."""
+    """Run the policy's passes that the first epoch repeats; return log-probabilities, entropies, KL and values.
+
+    Shapes and units are those of `Rollouts`. KL is None without a reference; values are None unless policy and critic
+    share a trunk.
+    """
     forward, width = PolicyForward(state.policy, state.critic, state.config.temperature), mask.shape[1]
-    waiting = nullcontext() if reference is None else on_device(reference, state.device)
+    reference_on_device = nullcontext() if reference is None else on_device(reference, state.device)
     outputs: list[PolicyOutput] = []
     with (
         torch.no_grad(),
         on_device(forward, state.device),
-        waiting,
-        autocast(state.config, state.device),  # around all of them, so that each weight is cast once
+        reference_on_device,
+        autocast(state.config, state.device),  # one context around all passes, so that each weight is cast once
         copied_weights(state.policy, captured_by(state.config, state.captures)),
     ):
         for batch in to_device(batches, state.device):
             outputs.append(forward(batch, with_entropy=True, reference=reference))
 
-    def of_all(name: str, columns: int) -> Tensor:
-        return _of_all(state, epochs, [getattr(output, name) for output in outputs], columns)
+    def gathered(name: str, columns: int) -> Tensor:
+        return _gathered(state, epochs, [getattr(output, name) for output in outputs], columns)
 
     return (
-        torch.where(mask, of_all("logprobs", width), 0.0),
-        torch.where(mask, of_all("entropy", width), 0.0),
-        None if reference is None else torch.where(mask, of_all("kl", width), 0.0),
-        of_all("values", width + 1) if state.shares_trunk else None,
+        torch.where(mask, gathered("logprobs", width), 0.0),
+        torch.where(mask, gathered("entropy", width), 0.0),
+        None if reference is None else torch.where(mask, gathered("kl", width), 0.0),
+        gathered("values", width + 1) if state.shares_trunk else None,
     )
 
 
 def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Epochs) -> Tensor:
-    """Return the values `[B, T + 1]` of a critic of its own, from the passes that the first epoch repeats."""
+    """Return the values `[B, T + 1]` of a critic with its own backbone; the first epoch repeats these passes."""
     forward = CriticForward(state.critic)
     with (
         state.clock.timed(VALUES),
         torch.no_grad(),
         on_device(forward, state.device),
         deterministic(state.config),
-        autocast(state.config, state.device),  # around all passes, so that each weight is cast once
+        autocast(state.config, state.device),  # one context around all passes, so that each weight is cast once
     ):
-        found = [forward(batch) for batch in to_device(batches, state.device)]
-        return _of_all(state, epochs, found, state.config.response_length + 1)
+        values = [forward(batch) for batch in to_device(batches, state.device)]
+        return _gathered(state, epochs, values, state.config.response_length + 1)
 
 
-def _of_all(state: TrainingState, epochs: Epochs, found: list[Tensor], width: int) -> Tensor:
-    """Return `[B, width]` on the CPU from what this process found for each micro-batch of the first epoch."""
+def _gathered(state: TrainingState, epochs: Epochs, results: list[Tensor], width: int) -> Tensor:
+    """Gather `[B, width]` on the CPU from all processes; `results` are this process's, per first-epoch micro-batch."""
     shards = first_shards(epochs)
-    own = filled_rows(sum(map(len, shards)), width, first_epoch(epochs), found, state.statistics_dtype)
-    return gather_dealt(own[shards[own_rank()]], shards)
+    local = filled_rows(sum(map(len, shards)), width, first_epoch(epochs), results, state.statistics_dtype)
+    return gather_dealt(local[shards[own_rank()]], shards)

@@ -1,8 +1,8 @@
-"""Prompts and responses as the tensors that a model takes; masks come from lengths, never from token ids.
+"""Prompts and responses as model inputs; masks come from lengths, never from token ids.
 
-In common shapes few batches share theirs: their passes are the same work on a device, so that CUDA can replay it. Only
-the data is filled up then, with what nothing reads: sequences behind the real ones, states and targets taken from other
-tokens, and rows of the tables `[B, T]` that count nowhere. No model knows of it.
+`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay their passes. It appends
+sequences after the real ones, states and targets of other tokens, and rows to the tables `[B, T]`. Nothing reads their
+results. The models need no change.
 """
 
 from __future__ import annotations
@@ -17,48 +17,53 @@ from ppo_rlhf.models.packed_attention import PackedLayout, place_rows
 from ppo_rlhf.models.token_rows import LEAST_FILL, TokenRows, filled_size, joined_rows, token_parts
 
 LEAST_WIDTH = 16
-"""Tokens: the padded form of attention has a multiple of it in a row."""
+"""The width of padded attention is a multiple of this many tokens."""
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
-    The N real tokens of all rows follow each other. Of these the M states are s_0 (each prompt's last token) to
-    s_T (each response's last token), and the R response tokens follow the states that predict them. More states may
-    follow the M, and more predicting ones the R, so that few shapes occur: nothing reads what is computed for them.
+    The N real tokens of all rows are packed one after the other. M of these tokens are states: s_0 (each prompt's last
+    token) to s_T (each response's last token). Each of the R response tokens is predicted by the state before it. So
+    that few shapes occur, further states may follow the M states, and further targets the R targets; nothing reads
+    their results.
     """
 
     rows: TokenRows  # each prompt followed by its response, padded on the right
     shape: tuple[int, int]  # B, T
     state_positions: Tensor  # [M or more] long, indices of the states among the N real tokens, row by row
-    predicting: Tensor  # [R or more] long, indices among the M states of those that a response token follows
+    predicting: Tensor  # [R or more] long, indices among the states of those that predict a response token
     targets: Tensor  # [R or more] long, the response tokens
-    response_slots: Tensor  # [R] long, places of the response tokens in [B, T], flattened
-    state_slots: Tensor  # [M] long, places of the states in [B, T + 1], flattened
+    response_slots: Tensor  # [R] long, indices of the response tokens in [B, T], flattened
+    state_slots: Tensor  # [M] long, indices of the states in [B, T + 1], flattened
 
     def scatter_responses(self, values_R: Tensor) -> Tensor:
-        """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
+        """Return values of the R response tokens as a table `[B, T]` with 0 in padding."""
         return place_rows(values_R, self.response_slots, *self.shape)
 
     def scatter_states(self, values_M: Tensor) -> Tensor:
-        """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
+        """Return values of the M states as a table `[B, T + 1]` with 0 in padding."""
         rows, width = self.shape
         return place_rows(values_M, self.state_slots, rows, width + 1)
 
 
 def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return the tokens of right-padded responses `[B, T]` as B lists of their lengths `[B]`."""
+    """Return right-padded responses `[B, T]` of the given lengths `[B]` as B lists of tokens."""
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths.tolist(), strict=True)]
 
 
 def make_batch(
     prompt_ids: Sequence[Sequence[int]], response_ids: Tensor, lengths: Tensor, pad_token_id: int, *, fill: bool = False
 ) -> SequenceBatch:
-    """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
+    """Append each response to its prompt, and return the rows on the CPU, trimmed to the longest response.
 
-    Of the responses `[B, T]` the first `lengths`, `[B]` and at least 1, are read. The pad token is any of the
-    vocabulary. `fill`: tokens, states and targets are filled up to a size that other batches have, too.
+    Args:
+        prompt_ids: B prompts.
+        response_ids: Responses `[B, T]`; tokens beyond `lengths` are not read.
+        lengths: Tokens of each response, `[B]`, at least 1.
+        pad_token_id: Any token id of the vocabulary.
+        fill: Whether to pad tokens, states and targets to one of a few common sizes.
     """
     lengths = lengths.cpu()
     is_response = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -90,24 +95,24 @@ def _indices(mask: Tensor) -> Tensor:
 
 
 def _filled(indices: Tensor, available: int) -> Tensor:
-    """Return the indices followed by others below `available`, none twice, up to a size of `filled_size` if it can."""
+    """Append unused indices below `available`, up to `filled_size` indices or until none is left."""
     is_free = torch.ones(available, dtype=torch.bool)
     is_free[indices] = False
     return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
 
 
 def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
-    """Return the same sequences, which are on the CPU and not filled up, in shapes that few batches share.
+    """Return a batch, which is on the CPU and not filled, in shapes that many batches share.
 
-    Tables get `columns`, at least those of the batch; those of all batches of a run. The real rows come first. The
-    padded form of the tokens is left out, so the models must pack.
+    The tables get `columns` columns, the same in all batches of a run and at least those of the batch. The real rows
+    come first. The padded form of the tokens is left out, so the models must pack.
     """
     (rows, width), layout = batch.shape, batch.rows.layout
     tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)
     all_rows, all_responses = _size(rows, 2), _size(responses, 4, LEAST_FILL)
     all_states = all_responses + all_rows
     all_tokens, longest = _size(max(tokens, all_states), 8, LEAST_FILL), _size(layout.shape[1], 4, LEAST_WIDTH)
-    # what is missing is less than these, whatever the batch: each row has a state more than response tokens
+    # Upper bounds for any batch on the padding that is needed: each row has one more state than response tokens.
     spare_responses = _step(all_responses, 4, LEAST_FILL) + all_rows
     spare_tokens = _step(all_tokens, 8, LEAST_FILL) + spare_responses
     all_sequences = all_rows - (-spare_tokens // longest)
@@ -121,19 +126,19 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     is_free[batch.state_positions] = False
     other_tokens = is_free.nonzero()[: all_states - states, 0]
     fillers = all_responses - responses
-    tables = all_rows - (-spare_responses // columns), columns
-    left_out = torch.empty(0, dtype=torch.long)
+    shape = all_rows - (-spare_responses // columns), columns
+    empty = torch.empty(0, dtype=torch.long)
     return SequenceBatch(
         rows=TokenRows(
-            input_ids=left_out,
-            attention_mask=left_out,
-            position_ids=left_out,
+            input_ids=empty,
+            attention_mask=empty,
+            position_ids=empty,
             packed_ids=_longer(batch.rows.packed_ids, missing),
             packed_positions=_longer(batch.rows.packed_positions, missing),
             layout=PackedLayout.of(lengths, longest),
-            slots=left_out,
+            slots=empty,
         ),
-        shape=tables,
+        shape=shape,
         state_positions=torch.cat([batch.state_positions, other_tokens]),
         predicting=torch.cat([batch.predicting, torch.arange(states, states + fillers)]),
         targets=_longer(batch.targets, fillers),
@@ -142,14 +147,14 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     )
 
 
-def _size(count: int, an_octave: int, least: int = 1) -> int:
-    """Return the next of so many sizes between a power of 2 and the next; all are multiples of the least."""
-    step = _step(count, an_octave, least)
+def _size(count: int, per_octave: int, least: int = 1) -> int:
+    """Round `count` up to one of `per_octave` sizes between two powers of 2; all sizes are multiples of `least`."""
+    step = _step(count, per_octave, least)
     return -(-count // step) * step
 
 
-def _step(count: int, an_octave: int, least: int) -> int:
-    return max(least, 2 ** (count.bit_length() - 1) // an_octave)
+def _step(count: int, per_octave: int, least: int) -> int:
+    return max(least, 2 ** (count.bit_length() - 1) // per_octave)
 
 
 def _longer(values: Tensor, more: int) -> Tensor:
@@ -157,6 +162,9 @@ def _longer(values: Tensor, more: int) -> Tensor:
 
 
 def _placed(slots: Tensor, width: int, columns: int, rows: int, fillers: int) -> Tensor:
-    """Return places in a table of more columns, and those of the fillers, one after the other behind so many rows."""
-    behind = rows * columns
-    return torch.cat([slots // width * columns + slots % width, torch.arange(behind, behind + fillers)])
+    """Convert flattened indices in a table of `width` columns to a table of `columns` columns.
+
+    The indices of `fillers` further entries follow, beginning after the first `rows` rows.
+    """
+    first_filler = rows * columns
+    return torch.cat([slots // width * columns + slots % width, torch.arange(first_filler, first_filler + fillers)])

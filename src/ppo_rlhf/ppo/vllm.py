@@ -1,6 +1,7 @@
 """Responses sampled by vLLM through TRL's `VLLMGeneration`: on the GPU of each process, or by a server.
 
-Before it samples it gets the policy's weights. Its noise is its own. TRL, which imports vLLM, is imported only then.
+vLLM gets the policy's weights before each batch, and samples with noise of its own. TRL imports vLLM, so TRL is
+imported only when vLLM starts.
 """
 
 from __future__ import annotations
@@ -29,24 +30,30 @@ from ppo_rlhf.runtime.processes import from_all, is_main_process, on_main, own_r
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 2.0  # between two tries with a server that does not answer
-Row = tuple[list[int], list[list[float | None]]]  # a response's tokens; each one's log-probability alone, None is NaN
+PAUSE_S = 2.0  # seconds between two attempts to reach a server that does not answer
+Row = tuple[list[int], list[list[float | None]]]
+"""A response's tokens, and for each token a list whose first entry is its log-probability; None stands for NaN."""
 
 
 def check_vllm(device: torch.device) -> None:
-    """Raise `ConfigError` if vLLM is not installed, or the device is none that weights reach it from."""
+    """Raise `ConfigError` if vLLM is not installed, or if the policy is not on a GPU, which vLLM gets weights from."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError('ppo.rollout_engine=vllm: vllm is not installed; pip install "ppo_rlhf[vllm]"')
     if device.type != "cuda":
-        raise ConfigError(f"ppo.rollout_engine=vllm needs a GPU, and the device is {device.type}; set static")
+        raise ConfigError(
+            f"ppo.rollout_engine=vllm needs a GPU, but the device is {device.type}; set ppo.rollout_engine=static"
+        )
 
 
 class _Weights(nn.Module):
-    """A policy as TRL reads a model: weights one at a time, merged, of one type, which a server is told only once."""
+    """A policy in the form in which TRL reads weights: one parameter at a time, adapters merged, all of one dtype.
+
+    TRL tells a server the dtype only once.
+    """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype) -> None:
         super().__init__()
-        self._policy, self._dtype = (policy,), dtype  # in a tuple: TRL should not look into it
+        self._policy, self._dtype = (policy,), dtype  # in a tuple, so that nn.Module does not register it
         self.name_or_path: Any = ""
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
@@ -55,37 +62,39 @@ class _Weights(nn.Module):
 
 
 class VLLMEngine:
-    """vLLM, started when the first responses are asked for; an `Engine` of `ppo.engines`."""
+    """vLLM as an `Engine` of `ppo.engines`; it starts at the first call."""
 
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._generation: Any = None  # TRL's VLLMGeneration; with a server only in the main process
+        self._generation: Any = None  # TRL's VLLMGeneration; with a server set only in the main process
 
     def __call__(self, policy: PreTrainedModel, prompt_ids: list[list[int]], settings: SamplingSettings) -> Responses:
-        """Push a policy's weights, and sample a response to each of N prompts; every process gets all of them.
+        """Send the policy's weights to vLLM, and sample a response to each of N prompts; every process returns all.
 
         Raises:
-            ConfigError: The server's log-probabilities are of another kind.
-            TrainingError: The server was gone for `vllm_server_timeout`, or a response is not whole.
+            ConfigError: The server runs with another `--logprobs-mode` than processed_logprobs.
+            TrainingError: The server did not answer for `vllm_server_timeout`, or a response was cut short.
         """
         sample = partial(self._sample, policy, settings=settings)
         if self._config.vllm_mode == "server":
-            rows = on_main(partial(self._patiently, partial(sample, prompt_ids)))
+            rows = on_main(partial(self._with_retries, partial(sample, prompt_ids)))
         else:
-            share = -(-len(prompt_ids) // process_count())  # processes with one vLLM want equal shares
-            own = prompt_ids[own_rank() * share :][:share]
-            missing = prompt_ids[:1] * (share - len(own))
-            rows = [row for found in from_all(sample(own + missing)[: len(own)]) for row in found]
+            share = -(-len(prompt_ids) // process_count())  # processes that share one vLLM need equally many prompts
+            local_prompts = prompt_ids[own_rank() * share :][:share]
+            fillers = prompt_ids[:1] * (share - len(local_prompts))
+            local_rows = sample(local_prompts + fillers)[: len(local_prompts)]
+            rows = [row for rank_rows in from_all(local_rows) for row in rank_rows]
         tokens = torch.full((len(rows), settings.response_length), settings.pad_token_id)
         logprobs = torch.zeros(tokens.shape)
-        for row, (ids, found) in enumerate(rows):
+        for row, (ids, token_logprobs) in enumerate(rows):
             if len(ids) < settings.response_length and ids[-1:] not in [[stop] for stop in settings.stop_token_ids]:
                 raise TrainingError(
-                    f"vLLM ended a response after {len(ids)} tokens, without a stop token: there was no room; raise "
-                    "ppo.vllm_max_model_length, or the server's --max-model-len"
+                    f"vLLM ended a response after {len(ids)} tokens, without a stop token: its context is too short; "
+                    "raise ppo.vllm_max_model_length, or the server's --max-model-len"
                 )
             tokens[row, : len(ids)] = torch.tensor(ids)
-            logprobs[row, : len(ids)] = torch.tensor([torch.nan if one is None else one for (one, *_) in found])
+            values = [torch.nan if value is None else value for (value, *_) in token_logprobs]
+            logprobs[row, : len(ids)] = torch.tensor(values)
         return responses_of(tokens, logprobs, settings)
 
     def _sample(self, policy: PreTrainedModel, prompt_ids: list[list[int]], settings: SamplingSettings) -> list[Row]:
@@ -95,37 +104,38 @@ class VLLMEngine:
         generation = self._generation
         generation.model = weights
         generation.sync_weights()
-        ends = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}  # they have the eos, if it ends
+        # ignore_eos: the stop tokens include the end-of-text token if it ends a response
+        stops = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}
         how: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_k": settings.top_k,
             "top_p": settings.top_p,
-            "generation_kwargs": {**ends, "min_tokens": max(0, settings.min_response_length - 1)},
+            "generation_kwargs": {**stops, "min_tokens": max(0, settings.min_response_length - 1)},
         }
-        if self._config.vllm_mode == "server":  # TRL's own call would let all processes wait for an error of this one
-            found = generation.vllm_client.generate(prompt_ids, max_tokens=settings.response_length, **how)
-            return list(zip(found["completion_ids"], found["logprobs"], strict=True))
+        if self._config.vllm_mode == "server":  # with TRL's own call, an error here would leave other processes waiting
+            answer = generation.vllm_client.generate(prompt_ids, max_tokens=settings.response_length, **how)
+            return list(zip(answer["completion_ids"], answer["logprobs"], strict=True))
         for name, value in {**how, "max_completion_length": settings.response_length}.items():
             setattr(generation, name, value)
         _, completion_ids, logprobs, _ = generation.generate(prompt_ids, None, num_generations=1)
         return list(zip(completion_ids, logprobs, strict=True))
 
-    def _patiently(self, ask: Callable[[], list[Row]]) -> list[Row]:
-        """Ask the server; if it is gone, wait until it is there again, which then gets weights and prompts anew."""
+    def _with_retries(self, request: Callable[[], list[Row]]) -> list[Row]:
+        """Send a request to the server; after an error send weights and prompts again, for `vllm_server_timeout`."""
         limit, until = self._config.vllm_server_timeout, None
         while True:
             try:
-                return ask()
+                return request()
             except PPORLHFError:
                 raise
-            except Exception as error:  # TRL raises Exception itself if the answer is an error
+            except Exception as error:  # TRL raises plain Exception if the server returns an error
                 line = f"vLLM's server {self._config.vllm_server_base_url}: {in_one_line(error)}"
                 if until is None:
                     until = time.monotonic() + limit
                     log.warning("%s; trying again for %g s (ppo.vllm_server_timeout).", line, limit)
                 elif time.monotonic() > until:
                     raise TrainingError(
-                        f"{line}; it was so for {limit:g} s (ppo.vllm_server_timeout). The last checkpoint stands"
+                        f"{line}; retried for {limit:g} s (ppo.vllm_server_timeout). Resume from the last checkpoint"
                     ) from error
             with contextlib.suppress(Exception):
                 self._generation.vllm_client.close_communicator()
@@ -133,20 +143,22 @@ class VLLMEngine:
             time.sleep(PAUSE_S)
 
     def _start(self, policy: PreTrainedModel, weights: _Weights) -> Any:
-        from trl.generation.vllm_generation import VLLMGeneration  # takes seconds
+        from trl.generation.vllm_generation import VLLMGeneration  # importing takes seconds
 
         config, accelerator = self._config, make_accelerator(self._config, policy.device)
-        trusted = type(policy).__module__.startswith("transformers_modules")  # code of its own runs here already
+        trusted = type(policy).__module__.startswith(
+            "transformers_modules"
+        )  # the model's own code runs in this process already
         if config.vllm_mode == "server":
-            accelerator.wait_for_everyone = lambda: None  # only the main process is here
+            accelerator.wait_for_everyone = lambda: None  # only the main process calls this function
         else:
-            place = policy.name_or_path or ""  # where vLLM reads the architecture: with an adapter that of its base
-            base = PretrainedHandle(place, trusted).base if place else None
-            place = place if base is None else base.source
-            weights.name_or_path = place if is_local(place) else place.partition("@")[0]
-        own = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}  # which are TRL's names
-        own["server_timeout"] = 0.0  # it waits here
-        generation = VLLMGeneration(weights, accelerator, self._tokenizer, trust_remote_code=trusted, **own)  # type: ignore[arg-type]
+            source = policy.name_or_path or ""  # vLLM reads the architecture here; of an adapter it needs the base
+            base = PretrainedHandle(source, trusted).base if source else None
+            source = source if base is None else base.source
+            weights.name_or_path = source if is_local(source) else source.partition("@")[0]
+        options = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}  # TRL's names
+        options["server_timeout"] = 0.0  # `_with_retries` waits instead
+        generation = VLLMGeneration(weights, accelerator, self._tokenizer, trust_remote_code=trusted, **options)  # type: ignore[arg-type]
         if config.vllm_mode == "server":
             mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
             if mode != "processed_logprobs":
@@ -158,7 +170,7 @@ _ENGINES: dict[tuple[object, ...], VLLMEngine] = {}
 
 
 def vllm_engine(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
-    """Return this process's engine of these settings; it samples from any policy of the run."""
+    """Return this process's engine for these settings; one engine samples from any policy of a run."""
     key = tuple(getattr(config, name) for name in (*VLLM_FIELDS, "dtype"))
     if key not in _ENGINES:
         _ENGINES[key] = VLLMEngine(config, tokenizer)
