@@ -54,18 +54,18 @@ def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:
 
 
 def first_letters(batch: ResponseBatch) -> Tensor:
-    """Share of response tokens among the first half of the words."""
+    """Score a response by the share of its tokens that are among the first half of the words."""
     shares = [sum(3 <= i < 13 for i in ids) / len(ids) for ids in batch.response_ids]
     return torch.tensor(shares, dtype=torch.float64)
 
 
 def batch_of(rollouts: Rollouts, run: "Run") -> ResponseBatch:
-    """The rollouts in the form that rewards take."""
+    """Return the rollouts as the batch that rewards score."""
     return response_batch(rollouts.prompts, rollouts.responses, run.state.tokenizer)
 
 
 def with_responses(rollouts: Rollouts, **columns: Tensor) -> Rollouts:
-    """The rollouts with other columns of their responses."""
+    """Return the rollouts with some fields of their responses replaced."""
     return replace(rollouts, responses=replace(rollouts.responses, **columns))
 
 
@@ -74,7 +74,7 @@ def learn_from(
 ) -> dict[str, float]:
     """Complete an iteration from its experience on, as `loop.learn` does, and return its metrics.
 
-    The reference is left out where the loss has no KL over the vocabulary.
+    `reference` is needed only if the loss has the KL over the vocabulary.
     """
     steps = loop.optimise_policy(state, experience, cast(PreTrainedModel, reference))
     metrics = loop.iteration_metrics(state, experience, steps)
@@ -84,7 +84,7 @@ def learn_from(
 
 @dataclass
 class Run:
-    """A run of PPO and what its nodes are called with."""
+    """A run of PPO: its state and the inputs of its nodes."""
 
     state: TrainingState
     reference: PreTrainedModel

@@ -1,4 +1,4 @@
-"""Runs of PPO on tiny models, for the tests of this room alone: what makes them takes seconds to load."""
+"""Fixtures that run PPO on tiny models. They stand here because importing them takes seconds."""
 
 from tests.ppo_runs import make_model, make_prompts, make_rollouts, make_run, make_tokenizer, same_tensors, snapshot
 

@@ -1,4 +1,4 @@
-"""Runs that several processes must do as one process does; started by torchrun in `test_processes`.
+"""Runs that must give the same results on several processes as on one; started by torchrun in `test_processes`.
 
 torchrun --nproc_per_node 2 -m tests.ppo.process_cases RESULTS FOLDER
 """
@@ -79,12 +79,12 @@ BY_TWO = (
 )
 """Cases that two processes run in the default tests; four processes run all."""
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
-"""Cases that three processes run, with a number of responses that three divides."""
+"""Cases that three processes run; the number of responses is a multiple of three."""
 BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2}, "server": SERVER}
 
 
 def build(settings: dict[str, Any], responses: int = 16) -> Run:
-    """Build a run of so many responses an iteration, however many processes share them."""
+    """Build a run with the given number of responses per iteration, over all processes together."""
     settings = dict(settings)
     if (normalise := settings.pop("normalise", None)) is not None:
         components = [("first", 1.0, first_letters), ("length", -0.5, response_lengths)]
@@ -102,20 +102,20 @@ def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
     """Return tokens, metrics and weights of a run's first iterations."""
     run = build(settings, responses)
     rollouts, _, _, experience = run.before_update()
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "tokens": rollouts.responses.response_ids.tolist(),
         "values": rollouts.values.tolist(),
         "advantages": experience.advantages.tolist(),
     }
     for iteration in range(ITERATIONS):
         metrics = run.iteration()
-        found[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
-    found["weights"] = weight_sums(run)
-    return found
+        actual[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
+    actual["weights"] = weight_sums(run)
+    return actual
 
 
 def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the same of a run whose responses a stand-in for vLLM samples, in float32, as vLLM computes."""
+    """Return tokens, metrics and weights of a float32 run that samples with the stand-in for vLLM."""
     with pytest.MonkeyPatch.context() as patch:
         StandIn(build_model(dtype=torch.float32, seed=7)).install(patch)
         settings = {**settings, "rollout_engine": "vllm", "dtype": "float32"}
@@ -123,16 +123,16 @@ def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation(run: Run) -> dict[str, Any]:
-    """Return the evaluation of a policy on seven prompts, which no number of processes divides."""
+    """Return the evaluation of a policy on seven prompts, which do not split evenly across the processes."""
     prompts = run.prompts.select([0, 1, 2, 3, 4, 5, 0])
     given = prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampling
     evaluator = Evaluator(run.state.tokenizer, *given, seed=1, batch_size=2)
-    found = evaluator.evaluate(run.state.policy, run.reference)
-    return {"completions": found.completions, "rewards": found.rewards.tolist(), "kl": found.kl.tolist()}
+    actual = evaluator.evaluate(run.state.policy, run.reference)
+    return {"completions": actual.completions, "rewards": actual.rewards.tolist(), "kl": actual.kl.tolist()}
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Write a checkpoint after one iteration, and resume from the one that the other number of processes wrote."""
+    """Write a checkpoint after one iteration, and resume from a checkpoint that another number of processes wrote."""
     run = build({})
     run.iteration()
     if is_main_process():
@@ -148,7 +148,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def settled() -> dict[str, Any]:
-    """Return the number of tokens that processes with unequal memory settle on, and what they train to with it."""
+    """Return the token budget of processes with unequal memory, and the results of training with it."""
     fitting = [50, 20, 30, 40][own_rank()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(micro_batches, "UNLIMITED_ON", ())
@@ -159,7 +159,7 @@ def settled() -> dict[str, Any]:
 
 
 def check_gathers() -> None:
-    """Gather rows of every type that is gathered, in unequal shards; each row holds its number."""
+    """Gather rows of each supported type from unequal shards; each row holds its index."""
     for count in (1, 2, 5, 8):
         shards = dealt_rows([(7 * row) % 5 for row in range(count)])
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
@@ -170,21 +170,21 @@ def check_gathers() -> None:
 
 
 def main(path: Path, folder: Path) -> None:
-    """Run this number's cases and write the main process's results; the other processes must have the same."""
+    """Run the cases; write the main process's results, which the other processes must match."""
     check_gathers()
     if process_count() == 3:
-        found = {name: results(CASES[name], responses=12) for name in BY_THREE}
+        actual = {name: results(CASES[name], responses=12) for name in BY_THREE}
     else:
-        found = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
-        found["evaluation"] = evaluation(build({}))
-        found["resumed"] = resumed(folder)
-        found["settled"] = settled()
-        found["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
-        found["supervised"] = process_case.results(folder)
+        actual = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
+        actual["evaluation"] = evaluation(build({}))
+        actual["resumed"] = resumed(folder)
+        actual["settled"] = settled()
+        actual["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
+        actual["supervised"] = process_case.results(folder)
         process_case.check_several()
-    assert len(set(from_all(json.dumps(found)))) == 1, "the processes differ"
+    assert len(set(from_all(json.dumps(actual)))) == 1, "the processes differ"
     if is_main_process():
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs that two processes with FSDP2 must do as one process without it does; started by torchrun in `test_sharding`.
+"""Runs that two processes with FSDP2 and one process without must do alike; `test_sharding` starts them by torchrun.
 
 torchrun --nproc_per_node 2 -m tests.ppo.sharding_cases RESULTS FOLDER
 torchrun --nproc_per_node 2 -m tests.ppo.sharding_cases RESULTS
@@ -50,15 +50,20 @@ MORE: dict[str, dict[str, Any]] = {
     "an architecture that needs padding": {"kind": "bitnet", "max_tokens_per_micro_batch": 30},
 }
 RESUMED = ("token budget, GPT-2 with a tied head", "LoRA")
-"""Cases whose runs are saved by one kind of launch and resumed by the other."""
+"""Cases whose runs are saved with FSDP2 and resumed without, and the other way round."""
 
 
 def build(settings: dict[str, Any]) -> Run:
-    """Build a run of so many responses an iteration, with a reward model, all of it sharded if the launch asks for it.
+    """Build a run with a reward model; with FSDP2 all models are sharded.
 
     The critic, and with LoRA the reference policy, share weights with other models or start as a copy.
     """
-    settings = {"num_ppo_epochs": 1, "response_length": 6, "stop_token_id": 22, **settings}  # a word: some end early
+    settings = {
+        "num_ppo_epochs": 1,
+        "response_length": 6,
+        "stop_token_id": 22,
+        **settings,
+    }  # token 22 is a word, so some responses end early
     steps = settings.get("gradient_accumulation_steps", 1)
     reward_model = CausalLMRewardModel.from_causal_lm(build_model(settings.get("kind", "llama"), seed=2))
     reward_model.requires_grad_(False)
@@ -83,17 +88,17 @@ def results(settings: dict[str, Any], start: Path | None = None, end: Path | Non
     run = build(settings)
     if start is not None:
         restore(run.state, start)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     while run.state.iteration < (ITERATIONS if start is None else 3):
         metrics = run.iteration()
-        found[f"metrics {run.state.iteration}"] = {
+        actual[f"metrics {run.state.iteration}"] = {
             key: value for key, value in metrics.items() if not key.startswith(MEASURED)
         }
         if end is not None and run.state.iteration == 2:
             save(run, end)
     with refilled(run.state.policy, run.state.critic):
-        found["weights"] = weight_sums(run)
-    return found
+        actual["weights"] = weight_sums(run)
+    return actual
 
 
 def save(run: Run, folder: Path) -> None:
@@ -106,7 +111,7 @@ def save(run: Run, folder: Path) -> None:
 
 
 def held(*models: Module) -> float:
-    """Return the share of the weights of models that this process holds."""
+    """Return the share of the models' weights that is on this process."""
     weights = {id(weight): weight for model in models for weight in model.parameters()}.values()
     own = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
     return own / sum(weight.numel() for weight in weights)
@@ -117,20 +122,20 @@ def folder_of(folder: Path, name: str, kind: str) -> Path:
 
 
 def main(path: Path, folder: Path | None = None) -> None:
-    """Run the cases and write the main process's results; the other process must have the same."""
-    found: dict[str, Any] = {}
+    """Run the cases; write the main process's results, which the other process must match."""
+    actual: dict[str, Any] = {}
     for name, settings in (CASES if folder else MORE).items():
         saved = folder is not None and name in RESUMED
-        found[name] = results(settings, end=folder_of(folder, name, "sharded") if saved else None)
+        actual[name] = results(settings, end=folder_of(folder, name, "sharded") if saved else None)
         for kind in ("plain", "sharded") if saved else ():
             start = folder_of(folder, name, kind) / "iteration_000002"
-            found[f"{name}, resumed from {kind}"] = results(settings, start)
-    assert len(set(from_all(json.dumps(found)))) == 1, "the processes differ"
+            actual[f"{name}, resumed from {kind}"] = results(settings, start)
+    assert len(set(from_all(json.dumps(actual)))) == 1, "the processes differ"
     run = build({})
     run.iteration()
-    found["held"] = [held(run.state.policy, *run.state.forwards), held(run.reference), held(run.scorer.model)]
+    actual["held"] = [held(run.state.policy, *run.state.forwards), held(run.reference), held(run.scorer.model)]
     if is_main_process():
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 1 -m tests.ppo.sharding_on_a_gpu_case RESULTS DEVICE
 
-NCCL takes one process a GPU, so on one GPU this is all of DDP and FSDP2 that there can be: their hooks and streams.
+NCCL allows one process per GPU. So on one GPU only the hooks and streams of DDP and FSDP2 can be tested.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ NAMES = ("token budget, GPT-2 with a tied head", "LoRA")
 
 
 def main(path: Path, device: str) -> None:
-    """Run the cases as DDP does and then as FSDP2 does, and write the backend and what came out."""
-    found: dict[str, Any] = {name: {"DDP": results({**CASES[name], "device": device})} for name in NAMES}
-    for name, module in list(sys.modules.items()):  # a launch with FSDP2 and one process would be refused
+    """Run the cases with DDP, then with FSDP2; write the backend and the results."""
+    actual: dict[str, Any] = {name: {"DDP": results({**CASES[name], "device": device})} for name in NAMES}
+    for name, module in list(sys.modules.items()):  # check_launch refuses FSDP2 with one process
         if name.startswith(("ppo_rlhf.", "tests.", "__main__")) and hasattr(module, "shards_models"):
             vars(module)["shards_models"] = lambda: True
     for name in NAMES:
-        found[name]["FSDP2"] = results({**CASES[name], "device": device})
-    found["backend"] = torch.distributed.get_backend()
-    path.write_text(json.dumps(found))
+        actual[name]["FSDP2"] = results({**CASES[name], "device": device})
+    actual["backend"] = torch.distributed.get_backend()
+    path.write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
+"""Helpers of the update's tests: gradients without optimiser steps, and an experience in which every clip applies."""
 
 import dataclasses
 
@@ -18,16 +18,18 @@ def freeze(run) -> list[dict[str, torch.Tensor]]:
     models = {"policy": run.state.policy, "critic": run.state.critic}
 
     def look() -> None:
-        found = {f"{name}.{n}": p.grad for name, model in models.items() for n, p in model.named_parameters()}
-        seen.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})
+        actual = {f"{name}.{n}": p.grad for name, model in models.items() for n, p in model.named_parameters()}
+        seen.append({name: gradient.clone() for name, gradient in actual.items() if gradient is not None})
 
     run.state.policy_optimizer.step = lambda: None
-    run.state.critic_optimizer.step = look  # it steps last, or is the policy's, too
+    run.state.critic_optimizer.step = (
+        look  # the critic's optimiser steps last; on a shared trunk it is the only optimiser
+    )
     return seen
 
 
 def cut_anew(run, experience: Experience) -> Experience:
-    """The same experience, cut into minibatches and micro-batches by the settings of another run."""
+    """Return the experience, split into minibatches and micro-batches by the settings of `run`."""
     rollouts = experience.rollouts
     epochs = cut_batch(
         run.config,
@@ -41,7 +43,7 @@ def cut_anew(run, experience: Experience) -> Experience:
 
 
 def moved_on(experience: Experience) -> Experience:
-    """The same experience as if some updates had passed: ratios, clipping and value clipping are all at work."""
+    """Return the experience as after some updates: ratios differ from 1, and policy and values are clipped."""
     generator = torch.Generator().manual_seed(2)
     rollouts = experience.rollouts
 
@@ -62,11 +64,11 @@ def gradients_of(run, experience) -> dict[str, torch.Tensor]:
     """Return the gradients at the only step of a run that learns from the experience."""
     seen = freeze(run)
     learn_from(run.state, cut_anew(run, experience), run.reference)
-    (found,) = seen
-    return found
+    (actual,) = seen
+    return actual
 
 
-def assert_same_gradients(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_gradients(actual, expected):
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert_close(found[name], expected[name], rtol=0.0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(actual[name], expected[name], rtol=0.0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")

@@ -103,7 +103,7 @@ def test_a_device_that_torch_or_this_machine_does_not_have_is_refused(monkeypatc
 def test_float16_on_the_cpu_is_refused():
     with pytest.raises(ConfigError, match=r"ppo\.dtype=float16"):
         PPOConfig(dtype="float16", device="cpu")
-    with pytest.raises(ConfigError, match=r"ppo\.dtype=float16"):  # where auto is the CPU
+    with pytest.raises(ConfigError, match=r"ppo\.dtype=float16"):  # `auto` is the CPU on this machine
         check_device(PPOConfig(dtype="float16"), CPU)
 
 

@@ -1,4 +1,4 @@
-"""Alarms on the KL: what triggers each, what must not, one line a crossing, and the setting that the line names."""
+"""Alarms on the KL: what triggers each alarm, one line per crossing, and the setting that the line names."""
 
 import logging
 
@@ -14,10 +14,10 @@ def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]
 
 
 def lines(curve: list[float], **settings) -> dict[int, list[str]]:
-    """The lines of each iteration (from 1) that had any."""
+    """Return the alarm lines by iteration, counted from 1; iterations without a line are left out."""
     config, history = PPOConfig(**settings), rows(curve)
-    found = {iteration: kl_alarms(config, history[:iteration]) for iteration in range(1, len(curve) + 1)}
-    return {iteration: said for iteration, said in found.items() if said}
+    actual = {iteration: kl_alarms(config, history[:iteration]) for iteration in range(1, len(curve) + 1)}
+    return {iteration: said for iteration, said in actual.items() if said}
 
 
 def test_a_usual_curve_raises_nothing():
@@ -28,17 +28,17 @@ def test_a_usual_curve_raises_nothing():
 
 
 def test_the_warning_is_given_once_and_again_only_after_the_kl_came_back():
-    found = lines([14.0, 16.0, 17.0, 18.0, 14.9, 15.1, 15.2])
-    assert list(found) == [2, 6]
-    assert [line.startswith("KL warning: KL is 16 ") for line in found[2]] == [True]
-    assert found[2][0].endswith("Raise ppo.kl_coef by about a factor of 1.6 (now 0.05).")
+    actual = lines([14.0, 16.0, 17.0, 18.0, 14.9, 15.1, 15.2])
+    assert list(actual) == [2, 6]
+    assert [line.startswith("KL warning: KL is 16 ") for line in actual[2]] == [True]
+    assert actual[2][0].endswith("Raise ppo.kl_coef by about a factor of 1.6 (now 0.05).")
 
 
 def test_the_alarm_is_given_once_and_no_warning_on_the_way_down():
-    found = lines([14.0, 16.0, 21.0, 25.0, 18.0, 17.0, 22.0])
-    assert list(found) == [2, 3, 7]
-    assert [line.startswith("KL alarm: KL is 21 ") for line in found[3]] == [True]
-    assert found[3][0].endswith("Raise ppo.kl_coef by about a factor of 2.1 (now 0.05).")
+    actual = lines([14.0, 16.0, 21.0, 25.0, 18.0, 17.0, 22.0])
+    assert list(actual) == [2, 3, 7]
+    assert [line.startswith("KL alarm: KL is 21 ") for line in actual[3]] == [True]
+    assert actual[3][0].endswith("Raise ppo.kl_coef by about a factor of 2.1 (now 0.05).")
     assert list(lines([14.0, 30.0, 16.0, 14.0, 16.0])) == [2, 5]
 
 
@@ -57,7 +57,7 @@ def test_with_the_adaptive_controller_its_target_or_if_that_is_low_enough_its_st
 @pytest.mark.parametrize(
     "settings",
     [
-        {"kl_controller": "adaptive", "kl_target": 17.0},  # the alarm said kl_coef, the advice kl_target
+        {"kl_controller": "adaptive", "kl_target": 17.0},  # once the alarm named kl_coef and the advice kl_target
         {"kl_controller": "adaptive", "kl_target": 6.0},
         {"kl_controller": "adaptive", "kl_target": 21.0},
         {"kl_coef": 0.05},
@@ -75,25 +75,25 @@ def test_an_alarm_names_the_change_that_the_advice_names_for_the_same_kl(setting
 
 def test_a_collapse_is_a_running_mean_below_a_tenth_of_the_highest():
     """Over ten iterations: after ten at 4, the mean falls below 0.4 once at most one of the ten is left."""
-    found = lines([*[4.0] * 10, *[0.0] * 25])
-    assert list(found) == [20]
-    assert found[20][0].endswith("undo each other.")  # no setting is named: none is known to help
-    assert lines([*[0.4] * 10, *[0.0] * 25]) == {}  # it never was anywhere
+    actual = lines([*[4.0] * 10, *[0.0] * 25])
+    assert list(actual) == [20]
+    assert actual[20][0].endswith("undo each other.")  # no setting is named: none is known to help
+    assert lines([*[0.4] * 10, *[0.0] * 25]) == {}  # KL was never above MOVED, so it cannot collapse
     assert lines([*[4.0] * 10, *[0.5] * 25]) == {}
 
 
 def test_a_running_mean_below_zero_says_where_responses_come_from():
-    found = lines([-0.3, -0.4] * 10, top_k=50)
-    assert list(found) == [10]
-    assert "policy/rollout_logprob_gap" in found[10][0]
-    assert found[10][0].endswith("Set ppo.top_k to 0 (now 50).")
+    actual = lines([-0.3, -0.4] * 10, top_k=50)
+    assert list(actual) == [10]
+    assert "policy/rollout_logprob_gap" in actual[10][0]
+    assert actual[10][0].endswith("Set ppo.top_k to 0 (now 50).")
     assert lines([-0.3, -0.4] * 10)[10][0].endswith("too.")  # no filter is on
     assert lines([-0.04] * 20) == {}
     assert lines([-2.0, 1.8] * 10) == {}  # its mean of -0.1 is well within its noise
 
 
 def test_a_mean_below_zero_is_an_alarm_only_beyond_three_of_its_standard_errors():
-    """Of ten iterations, ± 0.3 around the mean in turn: s = 0.3 √(10/9), so three errors 3 s / √10 are 0.3."""
+    """Ten iterations alternate by ± 0.3 around the mean: s = 0.3 √(10/9); three standard errors 3 s / √10 are 0.3."""
     for mean, expected in ((-0.299, []), (-0.301, [10])):
         assert list(lines([mean - 0.3, mean + 0.3] * 5)) == expected
 

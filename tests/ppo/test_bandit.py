@@ -119,7 +119,7 @@ def test_with_the_gradient_of_the_kl_in_the_loss_training_reaches_the_same_optim
     assert total_variation(outcome.policy, optimum(outcome.reference, 0.5)) < close
     assert total_variation(outcome.policy, optimum(outcome.reference, 1.0)) > 0.05
     paid, scored = (outcome.metrics[f"objective/{name}"] for name in ("rlhf_reward", "scores"))
-    assert paid == pytest.approx(scored, rel=1e-6)  # the reward, which is float32, holds no KL
+    assert paid == pytest.approx(scored, rel=1e-6)  # the KL is not part of the reward, which is float32
 
 
 @pytest.mark.slow

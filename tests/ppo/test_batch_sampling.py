@@ -1,4 +1,4 @@
-"""Prompts whose responses all score alike are dropped, and others drawn, against one prompt worked at a time."""
+"""Prompts whose responses all score alike are replaced; the oracle samples one prompt at a time."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ WITHOUT_SIGNAL = "abc"  # the word `wanted` of the first three of six prompts
 
 
 def by_prompt(batch):
-    """1 for each response to a prompt without a signal; to others a number that no other response has."""
+    """Score 1 for each response to a prompt without a signal, and a unique number for every other response."""
     weights = [1.0 + 0.37**place for place in range(8)]
     numbers = [sum(w * i for w, i in zip(weights, ids, strict=False)) for ids in batch.response_ids]
     wanted = batch.columns["wanted"]
@@ -27,7 +27,7 @@ def build(make_run, scoring=by_prompt, **settings):
 
 
 def answers(run, prompt: list[int], place: int, stream: str) -> list[list[int]]:
-    """Three responses to one prompt, each sampled alone with the noise of this place of the batch."""
+    """Sample three responses to one prompt, one at a time, with the noise of the prompt's rows in the batch."""
     noise = randomness.episode_uniforms(run.config.seed, stream, 1, 12, 8)[3 * place : 3 * place + 3]
     return [
         generate_responses(run.state.policy, [prompt], row[None], run.state.sampling).token_lists()[0] for row in noise
@@ -35,7 +35,7 @@ def answers(run, prompt: list[int], place: int, stream: str) -> list[list[int]]:
 
 
 def expected_batch(run, limit: int) -> tuple[list[int], list[list[int]], int]:
-    """Prompts of the four places, the responses, and the draws in place of dropped prompts, in plain Python."""
+    """Compute the four prompts, their responses and the redraws in plain Python."""
     size, ids = len(run.prompts), run.prompts.prompt_ids
     chosen = randomness.permutation(size, run.config.seed, "prompts", 0).tolist()[:4]
     texts = [answers(run, ids[index], place, "rollout") for place, index in enumerate(chosen)]
@@ -69,17 +69,17 @@ def test_prompts_without_a_signal_are_replaced_by_others_with_noise_of_their_own
         float(by_prompt(batch_of(rollouts, run)).double().mean()), rel=1e-6
     )
     assert metrics["episode"] == 12.0
-    assert len(calls) == 2 * (1 + redraws)  # no response is scored twice: what decided is what is learnt from
+    assert len(calls) == 2 * (1 + redraws)  # no response is scored twice: training uses the scores that decided
 
 
 def test_past_the_limit_the_dropped_prompts_come_back_with_their_first_responses(make_run):
     run, calls = build(make_run, lambda batch: torch.ones(len(batch)), drop_uniform_prompts=2)
     plain, _ = build(make_run)
-    found, expected = run.rollouts(), plain.rollouts()
-    assert found.prompts == expected.prompts
-    assert torch.equal(found.responses.response_ids, expected.responses.response_ids)
-    assert torch.equal(found.old_logprobs, expected.old_logprobs)
-    assert (found.redraws, len(calls)) == (2, 3)
+    actual, expected = run.rollouts(), plain.rollouts()
+    assert actual.prompts == expected.prompts
+    assert torch.equal(actual.responses.response_ids, expected.responses.response_ids)
+    assert torch.equal(actual.old_logprobs, expected.old_logprobs)
+    assert (actual.redraws, len(calls)) == (2, 3)
     assert run.iteration()["response/uniform_prompts"] == 1.0
 
 
@@ -88,13 +88,13 @@ def test_a_batch_with_a_signal_everywhere_is_that_of_a_run_without_the_option(ma
     with_signal = {"prompts": prompts.select([3, 4, 5, 3])}
     run, calls = build(make_run, drop_uniform_prompts=5, **with_signal)
     plain, _ = build(make_run, **with_signal)
-    found, expected = run.rollouts(), plain.rollouts()
-    assert torch.equal(found.responses.response_ids, expected.responses.response_ids)
-    assert (found.redraws, len(calls)) == (0, 1)
+    actual, expected = run.rollouts(), plain.rollouts()
+    assert torch.equal(actual.responses.response_ids, expected.responses.response_ids)
+    assert (actual.redraws, len(calls)) == (0, 1)
 
 
 def test_rewards_by_token_go_with_their_responses(make_run):
-    """The reward of a token is its id, but 1 / length to prompts without a signal: the score is 1."""
+    """Return rewards per token: the token's id, or 1 / length for prompts without a signal, whose score is then 1."""
 
     def by_token(batch):
         width = max(map(len, batch.response_ids))

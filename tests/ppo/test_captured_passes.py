@@ -1,6 +1,6 @@
-"""Micro-batches in CUDA graphs, which a CPU emulates: they train as micro-batches without graphs do.
+"""Updates with CUDA graphs, emulated on the CPU, give the results of updates without graphs.
 
-Those at the end capture on a CUDA device: pytest -m gpu.
+The tests at the end use real CUDA graphs: pytest -m gpu.
 """
 
 import logging
@@ -70,17 +70,17 @@ def kept(metrics: dict[str, float]) -> dict[str, float]:
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     models = {"policy": run.state.policy, "critic": run.state.critic}
-    found = {f"{name}.{n}": tensor for name, model in models.items() for n, tensor in model.state_dict().items()}
+    actual = {f"{name}.{n}": tensor for name, model in models.items() for n, tensor in model.state_dict().items()}
     average = run.state.policy_average
-    return found if average is None else {**found, **{f"average.{n}": t for n, t in average.weights.items()}}
+    return actual if average is None else {**actual, **{f"average.{n}": t for n, t in average.weights.items()}}
 
 
-def assert_same_training(found: Run, expected: Run, limit: float = 1e-9) -> None:
-    for row, other in zip(found.state.history, expected.state.history, strict=True):
+def assert_same_training(actual: Run, expected: Run, limit: float = 1e-9) -> None:
+    for row, other in zip(actual.state.history, expected.state.history, strict=True):
         for name, value in kept(other).items():
             assert row[name] == pytest.approx(value, rel=limit, abs=limit), name
     wanted = weights(expected)
-    for name, tensor in weights(found).items():
+    for name, tensor in weights(actual).items():
         assert_close(tensor, wanted[name], rtol=0.0, atol=limit, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -99,14 +99,14 @@ def decoded_plainly(monkeypatch) -> None:
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple]:
     """The kind and the inputs of each pass that goes through `CapturedPasses`."""
-    found, original = [], CapturedPasses.run
+    actual, original = [], CapturedPasses.run
 
     def spy(self, kind, inputs, compute):
-        found.append((kind, inputs))
+        actual.append((kind, inputs))
         return original(self, kind, inputs, compute)
 
     monkeypatch.setattr(CapturedPasses, "run", spy)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])
@@ -130,8 +130,8 @@ def test_the_first_ratio_is_exactly_one_in_sixteen_bits(make_run, graphs_on_cpu,
     for _ in range(3):
         before = graphs_on_cpu.replays
         metrics = run.iteration()
-        found = [metrics[name] for name in ("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg")]
-        assert found == [1.0, 0.0, 0.0]
+        actual = [metrics[name] for name in ("val/ratio", "policy/approxkl_avg", "policy/clipfrac_avg")]
+        assert actual == [1.0, 0.0, 0.0]
         assert metrics["val/clipfrac_avg"] == 0.0
         assert metrics["policy/grad_norm"] > 0.0
     assert graphs_on_cpu.replays >= before + 3
@@ -165,7 +165,7 @@ def test_a_weight_without_a_gradient_is_left_alone_by_the_decay(make_run, graphs
 
 @pytest.mark.parametrize("rows", [3, 4], ids=["a capture fails", "a first run"])
 def test_a_weight_that_a_plain_pass_goes_without_has_no_gradient(graphs_on_cpu, rows):
-    """An expert that one minibatch asks and the next does not. Zeros would let AdamW decay it."""
+    """One minibatch uses an expert and the next does not. With a gradient of zeros AdamW would decay the expert."""
     always, sometimes = (torch.nn.Parameter(torch.ones(())) for _ in range(2))
     passes = CapturedPasses(Captures(torch.device("cpu")), [], [torch.optim.AdamW([always, sometimes])])
 
@@ -188,7 +188,7 @@ def test_a_weight_that_a_plain_pass_goes_without_has_no_gradient(graphs_on_cpu, 
 
 
 def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_run, graphs_on_cpu, monkeypatch):
-    """A NaN in one minibatch's advantages; the steps after it are those of a run without graphs."""
+    """One minibatch's advantages have a NaN; later steps must equal those of a run without graphs."""
 
     def skipping(run: Run) -> None:
         run.iteration()
@@ -209,7 +209,7 @@ def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_r
 
 
 def test_the_scale_of_losses_in_float16_is_read_anew(make_run, graphs_on_cpu):
-    """No GPU here, so the scaler is handed in; it grows after each step."""
+    """Without a GPU the test passes in a gradient scaler, which grows after each step."""
     run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
     for each in (run, plain):
         each.state.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -224,7 +224,7 @@ def test_a_pass_that_reads_from_the_device_trains_without_graphs_and_loses_nothi
     run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
     for each in (run, plain):
         layer = each.state.policy.model.layers[1].mlp
-        layer.register_forward_hook(lambda module, given, found: None if found.isfinite().all() else found.zero_())
+        layer.register_forward_hook(lambda module, given, actual: None if actual.isfinite().all() else actual.zero_())
         for _ in range(2):
             each.iteration()
     assert graphs_on_cpu.replays == 0

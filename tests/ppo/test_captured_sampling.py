@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: the tokens of plain steps, and nothing in a step that a graph cannot hold."""
+"""Decoding steps as CUDA graphs give the tokens of plain steps, and have no operation that a graph cannot capture."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def update(model: Any, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def looks_as_on_a_gpu(monkeypatch):
-    """Rows leave every 16 steps, also here, so that ended sequences stay for a while, and sizes change."""
+    """Drop ended sequences only every 16 steps, as on a GPU, so that batch sizes change during decoding."""
     monkeypatch.setattr(engines, "is_check_due", lambda step, device: step % 16 == 15)
 
 
@@ -107,7 +107,7 @@ OPTIONS = [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8, "min_response_le
 
 
 def by_default(each: Any, *cases: Any) -> list[Any]:
-    """Return the cases of a product; of those that are not named only as slow ones."""
+    """Return all combinations as test cases; those that are not in `cases` are marked slow."""
     return [case if case in cases else pytest.param(*case, marks=pytest.mark.slow) for case in product(*each)]
 
 
@@ -121,12 +121,12 @@ def test_replayed_steps_draw_the_tokens_of_plain_ones_also_after_updates(graphs_
     assert not why_not_captured(model)
     for iteration in range(3):
         given, uniforms = prompts(37 - iteration), noise(37 - iteration, seed=iteration)
-        found = responses_of(*decode_captured(model, given, uniforms, how, captures), how)
+        actual = responses_of(*decode_captured(model, given, uniforms, how, captures), how)
         expected = responses_of(*decode_packed(model, given, uniforms, how), how)
-        assert torch.equal(found.response_ids, expected.response_ids)
-        assert torch.equal(found.lengths, expected.lengths)
-        assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
-        sizes.update(found.lengths.tolist())
+        assert torch.equal(actual.response_ids, expected.response_ids)
+        assert torch.equal(actual.lengths, expected.lengths)
+        assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+        sizes.update(actual.lengths.tolist())
         update(model, iteration)
     assert not captures.trouble
     assert graphs_on_cpu.replays > 60
@@ -135,7 +135,7 @@ def test_replayed_steps_draw_the_tokens_of_plain_ones_also_after_updates(graphs_
 
 
 class Counting(torch.nn.Module):
-    """A language model's layer beside which a Python number counts the steps, as a careless model's might."""
+    """A layer with a step counter that is a Python number, which a graph would not update."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_model_with_a_python_counter_in_its_steps_is_not_captured(graphs_on_cp
 
 @torch.no_grad()
 def test_a_step_with_a_python_counter_draws_other_tokens(graphs_on_cpu, monkeypatch):
-    """The mutant that the tests above must tell from the code: the number of the step is Python's."""
+    """A mutant that must fail the tests above: its step index is a Python number."""
 
     def draw(self, logits, how, *, may_stop):
         self.step_number = getattr(self, "step_number", -1) + 1
@@ -172,19 +172,19 @@ def test_a_step_with_a_python_counter_draws_other_tokens(graphs_on_cpu, monkeypa
     monkeypatch.setattr(CapturedSampler, "_draw", draw)
     model, how = make("gpt2").double(), settings(stop_token_ids=())
     plain = decode_captured(model, prompts(), noise(37), how, Captures(CPU, wanted=False))
-    found = decode_captured(model, prompts(), noise(37), how, Captures(CPU))
+    actual = decode_captured(model, prompts(), noise(37), how, Captures(CPU))
     assert torch.equal(plain[0], decode_packed(model, prompts(), noise(37), how)[0])
-    assert not torch.equal(found[0], plain[0])
+    assert not torch.equal(actual[0], plain[0])
 
 
 @torch.no_grad()
 def test_experts_in_a_loop_make_the_processor_wait_and_are_decoded_plainly_with_one_line(graphs_on_cpu, caplog):
     caplog.set_level(logging.INFO)
     model, captures = make("mixture", experts="eager").double(), Captures(CPU)
-    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
+    actual = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
     again = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
     expected = generate_responses(model, prompts(), noise(37), settings())
-    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(actual.response_ids, expected.response_ids)
     assert torch.equal(again.response_ids, expected.response_ids)
     assert captures.serves(DECODING)
     assert len(captures) == 0
@@ -201,14 +201,14 @@ def test_in_float32_and_under_autocast_tokens_are_the_same_up_to_rounding(graphs
             captures = Captures(CPU)
             first = decode_captured(model, prompts(), noise(37, 12), how, captures)
             first = [each.clone() for each in first]
-            found = decode_captured(model, prompts(), noise(37, 12), how, captures)
+            actual = decode_captured(model, prompts(), noise(37, 12), how, captures)
             expected = decode_packed(model, prompts(), noise(37, 12), how)
-        assert torch.equal(first[0], found[0])
-        assert torch.equal(first[1], found[1])
-        same = (found[0] == expected[0]).cumprod(1).bool()
+        assert torch.equal(first[0], actual[0])
+        assert torch.equal(first[1], actual[1])
+        same = (actual[0] == expected[0]).cumprod(1).bool()
         assert same.float().mean() > (0.99 if bits == 32 else 0.5)
         limit = 1e-4 if bits == 32 else 0.2
-        assert (found[1] - expected[1])[same & (expected[0] != 0)].abs().max() < limit
+        assert (actual[1] - expected[1])[same & (expected[0] != 0)].abs().max() < limit
 
 
 @torch.no_grad()
@@ -220,16 +220,16 @@ def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weight
     for _ in range(2):
         for cache in (*sampler.decoder._keys, *sampler.decoder._values):
             cache.fill_(torch.nan)
-        found = decode_captured(model, given, noise(20, seed=5)[:, :30], how, captures)
+        actual = decode_captured(model, given, noise(20, seed=5)[:, :30], how, captures)
         expected = decode_packed(model, given, noise(20, seed=5)[:, :30], how)
-        assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+        assert torch.equal(responses_of(*actual, how).response_ids, responses_of(*expected, how).response_ids)
     assert captures.held[DECODING] is sampler
     model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone() + 0.5
     for _ in range(2):
-        found = decode_captured(model, given, noise(20), settings(), captures)
+        actual = decode_captured(model, given, noise(20), settings(), captures)
         expected = decode_packed(model, given, noise(20), settings())
         assert torch.equal(
-            responses_of(*found, settings()).response_ids, responses_of(*expected, settings()).response_ids
+            responses_of(*actual, settings()).response_ids, responses_of(*expected, settings()).response_ids
         )
     assert captures.held[DECODING] is not sampler
 
@@ -238,9 +238,9 @@ def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weight
 def test_each_way_to_sample_has_graphs_of_its_own(graphs_on_cpu):
     model, captures = make("gpt2").double(), Captures(CPU)
     for how in (settings(response_length=12, **options) for options in (*OPTIONS[:2], {"pad_token_id": 7}, {})):
-        found = decode_captured(model, prompts(), noise(37, 12), how, captures)
+        actual = decode_captured(model, prompts(), noise(37, 12), how, captures)
         expected = decode_packed(model, prompts(), noise(37, 12), how)
-        assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+        assert torch.equal(responses_of(*actual, how).response_ids, responses_of(*expected, how).response_ids)
 
 
 @torch.no_grad()
@@ -252,7 +252,7 @@ def test_rows_without_a_prompt_have_ended(monkeypatch):
     )
     how = settings(stop_token_ids=tuple(range(1, 25)))
     decode_captured(make("gpt2"), prompts(3), noise(3), how, captures_on_a_gpu)
-    assert len(steps) == 15  # up to the first look
+    assert len(steps) == 15  # up to the first check of which sequences have ended
 
 
 @torch.no_grad()
@@ -261,22 +261,22 @@ def test_a_batch_that_is_larger_or_longer_or_another_models_gets_new_buffers(gra
     for model, count, length in ((0, 10, 20), (0, 37, 20), (0, 37, 60), (1, 37, 60), (0, 20, 20)):
         how = settings(response_length=length)
         for _ in range(2):
-            found = decode_captured(models[model], prompts(count), noise(count, length), how, captures)
+            actual = decode_captured(models[model], prompts(count), noise(count, length), how, captures)
             expected = decode_packed(models[model], prompts(count), noise(count, length), how)
-            assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+            assert torch.equal(responses_of(*actual, how).response_ids, responses_of(*expected, how).response_ids)
         assert list(captures.held) == [DECODING]
     assert captures.held[DECODING].sizes == (32, 64, 20)
 
 
 @torch.no_grad()
 def test_new_buffers_have_room_for_the_old_batches_too(graphs_on_cpu):
-    """Else an evaluation, of fewer prompts and longer responses, and a rollout would each throw the other's away."""
+    """Otherwise rollouts and evaluations (fewer prompts, longer responses) would free each other's buffers."""
     model, captures = make("llama").double(), Captures(CPU)
     for count, length, sizes in ((37, 20, (48, 64, 20)), (10, 80, (48, 96, 80)), (37, 20, (48, 96, 80))):
         how = settings(response_length=length)
-        found = decode_captured(model, prompts(count), noise(count, length), how, captures)
+        actual = decode_captured(model, prompts(count), noise(count, length), how, captures)
         expected = decode_packed(model, prompts(count), noise(count, length), how)
-        assert torch.equal(responses_of(*found, how).response_ids, responses_of(*expected, how).response_ids)
+        assert torch.equal(responses_of(*actual, how).response_ids, responses_of(*expected, how).response_ids)
         assert captures.held[DECODING].sizes == sizes
 
 
@@ -284,7 +284,7 @@ ROW = 2 * 2 * 2 * 4 * 8  # keys and values, layers, heads, their width, bytes: o
 
 
 def card_for(monkeypatch: Any, size: int) -> None:
-    """Let graphs keep four times so many bytes of keys and values."""
+    """Pretend a GPU memory of `8 * size` bytes, of which graphs keep `size` bytes of keys and values."""
     for place in (captures_module, captured_sampling):
         monkeypatch.setattr(place, "card_bytes", lambda device: 8 * size)
 
@@ -294,12 +294,12 @@ def card_for(monkeypatch: Any, size: int) -> None:
 def test_a_batch_is_cut_so_that_its_keys_and_values_take_half_of_what_graphs_may_keep(
     graphs_on_cpu, monkeypatch, batch_size
 ):
-    """There is room for 20 sequences, so 16 are decoded at a time; graphs were given up for all of them before."""
+    """Buffers for 20 sequences fit, so 16 are decoded at a time; an earlier version gave graphs up."""
     card_for(monkeypatch, 20 * 96 * ROW)
     model, captures = make("llama").double(), Captures(CPU)
-    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=batch_size)
+    actual = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=batch_size)
     expected = generate_responses(model, prompts(), noise(37), settings())
-    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(actual.response_ids, expected.response_ids)
     assert captures.held[DECODING].sizes == (16, 96, 60)
     assert len(captures) > 1
     assert not captures.trouble
@@ -333,10 +333,10 @@ def test_where_memory_does_not_do_the_batch_is_decoded_plainly_and_nothing_is_lo
         monkeypatch.setattr(graphs_on_cpu, "__enter__", is_full)
     else:
         monkeypatch.setattr(CapturedSampler, name, is_full)
-    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=20)
+    actual = generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=20)
     expected = generate_responses(model, prompts(), noise(37), settings(), batch_size=20)
-    assert torch.equal(found.response_ids, expected.response_ids)
-    assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+    assert torch.equal(actual.response_ids, expected.response_ids)
+    assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
     assert (captures.serves(DECODING), len(captures), captures.held) == (False, 0, {})
     (line,) = caplog.messages
     assert line.endswith("CUDA out of memory. Tried to allocate 2 GiB")
@@ -344,7 +344,7 @@ def test_where_memory_does_not_do_the_batch_is_decoded_plainly_and_nothing_is_lo
 
 @torch.no_grad()
 def test_bytes_of_the_buffers_count_as_free_for_the_next_batch(graphs_on_cpu, monkeypatch):
-    """Else the second rollout would be cut smaller than the first, and its steps captured anew."""
+    """Otherwise the second rollout would be decoded in smaller batches, and its steps captured again."""
     asked = []
 
     def at_a_time(_model, count, tokens, **how):
@@ -371,10 +371,10 @@ def test_a_runs_rollouts_and_updates_are_captured_and_its_numbers_are_those_of_p
     run, plain = make_run(total_episodes=24, cuda_graphs=value), make_run(total_episodes=24)
     plain.state.captures = PLAIN
     for _ in range(2):
-        found, expected = run.iteration(), plain.iteration()
+        actual, expected = run.iteration(), plain.iteration()
         exact = [name for name in expected if not name.startswith(("time/", "throughput/", "memory/"))]
         assert_close(
-            {name: found[name] for name in exact}, {name: expected[name] for name in exact}, rtol=1e-9, atol=1e-9
+            {name: actual[name] for name in exact}, {name: expected[name] for name in exact}, rtol=1e-9, atol=1e-9
         )
     assert set(run.state.captures.held) == ({DECODING, UPDATE} if value is None else set())
     assert (len(run.state.captures) >= 2) == (value is None)
@@ -412,15 +412,15 @@ def test_the_setting_true_is_refused_where_the_policy_cannot_be_captured(make_ru
 
 
 def test_episodes_of_several_turns_are_captured_too(make_run, graphs_on_cpu):
-    """A turn's prompts are longer than those of the turn before, and fewer."""
+    """Each turn has fewer and longer prompts than the turn before."""
     run, plain = (make_run(**TURNS, cuda_graphs=setting) for setting in (None, False))
     for each in (run, plain):
         each.state.sampling = replace(each.state.sampling, environment=answer, stop_token_ids=(2, 6, 9, 12, 15, 18))
     for _ in range(2):
-        found, expected = run.rollouts().responses, plain.rollouts().responses
-        assert torch.equal(found.response_ids, expected.response_ids)
-        assert torch.equal(found.mask, expected.mask)
-        assert (found.mask.sum(1) < found.lengths).any()
+        actual, expected = run.rollouts().responses, plain.rollouts().responses
+        assert torch.equal(actual.response_ids, expected.response_ids)
+        assert torch.equal(actual.mask, expected.mask)
+        assert (actual.mask.sum(1) < actual.lengths).any()
     assert len(run.state.captures) > 0
 
 
@@ -433,7 +433,7 @@ def answer(prompts: Any, episodes: list[list[int]], _: Any) -> list[list[int] | 
 
 
 class Record(TorchDispatchMode):
-    """What a stretch asks of the device: operations, with shapes, and addresses of tensors not made within."""
+    """Records the operations of a block with their shapes, and the addresses of tensors from outside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,12 +444,12 @@ class Record(TorchDispatchMode):
         kwargs = kwargs or {}
         self.calls.append((str(func), self._seen(args), self._seen(sorted(kwargs.items()))))
         assert not reads_from_the_device(func, args), func
-        found = func(*args, **kwargs)
+        actual = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in tensors_of([args, kwargs])}
-        for tensor in tensors_of(found):
+        for tensor in tensors_of(actual):
             if tensor.untyped_storage()._cdata not in known:
                 self._made[tensor.untyped_storage()._cdata] = tensor
-        return found
+        return actual
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -467,7 +467,7 @@ SAME = ("gpt2", 64, FILTERED), ("llama", 16, {})
 @pytest.mark.parametrize(("kind", "bits", "how"), by_default([KINDS, [64, 16], [{}, FILTERED]], *SAME), ids=str)
 @torch.no_grad()
 def test_steps_of_a_size_are_the_same_operations_on_the_same_addresses(monkeypatch, kind, bits, how):
-    """So a graph of one is a graph of all. In 16 bits: float32 under autocast."""
+    """So one captured graph serves all steps. 16 bits means float32 weights under autocast."""
     model = make(kind).to(torch.float64 if bits == 64 else torch.float32)
     recorded: dict[tuple[Any, ...], list[list[Any]]] = {}
 
@@ -504,7 +504,7 @@ def test_on_a_gpu_replayed_steps_draw_the_tokens_of_plain_ones(kind, bits):
         with torch.autocast("cuda", torch.bfloat16, enabled=bits == 16):
             assert not why_not_captured(model)
             given = model, prompts(), uniforms, how
-            tokens, logprobs = (found.clone() for found in decode_captured(*given, captures))
+            tokens, logprobs = (actual.clone() for actual in decode_captured(*given, captures))
             again, _ = decode_captured(*given, captures)
             expected, expected_logprobs = decode_packed(*given)
         assert torch.equal(tokens, again)
@@ -520,11 +520,11 @@ def test_on_a_gpu_replayed_steps_draw_the_tokens_of_plain_ones(kind, bits):
 @torch.no_grad()
 def test_on_a_gpu_experts_in_a_loop_are_decoded_plainly():
     model, captures = make("mixture", experts="eager").to("cuda"), Captures(torch.device("cuda", 0))
-    found = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
+    actual = generate_responses(model, prompts(), noise(37), settings(), captures=captures)
     assert why_not_captured(model)
     assert len(captures) == 0
     expected = generate_responses(model, prompts(), noise(37), settings())
-    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(actual.response_ids, expected.response_ids)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 At each token the response continues with probability P, else it stops, and a response that stops with k tokens is paid
 score(k). Nothing is sampled: every path that `response_length` allows is one row, weighed by its probability, so that
-an expectation is a sum. The true value obeys V_t = (1 - P) score(t + 1) + P gamma V_{t+1}, for ever.
+an expectation is a sum. The true value obeys V_t = (1 - P) score(t + 1) + P gamma V_{t+1}, without end.
 """
 
 from dataclasses import dataclass
@@ -108,9 +108,9 @@ def test_a_masked_response_leaves_the_mean_of_those_that_stopped(world):
     """Weighed by the paths that count, the mean return is E[score | stopped], gamma 1, Monte Carlo."""
     chain = world(1.0, 1.0, truncated_responses="mask")
     stopped = chain.probabilities[:-1]
-    found = float((stopped * chain.experience.returns[:-1, 0]).sum() / stopped.sum())
+    actual = float((stopped * chain.experience.returns[:-1, 0]).sum() / stopped.sum())
     by_hand = sum((1 - P) * P ** (k - 1) * score(k) for k in range(1, WIDTH + 1)) / (1 - P**WIDTH)
-    assert found == pytest.approx(by_hand, abs=1e-9)
+    assert actual == pytest.approx(by_hand, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -153,9 +153,9 @@ def test_a_critic_learns_the_true_values_while_the_policy_stands_still(make_run)
         first = probabilities(torch.tensor([prompt]))[0]
         rows = torch.tensor([[*prompt, token] for token in range(23)])
         after = rewards.double() + probabilities(rows) @ rewards.double()
-        found = run.state.critic(rows, torch.ones_like(rows), torch.arange(3).expand(23, 3)).double()
-    assert float(found[0, 1]) == pytest.approx(float(first @ after), abs=0.1)
+        actual = run.state.critic(rows, torch.ones_like(rows), torch.arange(3).expand(23, 3)).double()
+    assert float(actual[0, 1]) == pytest.approx(float(first @ after), abs=0.1)
     spread = float((first @ (after - first @ after).square()) ** 0.5)
-    error = float((first @ (found[:, 2] - after).square()) ** 0.5)
+    error = float((first @ (actual[:, 2] - after).square()) ** 0.5)
     assert error < 0.3 * spread  # explains nine tenths of what there is to know after the first token
-    assert float(first @ found[:, 2]) == pytest.approx(float(first @ after), abs=0.1)
+    assert float(first @ actual[:, 2]) == pytest.approx(float(first @ after), abs=0.1)

@@ -1,4 +1,4 @@
-"""Batches in common shapes: few of them, what the fillers are, and that nothing reads what is computed for them."""
+"""Batches in common shapes: how few shapes there are, what the fillers are, and that no result depends on fillers."""
 
 import dataclasses
 from pathlib import Path
@@ -41,34 +41,34 @@ def shapes(batch: SequenceBatch) -> tuple:
 def test_a_batch_keeps_its_numbers_and_each_filler_has_a_place_of_its_own(rows, prompts, columns):
     for seed in range(4):
         batch = drawn(seed, rows, prompts, columns)
-        found = in_common_shapes(batch, columns)
+        actual = in_common_shapes(batch, columns)
         tokens, states, responses = len(batch.rows.slots), len(batch.state_slots), len(batch.response_slots)
-        all_tokens, (sequences, width) = found.rows.packed_ids.shape[1], found.rows.layout.shape
-        assert torch.equal(found.rows.packed_ids[:, :tokens], batch.rows.packed_ids)
-        assert torch.equal(found.rows.packed_positions[:, :tokens], batch.rows.packed_positions)
-        assert torch.equal(found.state_positions[:states], batch.state_positions)
-        assert torch.equal(found.predicting[:responses], batch.predicting)
-        assert torch.equal(found.targets[:responses], batch.targets)
-        lengths = found.rows.layout.starts.diff().tolist()
+        all_tokens, (sequences, width) = actual.rows.packed_ids.shape[1], actual.rows.layout.shape
+        assert torch.equal(actual.rows.packed_ids[:, :tokens], batch.rows.packed_ids)
+        assert torch.equal(actual.rows.packed_positions[:, :tokens], batch.rows.packed_positions)
+        assert torch.equal(actual.state_positions[:states], batch.state_positions)
+        assert torch.equal(actual.predicting[:responses], batch.predicting)
+        assert torch.equal(actual.targets[:responses], batch.targets)
+        lengths = actual.rows.layout.starts.diff().tolist()
         assert lengths[:rows] == batch.rows.layout.starts.diff().tolist()
         assert sum(lengths) == all_tokens
         assert len(lengths) == sequences
         assert max(lengths) <= width
-        assert found.shape[1] == columns
-        assert len(found.state_slots) == len(found.state_positions)
-        assert len(found.response_slots) == len(found.predicting) == len(found.targets)
+        assert actual.shape[1] == columns
+        assert len(actual.state_slots) == len(actual.state_positions)
+        assert len(actual.response_slots) == len(actual.predicting) == len(actual.targets)
         for indices, limit in (
-            (found.state_positions, all_tokens),
-            (found.predicting, len(found.state_positions)),
-            (found.response_slots, found.shape[0] * columns),
-            (found.state_slots, found.shape[0] * (columns + 1)),
-            (found.rows.layout.slots, sequences * width),
+            (actual.state_positions, all_tokens),
+            (actual.predicting, len(actual.state_positions)),
+            (actual.response_slots, actual.shape[0] * columns),
+            (actual.state_slots, actual.shape[0] * (columns + 1)),
+            (actual.rows.layout.slots, sequences * width),
         ):
             assert len(set(indices.tolist())) == len(indices)
             assert 0 <= int(indices.min()) <= int(indices.max()) < limit
-        placed = found.scatter_responses(torch.arange(1.0, 1 + len(found.targets)))[:rows, : batch.shape[1]]
+        placed = actual.scatter_responses(torch.arange(1.0, 1 + len(actual.targets)))[:rows, : batch.shape[1]]
         assert torch.equal(placed, batch.scatter_responses(torch.arange(1.0, 1 + responses)))
-        placed = found.scatter_states(torch.arange(1.0, 1 + len(found.state_slots)))[:rows, : batch.shape[1] + 1]
+        placed = actual.scatter_states(torch.arange(1.0, 1 + len(actual.state_slots)))[:rows, : batch.shape[1] + 1]
         assert torch.equal(placed, batch.scatter_states(torch.arange(1.0, 1 + states)))
         assert all_tokens <= 1.25 * 1.125 * tokens + 128 + rows
 
@@ -80,7 +80,7 @@ def test_sizes_decide_every_shape():
         batch = in_common_shapes(drawn(seed, 5 + seed % 4), COLUMNS)
         size = batch.rows.packed_ids.shape[1], len(batch.targets), len(batch.state_slots), batch.rows.layout.shape[1]
         by_size.setdefault(size, set()).add(shapes(batch))
-    assert all(len(found) == 1 for found in by_size.values())
+    assert all(len(actual) == 1 for actual in by_size.values())
     assert 1 < len(by_size) < 12
 
 
@@ -99,15 +99,15 @@ def test_an_iteration_of_the_benchmark_has_few_shapes(monkeypatch, name):
         lengths = torch.from_numpy(stops.clip(max=preset.response_length))
         ids = torch.ones(preset.batch, preset.response_length, dtype=torch.long)
         prompt_lengths = numbers.integers(preset.prompt_length // 4, preset.prompt_length + 1, size=preset.batch)
-        found = set()
+        actual = set()
         for epoch in range(preset.epochs):
             for rows in minibatch_partition(0, iteration, epoch, preset.batch, preset.batch // preset.minibatch):
                 batch = make_batch([[1] * prompt_lengths[row] for row in rows], ids[rows], lengths[rows], 0)
                 made = in_common_shapes(batch, preset.response_length)
-                found.add(shapes(made))
+                actual.add(shapes(made))
                 real += len(batch.rows.slots)
                 computed += made.rows.packed_ids.shape[1]
-        counts.append(len(found))
+        counts.append(len(actual))
     assert max(counts) <= {"tiny": 6, "gpt2": 12}[name]
     assert computed < {"tiny": 1.25, "gpt2": 1.1}[name] * real
 
@@ -131,11 +131,11 @@ def test_no_real_token_reads_a_filler(kind):
     with torch.no_grad():
         for model in (policy, critic.backbone):
             model.get_input_embeddings().weight[FILLER] = NAN
-    found = forwards[0](filled, with_entropy=True), forwards[1](filled)
-    for ours, theirs in ((found[0].logprobs, expected[0].logprobs), (found[0].entropy, expected[0].entropy)):
+    actual = forwards[0](filled, with_entropy=True), forwards[1](filled)
+    for ours, theirs in ((actual[0].logprobs, expected[0].logprobs), (actual[0].entropy, expected[0].entropy)):
         assert_close(ours[:rows, :width], theirs, rtol=0.0, atol=1e-6 if kind == "llama" else 1e-12)
-    assert_close(found[1][:rows, : width + 1], expected[1], rtol=0.0, atol=1e-6 if kind == "llama" else 1e-12)
-    assert not found[1].isfinite().all()
+    assert_close(actual[1][:rows, : width + 1], expected[1], rtol=0.0, atol=1e-6 if kind == "llama" else 1e-12)
+    assert not actual[1].isfinite().all()
 
 
 CASES = {
@@ -148,7 +148,7 @@ CASES = {
 
 
 def poisoned(table: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor | None:
-    """NaN in a table outside of these places."""
+    """Return a table with NaN everywhere but at the given indices."""
     is_real = torch.zeros(0 if table is None else table.numel(), dtype=torch.bool)
     is_real[slots[: len(is_real)]] = True
     return None if table is None else torch.where(is_real.view_as(table), table, NAN)
@@ -173,18 +173,18 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
         return made
 
     def cut(table, rows, shape):
-        found, is_response = original(table, rows, shape), experience.rollouts.mask[rows]
+        actual, is_response = original(table, rows, shape), experience.rollouts.mask[rows]
         cut_out.append(shape[0] - len(rows))
         is_real = torch.nn.functional.pad(is_response, (0, 0, 0, shape[0] - len(rows)))
-        return torch.where(is_real, found, NAN) if found.is_floating_point() else found
+        return torch.where(is_real, actual, NAN) if actual.is_floating_point() else actual
 
-    def poison(module, given, found):
+    def poison(module, given, actual):
         batch, before = given[0], real[id(given[0])]
         responses, states = (len(slots) for slots in (before.response_slots, before.state_slots))
         of_states = batch.state_slots[:states]
-        if isinstance(found, torch.Tensor):
-            return poisoned(found, of_states)
-        *of_responses, values = found
+        if isinstance(actual, torch.Tensor):
+            return poisoned(actual, of_states)
+        *of_responses, values = actual
         return PolicyOutput(
             *(poisoned(x, batch.response_slots[:responses]) for x in of_responses), poisoned(values, of_states)
         )
@@ -195,11 +195,11 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
     run = make_run(kind, **settings)
     for each in run.state.forwards:
         each.register_forward_hook(poison)
-    found = freeze(run)
+    actual = freeze(run)
     rollouts = dataclasses.replace(experience.rollouts, common_shapes=True)
     numbers = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts), run.reference)
     assert min(cut_out) > 0
-    assert_same_gradients(found[0], expected[0])
+    assert_same_gradients(actual[0], expected[0])
     for name, value in statistics.items():
         if not name.startswith(MEASURED):
             assert numbers[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name

@@ -1,4 +1,4 @@
-"""`ppo.compile`: an iteration with compiled layers against one with the layers as they are."""
+"""`ppo.compile`: an iteration with compiled layers equals an iteration without compilation."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ VARIANTS = [
 def test_an_iteration_is_that_of_the_layers_as_they_are(make_run, snapshot, kind, settings):
     settings = {"dtype": "float64", **settings}
     plain, compiled = make_run(kind, **settings), make_run(kind, compile=True, **settings)
-    expected, found = plain.iteration(), compiled.iteration()
+    expected, actual = plain.iteration(), compiled.iteration()
     assert counters["stats"]["unique_graphs"]
     for name, value in expected.items():
         if not name.startswith(TIMED):
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert actual[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     for model in ("policy", "critic"):
         weights = snapshot(getattr(plain.state, model))
         for name, tensor in snapshot(getattr(compiled.state, model)).items():
@@ -51,10 +51,10 @@ def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_up_to_roun
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     experience = moved_on(make_run("gpt2", dtype="float32", **ONE_STEP).before_update()[-1])
     expected = gradients(make_run, experience, "gpt2", dtype="float32")
-    found = gradients(make_run, experience, "gpt2", dtype="float32", compile=True)
-    assert found.keys() == expected.keys()
+    actual = gradients(make_run, experience, "gpt2", dtype="float32", compile=True)
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert_close(found[name], gradient, rtol=0.0, atol=1e-5 * max(1.0, float(gradient.abs().max())), msg=name)
+        assert_close(actual[name], gradient, rtol=0.0, atol=1e-5 * max(1.0, float(gradient.abs().max())), msg=name)
     metrics = make_run("gpt2", dtype="float32", compile=True, **ONE_STEP).iteration()
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
@@ -68,6 +68,6 @@ def test_the_reference_policy_is_compiled_too(tmp_path, use_peft):
     expected = tiny_models.tiny_model("gpt2")(ids).logits
     counters.clear()
     assert_close(policy.model(ids).logits, expected, rtol=1e-5, atol=1e-5)
-    assert not counters["stats"]["unique_graphs"]  # not before its training state is made
+    assert not counters["stats"]["unique_graphs"]  # layers are compiled only when the training state is built
     assert_close(reference(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"]

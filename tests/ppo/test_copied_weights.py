@@ -1,4 +1,4 @@
-"""Runs in 16 bits whose policy computes with copies of its weights, against runs that leave the casts to autocast."""
+"""16-bit runs with copies of the policy's weights equal runs in which autocast casts the weights."""
 
 from contextlib import nullcontext
 
@@ -33,15 +33,15 @@ def reply_once(prompts: list[str], completions: list[str], turns: list[list[str]
 
 def trained(run: Run) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
     """Train to the end; return what each update learned from, and its metrics."""
-    found = []
+    actual = []
     while not run.state.finished:
         rollouts, _, _, experience = run.before_update()
         responses = rollouts.responses
         tensors = [responses.response_ids, responses.sampler_logprobs, rollouts.old_logprobs, rollouts.entropy]
         metrics = learn_from(run.state, experience)
         comparable = {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
-        found.append(([*tensors, rollouts.values], comparable))
-    return found
+        actual.append(([*tensors, rollouts.values], comparable))
+    return actual
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -49,14 +49,14 @@ def test_samples_log_probabilities_values_and_weights_are_equal_to_the_bit(make_
     kind, settings = RUNS[name]
     monkeypatch.setattr(engines, "_decode_with_generate", None)  # copies do not hide what the model can do
     copying = make_run(kind, dtype="bfloat16", **settings)
-    found = trained(copying)
+    actual = trained(copying)
     assert copying.state.captures.held[WeightCopies].bytes == 2 * sum(
         weight.numel() for weight in linear_weights(copying.state.policy)
     )
     for place in (batch_sampling, ppo_rollouts):
         monkeypatch.setattr(place, "copied_weights", lambda *_: nullcontext())
     casting = make_run(kind, dtype="bfloat16", **settings)
-    for (tensors, metrics), (expected, expected_metrics) in zip(found, trained(casting), strict=True):
+    for (tensors, metrics), (expected, expected_metrics) in zip(actual, trained(casting), strict=True):
         assert all(map(torch.equal, tensors, expected))
         assert metrics == pytest.approx(expected_metrics, rel=0.0, abs=0.0, nan_ok=True)
     assert WeightCopies not in casting.state.captures.held
@@ -68,7 +68,7 @@ def test_samples_log_probabilities_values_and_weights_are_equal_to_the_bit(make_
 def test_graphs_that_read_the_copies_are_replayed_in_later_iterations_with_the_weights_of_then(
     make_run, monkeypatch, graphs_on_cpu
 ):
-    """Tokens are those of new weights, drawn by graphs of the first iteration."""
+    """Graphs captured in the first iteration must sample with the new weights."""
     run = make_run("gpt2", dtype="bfloat16", learning_rate=3e-2, stop_token="none", missing_eos_penalty=None)
     run.iteration()
     captured, before = graphs_on_cpu.captures, graphs_on_cpu.replays

@@ -79,31 +79,31 @@ def decode_slowly(model, prompts, uniforms, how: SamplingSettings) -> tuple[list
 def check_against_the_oracle(model, prompts, how, *, engine="static", batch_size=64):
     uniforms = noise(len(prompts), how.response_length)
     tokens, logprobs = decode_slowly(model, prompts, uniforms, how)
-    found = generate_responses(model, prompts, uniforms, how, engine=engine, batch_size=batch_size)
-    assert found.token_lists() == tokens
-    assert found.response_ids.shape == (len(prompts), how.response_length)
-    assert found.lengths.tolist() == [len(row) for row in tokens]
-    assert found.terminated.tolist() == [row[-1] in how.stop_token_ids for row in tokens]
+    actual = generate_responses(model, prompts, uniforms, how, engine=engine, batch_size=batch_size)
+    assert actual.token_lists() == tokens
+    assert actual.response_ids.shape == (len(prompts), how.response_length)
+    assert actual.lengths.tolist() == [len(row) for row in tokens]
+    assert actual.terminated.tolist() == [row[-1] in how.stop_token_ids for row in tokens]
     tolerance = 1e-10 if engine == "static" else 1e-5  # generate hands its processors float32 logits
     for row, expected in enumerate(logprobs):
         assert_close(
-            found.sampler_logprobs[row, : len(expected)].double(),
+            actual.sampler_logprobs[row, : len(expected)].double(),
             torch.tensor(expected, dtype=torch.float64),
             rtol=0.0,
             atol=tolerance,
         )
-        assert found.response_ids[row, len(expected) :].tolist() == [how.pad_token_id] * (
+        assert actual.response_ids[row, len(expected) :].tolist() == [how.pad_token_id] * (
             how.response_length - len(expected)
         )
-        assert found.sampler_logprobs[row, len(expected) :].tolist() == [0.0] * (how.response_length - len(expected))
-    return found
+        assert actual.sampler_logprobs[row, len(expected) :].tolist() == [0.0] * (how.response_length - len(expected))
+    return actual
 
 
 @pytest.mark.parametrize(("prompts", "batch_size"), [(EVEN, 64), (UNEVEN, 64), (UNEVEN, 4), (UNEVEN, 1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_tokens_are_those_of_the_oracle_whatever_the_batch_size(make_model, kind, prompts, batch_size):
-    found = check_against_the_oracle(make_model(kind), prompts, settings(), batch_size=batch_size)
-    assert len(set(found.lengths.tolist())) > 1  # some stop early, not all at once
+    actual = check_against_the_oracle(make_model(kind), prompts, settings(), batch_size=batch_size)
+    assert len(set(actual.lengths.tolist())) > 1  # some stop early, not all at once
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,7 +113,7 @@ def test_transformers_generate_samples_the_same_tokens(make_model, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_engines_sample_in_16_bits_from_weights_of_32(make_model, kind):
-    """Llama's rotary positions leave keys in float32 there, and values are in 16 bits."""
+    """Under autocast Llama's rotary embeddings return float32 keys, while values are in 16 bits."""
     model = make_model(kind).float()
     with torch.autocast("cpu", torch.bfloat16):
         static, hf = (
@@ -129,13 +129,13 @@ def test_both_engines_sample_in_16_bits_from_weights_of_32(make_model, kind):
 def test_a_model_without_a_cache_of_keys_and_values_is_sampled_by_generate(config):
     model = prepare(draw_weights(AutoModelForCausalLM.from_config(config), 0.4))
     check_against_the_oracle(model.double(), UNEVEN, settings(), engine="hf")
-    found = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
-    assert torch.equal(found[0].response_ids, found[1].response_ids)
+    actual = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
+    assert torch.equal(actual[0].response_ids, actual[1].response_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_has_a_static_cache_and_transformers_attention_and_leaves_the_model_as_it_was(make_model, kind):
-    """The width to which prompts are filled up on a GPU changes no token: static's own are the measure, in float64."""
+    """Padding prompts to the width used on a GPU changes no token: in float64 they equal those of `static`."""
     model = make_model(kind)
     expected = generate_responses(model, UNEVEN, noise(6), settings(), engine="static")
     attention, caches = model.config._attn_implementation, set()
@@ -145,11 +145,11 @@ def test_generate_has_a_static_cache_and_transformers_attention_and_leaves_the_m
         ),
         with_kwargs=True,
     )
-    found = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
+    actual = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
     handle.remove()
     assert caches == {("_Cache", "sdpa")}
     assert model.config._attn_implementation == attention == "ppo_rlhf_packed"
-    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(actual.response_ids, expected.response_ids)
     assert "_compiled_call" not in vars(model)
 
 
@@ -219,9 +219,9 @@ def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkey
 
 
 def test_no_prompts_give_no_responses(make_model):
-    found = generate_responses(make_model("llama"), [], noise(0), settings())
-    assert found.response_ids.shape == found.sampler_logprobs.shape == (0, STEPS)
-    assert found.lengths.tolist() == []
+    actual = generate_responses(make_model("llama"), [], noise(0), settings())
+    assert actual.response_ids.shape == actual.sampler_logprobs.shape == (0, STEPS)
+    assert actual.lengths.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,8 @@ def test_no_prompts_give_no_responses(make_model):
 @pytest.mark.parametrize("engine", ["static", "hf"])
 def test_every_sampling_setting_agrees_with_the_oracle(make_model, engine, changes):
     how = settings(**changes)
-    found = check_against_the_oracle(make_model("llama"), UNEVEN, how, engine=engine, batch_size=4)
-    assert int(found.lengths.min()) >= how.min_response_length
+    actual = check_against_the_oracle(make_model("llama"), UNEVEN, how, engine=engine, batch_size=4)
+    assert int(actual.lengths.min()) >= how.min_response_length
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -254,33 +254,33 @@ def test_a_stop_token_on_the_last_step_terminates_and_none_there_cuts_the_respon
     free = generate_responses(model, EVEN[:2], uniforms, settings(stop_token_ids=()), engine=engine)
     last = int(free.response_ids[0, -1])
     assert last not in free.response_ids[0, :-1].tolist()  # the noise is chosen so
-    found = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(last,)), engine=engine)
-    assert found.lengths.tolist() == [STEPS]
-    assert found.terminated.tolist() == [True]
+    actual = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(last,)), engine=engine)
+    assert actual.lengths.tolist() == [STEPS]
+    assert actual.terminated.tolist() == [True]
     absent = next(i for i in range(23) if i not in free.response_ids[0].tolist())
-    found = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(absent,)), engine=engine)
-    assert found.lengths.tolist() == [STEPS]
-    assert found.terminated.tolist() == [False]
+    actual = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(absent,)), engine=engine)
+    assert actual.lengths.tolist() == [STEPS]
+    assert actual.terminated.tolist() == [False]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_neither_the_pad_tokens_id_nor_its_embedding_matters(make_model, engine):
-    """Its embedding is made huge: attention that gave it any weight would change everything."""
+    """The pad token's embedding is huge, so that attention to padding would change every result."""
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=4)
     for pad_token_id in (STOPS[0], 7):
         how = settings(pad_token_id=pad_token_id)
-        found = generate_responses(model, UNEVEN, noise(6), how, engine=engine, batch_size=4)
-        assert found.token_lists() == expected.token_lists()
-        assert torch.equal(found.terminated, expected.terminated)
-        assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-6)
+        actual = generate_responses(model, UNEVEN, noise(6), how, engine=engine, batch_size=4)
+        assert actual.token_lists() == expected.token_lists()
+        assert torch.equal(actual.terminated, expected.terminated)
+        assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-6)
     how = settings(pad_token_id=1, stop_token_ids=(1, *STOPS))  # a stop token is never fed to the model again
     expected = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
     with torch.no_grad():
         model.model.embed_tokens.weight[1] = 1e6
-    found = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
-    assert torch.equal(found.response_ids, expected.response_ids)
-    assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+    actual = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
+    assert torch.equal(actual.response_ids, expected.response_ids)
+    assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
 
 
 LEAKING = {
@@ -306,9 +306,9 @@ def test_the_models_own_generation_config_does_not_leak_into_the_samples(make_mo
     expected = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine)
     own = GenerationConfig(**LEAKING)
     model.generation_config = own
-    found = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine)
-    assert torch.equal(found.response_ids, expected.response_ids)
-    assert torch.equal(found.sampler_logprobs, expected.sampler_logprobs)
+    actual = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine)
+    assert torch.equal(actual.response_ids, expected.response_ids)
+    assert torch.equal(actual.sampler_logprobs, expected.sampler_logprobs)
     assert model.generation_config is own
     assert own.to_dict() == GenerationConfig(**LEAKING).to_dict()
 
@@ -319,14 +319,14 @@ def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
     how = settings(stop_token_ids=tuple(range(0, 23, 3)))
     generate_responses(model, UNEVEN[:1], noise(1), how, engine=engine)  # the model is probed at the first call
     model.base_model.register_forward_hook(lambda *_: passes.append(1))
-    found = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
-    assert max(found.lengths.tolist()) < STEPS
-    assert len(set(found.lengths.tolist())) > 1
-    assert len(passes) == max(found.lengths.tolist())
+    actual = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
+    assert max(actual.lengths.tolist()) < STEPS
+    assert len(set(actual.lengths.tolist())) > 1
+    assert len(passes) == max(actual.lengths.tolist())
 
 
 def test_ended_sequences_leave_at_once(make_model, monkeypatch):
-    """An eighth of the vocabulary stops: of 11 prompts, some end at almost every step."""
+    """An eighth of the vocabulary are stop tokens, so that some of the 11 responses end at almost every step."""
     rows, step = [], Decoder.step
 
     def counted(self, token_ids):
@@ -336,8 +336,8 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
     model = make_model("llama")
     assert decodes(model)  # probed now: that takes steps, too
     monkeypatch.setattr(Decoder, "step", counted)
-    found = generate_responses(model, [*UNEVEN, *EVEN[1:]], noise(11), settings())
-    live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
+    actual = generate_responses(model, [*UNEVEN, *EVEN[1:]], noise(11), settings())
+    live = [int(((actual.lengths > taken) | ~actual.terminated).sum()) for taken in range(1, STEPS)]
     assert len(set(rows)) > 1
     assert rows == live[: len(rows)]
     assert not any(live[len(rows) :])  # no step once all have ended
@@ -347,16 +347,16 @@ def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(mak
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
     monkeypatch.setattr("ppo_rlhf.ppo.engines.is_check_due", lambda step, device: step % 4 == 3)
-    found = generate_responses(model, UNEVEN, noise(6), settings())
-    assert torch.equal(found.response_ids, expected.response_ids)
-    assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+    actual = generate_responses(model, UNEVEN, noise(6), settings())
+    assert torch.equal(actual.response_ids, expected.response_ids)
+    assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
 
 
 def test_sampled_frequencies_follow_the_exact_probabilities(make_model):
     """Chi-square of 4,000 first tokens under temperature, top-k and top-p; the critical value is for p = 1e-4."""
     model, how = make_model("llama"), settings(response_length=1, temperature=1.3, top_k=12, top_p=0.9)
     uniforms = torch.from_numpy(np.random.default_rng(3).random((4000, 1)))
-    found = generate_responses(model, [[7, 8]] * 4000, uniforms, how, batch_size=1000)
+    actual = generate_responses(model, [[7, 8]] * 4000, uniforms, how, batch_size=1000)
     logits = model(torch.tensor([[7, 8]])).logits[0, -1].detach().numpy()
     weights = np.exp(logits / 1.3)
     order = np.argsort(-weights)
@@ -364,7 +364,7 @@ def test_sampled_frequencies_follow_the_exact_probabilities(make_model):
     share_before = (np.cumsum(weights[order]) - weights[order]) / weights.sum()
     weights[order[share_before >= 0.9]] = 0.0
     expected = 4000 * weights / weights.sum()
-    counts = torch.bincount(found.response_ids[:, 0], minlength=23).numpy()
+    counts = torch.bincount(actual.response_ids[:, 0], minlength=23).numpy()
     possible = expected > 0
     assert counts[~possible].sum() == 0
     assert 3 <= possible.sum() <= 11  # the filters cut, and leave something to compare

@@ -1,4 +1,4 @@
-"""The order of what follows an iteration, and where a run stops that was asked to."""
+"""The order of the steps after an iteration, and the step at which a run stops if it was asked to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS, ROW = {"objective/kl": 0.5}, {"iteration": 3.0, "eval/reward": 1.0}
 
 
 class Noting(Epilogue):
-    """Notes what happens, in `happened`; `asks_at` is the step at which a signal comes."""
+    """Records its steps in `happened`; a signal comes at the step `asks_at`."""
 
     def __init__(self, *, is_due: bool = False, asks_at: str = "", **settings: Any) -> None:
         self.happened: list[str] = []
@@ -50,7 +50,7 @@ class Noting(Epilogue):
 
 
 class Told:
-    """Callbacks that only note what they are told."""
+    """Callbacks that only record their calls."""
 
     def __init__(self, epilogue: Noting) -> None:
         self._note, self.is_saved = epilogue.note, True

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what the environment writes is context, and never trained on, scored or counted."""
+"""Episodes of several turns: the environment's tokens are context, never trained on, scored or counted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def by_hand(run: Run, iteration: int = 1) -> list[Episode]:
     rollouts, config = run.rollouts(), run.config
     noise = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
     sampling = dataclasses.replace(run.state.sampling, response_length=config.turn_length)
-    found = []
+    actual = []
     for row, prompt in enumerate(rollouts.prompts.prompt_ids):
         parts: list[list[int]] = []
         while True:
@@ -92,10 +92,10 @@ def by_hand(run: Run, iteration: int = 1) -> list[Episode]:
             has_room = len(so_far) + len(parts[-1]) + len(REPLY_IDS) + config.turn_length <= config.response_length
             is_over = len(parts) == 2 * MOST_TURNS - 1
             if not turn.terminated or is_over or not has_room:
-                found.append(Episode(parts, bool(turn.terminated) and is_over))
+                actual.append(Episode(parts, bool(turn.terminated) and is_over))
                 break
             parts.append(REPLY_IDS)
-    return found
+    return actual
 
 
 def as_mask(rows: list[list[bool]], width: int) -> torch.Tensor:
@@ -126,8 +126,8 @@ def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, setti
 def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> None:
     run = build_run(**SETTINGS)
     rollouts = run.rollouts()
-    for found, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
-        expected = torch.zeros_like(found)
+    for actual, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
+        expected = torch.zeros_like(actual)
         for row, (prompt, ids) in enumerate(
             zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
         ):
@@ -135,7 +135,7 @@ def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> N
                 logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
             table = torch.log_softmax(logits / run.config.temperature, dim=-1)
             expected[row, : len(ids)] = table[torch.arange(len(ids)), ids]
-        assert_close(found, torch.where(rollouts.mask, expected, 0.0), rtol=0.0, atol=1e-10)
+        assert_close(actual, torch.where(rollouts.mask, expected, 0.0), rtol=0.0, atol=1e-10)
     assert_close(rollouts.responses.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
     assert not rollouts.entropy[~rollouts.mask].any()
     assert bool((rollouts.entropy[rollouts.mask] > 0).all())
@@ -226,10 +226,10 @@ def test_a_reward_function_that_names_turns_gets_them_and_one_that_does_not_gets
 def test_an_environment_that_never_replies_gives_what_one_turn_gives() -> None:
     one = build_run(**{**SETTINGS, "response_length": 5, "environment": f"{HERE}:never_reply"})
     alone = build_run(**{**SETTINGS, "response_length": 5, "environment": None, "turn_length": None})
-    found, expected = one.iteration(), alone.iteration()
-    assert found.pop("response/turns") == 1.0
+    actual, expected = one.iteration(), alone.iteration()
+    assert actual.pop("response/turns") == 1.0
     same = {name for name in expected if not name.startswith(MEASURED)}
-    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    assert {name: actual[name] for name in same} == {name: expected[name] for name in same}
 
 
 def test_evaluation_plays_the_episodes_and_counts_only_the_policys_tokens() -> None:

@@ -153,12 +153,12 @@ def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts)
     turns = with_responses(rollouts, policy_mask=policy_mask)
     scores = scores_of(3.0, -7.0, 1.0)
     shaped = shape_rewards(turns, scores, state_of(kl_coef=0.1))
-    found, expected = (
+    actual, expected = (
         estimate_advantages(turns, scores, shaped, state_of(whiten_advantages=False, **lam)).advantages[1]
         for lam in ({"lam_alpha": 0.5}, {"lam": 1 / 3})
     )
-    assert_close(found, expected, rtol=0.0, atol=1e-12)
-    assert found[1] == 0.0
+    assert_close(actual, expected, rtol=0.0, atol=1e-12)
+    assert actual[1] == 0.0
 
 
 def test_masked_responses_count_in_no_whitening(rollouts):
@@ -200,8 +200,8 @@ def test_value_t_is_the_critics_output_at_the_token_before_response_token_t(make
             states = critic.backbone(ids, use_cache=False).last_hidden_state[0]
         expected = states @ critic.value_head.weight[0] + critic.value_head.bias
         assert len(set(expected.tolist())) > 1  # a constant would hide a shift
-        found = values[row, : len(tokens) + 1]
-        assert_close(found, expected[len(prompt) - 1 :].detach(), rtol=0.0, atol=1e-10)
+        actual = values[row, : len(tokens) + 1]
+        assert_close(actual, expected[len(prompt) - 1 :].detach(), rtol=0.0, atol=1e-10)
 
 
 def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_run):

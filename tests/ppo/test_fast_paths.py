@@ -57,10 +57,10 @@ def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     take_the_plain_path(monkeypatch)
     plain = make_run(kind, dtype="float32", **SETTINGS, **options)
     assert plain.state.computes_padding
-    for found, row in zip(history, replayed(plain, recorded), strict=True):
+    for actual, row in zip(history, replayed(plain, recorded), strict=True):
         for name in row:
             if not name.startswith(TIMED):
-                assert found[name] == pytest.approx(row[name], rel=1e-4, abs=1e-4), name
+                assert actual[name] == pytest.approx(row[name], rel=1e-4, abs=1e-4), name
     for ours, theirs in ((fast.state.policy, plain.state.policy), (fast.state.critic, plain.state.critic)):
         weights = snapshot(theirs)
         for name, tensor in snapshot(ours).items():

@@ -39,8 +39,8 @@ def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
 
 
 def test_rows_are_filled_in_their_first_columns():
-    found = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])]
-    filled = filled_rows(4, 3, [[2, 0], [3]], found, torch.float64)
+    actual = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])]
+    filled = filled_rows(4, 3, [[2, 0], [3]], actual, torch.float64)
     assert filled.tolist() == [[3.0, 4.0, 0.0], [0.0] * 3, [1.0, 2.0, 0.0], [5.0, 0.0, 0.0]]
     assert filled.dtype == torch.float64
 
@@ -106,9 +106,9 @@ def one_row_at_a_time(model, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_those_of_single_unpadded_rows_whatever_the_batch_size(make_model, kind, batch_size, temperature):
     model = make_model(kind)
-    found = logprobs(model, temperature, batch_size)
-    assert (found.dtype, found.requires_grad) == (torch.float64, False)
-    assert_close(found, one_row_at_a_time(model, temperature), rtol=0.0, atol=1e-10)
+    actual = logprobs(model, temperature, batch_size)
+    assert (actual.dtype, actual.requires_grad) == (torch.float64, False)
+    assert_close(actual, one_row_at_a_time(model, temperature), rtol=0.0, atol=1e-10)
 
 
 def test_padding_is_zero_and_neither_its_id_nor_its_token_matters(make_model):
@@ -130,7 +130,7 @@ def test_half_precision_logits_are_widened(make_model, batch):
 def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(
     make_model, monkeypatch, batch, with_entropy, with_kl
 ):
-    found, reference = [], make_model("llama", seed=3) if with_kl else None
+    actual, reference = [], make_model("llama", seed=3) if with_kl else None
     for held in (2**24, 3 * 23):  # all 19 tokens at once, 3 at a time
         monkeypatch.setattr(module, "LOGITS_HELD", held)
         model = make_model("gpt2")
@@ -138,8 +138,8 @@ def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(
         assert [table is not None for table in tables] == [True, with_entropy, with_kl]
         given = [table for table in tables if table is not None]
         sum(table.square().sum() for table in given).backward()
-        found.append((given, [p.grad for p in model.parameters()]))
-    whole, chunked = found
+        actual.append((given, [p.grad for p in model.parameters()]))
+    whole, chunked = actual
     for ours, theirs in zip(chunked[0], whole[0], strict=True):
         assert_close(ours, theirs, rtol=0.0, atol=1e-12)
     assert reference is None or all(p.grad is None for p in reference.parameters())
@@ -150,7 +150,7 @@ def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kl_over_the_vocabulary_is_that_of_single_unpadded_rows(make_model, batch, kind):
     model, reference = make_model(kind), make_model(kind, seed=5)
-    found = statistics(model, batch, 0.7, reference=reference)[2]
+    actual = statistics(model, batch, 0.7, reference=reference)[2]
     expected = torch.zeros(len(PROMPTS), 6, dtype=torch.float64)
     for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         ids = torch.tensor([prompt + responses(0)[row, :length].tolist()])
@@ -160,7 +160,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_single_unpadded_rows(make_model, 
             )
         of_all = (log_p.exp() * (log_p - log_q)).sum(-1)
         expected[row, :length] = of_all[len(prompt) - 1 : -1]
-    assert_close(found.detach(), expected, rtol=0.0, atol=1e-10)
+    assert_close(actual.detach(), expected, rtol=0.0, atol=1e-10)
     assert float(expected.max()) > 0.1
 
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: each layer is computed once more in the update, and only there, and no number changes."""
+"""Gradient checkpointing recomputes each layer once in the update, nowhere else, and changes no number."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ VARIANTS = [
 
 
 def count_calls(run) -> list[int]:
-    """Count how often the first layer's MLP of the policy, and of a critic of its own, computes."""
+    """Count the forward passes of the first layer's MLP in the policy, and in a critic with its own backbone."""
     calls = [0]
 
     def count(*_):
@@ -39,9 +39,9 @@ def test_every_layer_is_recomputed_once_in_the_update_and_no_number_changes(
         experience = run.before_update()[-1]
         assert not run.state.policy.training
         before, calls[0] = calls[0], 0
-        found = learn_from(run.state, experience)
+        actual = learn_from(run.state, experience)
         counted.append((before, calls[0]))
-        metrics.append({name: value for name, value in found.items() if not name.startswith(MEASURED)})
+        metrics.append({name: value for name, value in actual.items() if not name.startswith(MEASURED)})
         runs.append(run)
     passes = 2 * 2 * (1 if variant.get("value_model") == "shared" else 2)  # epochs, minibatches, models
     assert counted[0][1] == passes
@@ -68,9 +68,9 @@ def test_routers_that_draw_noise_in_training_mode_draw_none():
     calls, expected = [], gradients()
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     with recomputing(model):
-        found = gradients()
+        actual = gradients()
     assert len(calls) == 2
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert not any(module.training for module in model.modules())
 
 

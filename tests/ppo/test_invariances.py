@@ -1,4 +1,4 @@
-"""What must not matter: the pad token, its side, how much padding there is, and the tokenizer's own settings."""
+"""Results must not depend on the pad token, the padding side, the amount of padding or the tokenizer's settings."""
 
 import dataclasses
 
@@ -62,18 +62,18 @@ def test_rows_that_are_filled_up_for_an_accelerator_change_nothing(make_run, mon
         return batch
 
     monkeypatch.setattr(rollouts, "make_batch", filled)
-    found = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+    actual = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
     assert all(size % 64 == 0 for size, _ in sizes)
     assert any(size > tokens for size, tokens in sizes)
     atol = 1e-12 if kind == "gpt2" else 1e-6  # a Llama's norm is float32
-    assert_close(found.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=atol)
-    assert_close(found.rollouts.values, plain.rollouts.values, rtol=0.0, atol=atol)
+    assert_close(actual.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=atol)
+    assert_close(actual.rollouts.values, plain.rollouts.values, rtol=0.0, atol=atol)
     assert_same_gradients(gradients(make_run, moved_on(plain), kind, **settings), expected)
 
 
 @pytest.mark.parametrize(("dtype", "fills"), [("bfloat16", True), ("float32", False)])
 def test_on_a_processor_rows_are_filled_up_in_16_bits_only(make_run, monkeypatch, dtype, fills):
-    """oneDNN makes its kernels for 16 bits anew for each shape."""
+    """oneDNN compiles its 16-bit kernels for each shape."""
     asked, run = set(), make_run("gpt2", **ONE_STEP, dtype=dtype)
 
     def noted(*args, fill) -> SequenceBatch:
@@ -93,8 +93,8 @@ def test_padding_on_either_side_changes_neither_rollouts_nor_gradients_of_a_mode
     plain = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
     expected = gradients(make_run, moved_on(plain), kind, **EVERY_LOSS)
     monkeypatch.setattr(rollouts, "make_batch", padded_more(*sides))
-    found = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
-    assert torch.equal(found.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
-    assert_close(found.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=1e-10)
-    assert_close(found.rollouts.values, plain.rollouts.values, rtol=0.0, atol=1e-6)  # a Llama's norm is float32
+    actual = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
+    assert torch.equal(actual.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
+    assert_close(actual.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=1e-10)
+    assert_close(actual.rollouts.values, plain.rollouts.values, rtol=0.0, atol=1e-6)  # a Llama's norm is float32
     assert_same_gradients(gradients(make_run, moved_on(plain), kind, **EVERY_LOSS), expected)

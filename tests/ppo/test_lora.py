@@ -1,4 +1,4 @@
-"""A run with LoRA: what trains, what stays, what is in memory once, and that the update's invariants hold."""
+"""Runs with LoRA: which weights train, which are shared in memory, and the invariants of the update."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 
 
 def stir(*models) -> None:
-    """Move every adapter away from its start, where half of its gradient is 0."""
+    """Move every adapter away from its initial value, at which half of its gradient is 0."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for model in models:
@@ -37,9 +37,9 @@ def stirred(make_run, kind: str, **settings):
 
 
 def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Tensor]:
-    found = gradients_of(stirred(make_run, kind, **{**ONE_STEP, **settings}), experience)
-    assert {name.partition(".")[0] for name in found} == {"policy", "critic"}
-    return found
+    actual = gradients_of(stirred(make_run, kind, **{**ONE_STEP, **settings}), experience)
+    assert {name.partition(".")[0] for name in actual} == {"policy", "critic"}
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_parameters_are_merged_one_by_one_as_the_whole_model_is(make_run, kind, 
     policy = make_run(kind, model={"tie_word_embeddings": False}, dtype="float32", **settings).state.policy
     stir(policy)
     expected = dict(merged(policy).named_parameters())
-    found = dict(merged_parameters(policy))
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+    actual = dict(merged_parameters(policy))
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         assert_close(value, expected[name].detach(), rtol=0.0, atol=1e-7)
 
 

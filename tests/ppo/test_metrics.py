@@ -68,7 +68,7 @@ def experience(make_rollouts):
     rollouts = replace(rollouts, full_kl=table(*PENALTY))
     components = {"model": torch.tensor([1.0, 2.0, 3.0, 4.0]), "shape": torch.tensor([0.0, -1.0, 0.0, -1.0])}
     scores = Scores(torch.tensor(SCORES, dtype=torch.float64), components)
-    # The stages write 0 into padding of these; sums over a response rely on it.
+    # These tensors have 0 in padding, which sums over a response rely on.
     return Experience(rollouts, scores, zero_padded(REWARDS), zero_padded(RETURNS), zero_padded(RETURNS))
 
 
@@ -198,9 +198,9 @@ def test_micro_batches_add_up_to_their_minibatch():
     """A loss comes divided by the minibatch's count; the other statistics as means over the micro-batch's tokens."""
     step = StepSums(tokens=5)
     for tokens, loss, ratio in ((2, 0.3, 1.5), (3, 0.1, 0.5)):
-        found = {"policy_loss": loss, "value_loss": 2 * loss, "entropy": loss, "nll": 3 * loss, "ratio": ratio}
-        found |= {"approxkl": ratio, "value_clipfrac": 1.0}
-        step.add(torch.tensor([found.get(name, 0.0) for name in SUMMED]), tokens)
+        actual = {"policy_loss": loss, "value_loss": 2 * loss, "entropy": loss, "nll": 3 * loss, "ratio": ratio}
+        actual |= {"approxkl": ratio, "value_clipfrac": 1.0}
+        step.add(torch.tensor([actual.get(name, 0.0) for name in SUMMED]), tokens)
     (step,) = add_over_processes([step])
     assert step.policy_loss == close(0.4, 1e-6)
     assert step.value_loss == close(0.8, 1e-6)
@@ -213,13 +213,13 @@ def test_micro_batches_add_up_to_their_minibatch():
 def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
     only_critic = StepSums(tokens=5, value_loss=5.0, value_clipfrac=2.5, value_grad_norm=40.0, with_policy=False)
     given = state_after(96, 11, 1), experience
-    plain, found = (iteration_metrics(*given, steps) for steps in (STEPS, [*STEPS, only_critic]))
+    plain, actual = (iteration_metrics(*given, steps) for steps in (STEPS, [*STEPS, only_critic]))
     changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}
-    assert {name: found[name] for name in changed} == {name: close(value) for name, value in changed.items()}
-    assert found["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
+    assert {name: actual[name] for name in changed} == {name: close(value) for name, value in changed.items()}
+    assert actual["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
     others = {name for name in plain if name.startswith(("policy/", "loss/", "val/", "value/"))}
     for name in others - changed.keys() - {"loss/total"}:
-        assert found[name] == plain[name], name
+        assert actual[name] == plain[name], name
 
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
@@ -249,7 +249,7 @@ def test_the_keys_of_a_real_iteration_are_the_same(make_run):
 
 @pytest.mark.skipif(not STATUS.is_file(), reason="the oracle is Linux's /proc/self/status")
 def test_peak_memory_on_a_cpu_is_the_processes_high_water_mark_in_bytes(monkeypatch):
-    """Also where another part of the process uses a GPU."""
+    """Also if another part of the process uses a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))

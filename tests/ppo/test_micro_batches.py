@@ -1,4 +1,4 @@
-"""How a minibatch is cut, and micro-batches that fit an accelerator: it is this CPU, with a memory of its own."""
+"""How a minibatch is split, and token budgets that fit an accelerator: this CPU with a pretended memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST = 7 + 8
 
 @pytest.fixture
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Give runs in float64 on this CPU so much free memory that micro-batches of so many tokens fit."""
+    """Pretend as much free memory on this CPU as micro-batches of the given number of tokens take in float64."""
     monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
     monkeypatch.setattr(forward_passes, "LOGITS_HELD", 3 * 23)
 
@@ -46,7 +46,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def trained(run: Run, iterations: int = 2) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Train and return what was measured of the numbers, and the weights."""
+    """Train, and return the metrics and the weights."""
     rows = [run.iteration() for _ in range(iterations)]
     numbers = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
     return numbers, weights_of(run.state.policy)
@@ -71,19 +71,19 @@ def test_the_tokens_that_fit_are_those_worked_out_by_hand():
 def test_micro_batches_have_as_many_tokens_as_fit(make_run, fitting, tokens: int):
     fitting(tokens)
     run = make_run()
-    found = sizes(run)
+    actual = sizes(run)
     assert run.state.micro_batch_tokens == tokens
-    assert max(found) <= tokens < sum(found)
+    assert max(actual) <= tokens < sum(actual)
 
 
 def test_a_run_is_to_the_bit_the_one_whose_setting_names_the_number(make_run, fitting, same_tensors):
     fitting(40)
     settled = trained(make_run())
     named = make_run(max_tokens_per_micro_batch=40)
-    found = trained(named)
-    assert found[0] == settled[0]
-    assert same_tensors(found[1], settled[1])
-    assert named.state.micro_batch_tokens is None  # nothing was settled
+    actual = trained(named)
+    assert actual[0] == settled[0]
+    assert same_tensors(actual[1], settled[1])
+    assert named.state.micro_batch_tokens is None  # no token budget was computed
 
 
 def test_a_larger_batch_takes_no_larger_micro_batches_and_a_small_one_stays_whole(make_run, fitting):
@@ -132,9 +132,9 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, t
     resumed = make_run()
     restore(resumed.state, written)
     assert resumed.state.micro_batch_tokens == 40
-    found = trained(resumed, 2)
-    assert found[0] == expected[0][1:]
-    assert same_tensors(found[1], expected[1])
+    actual = trained(resumed, 2)
+    assert actual[0] == expected[0][1:]
+    assert same_tensors(actual[1], expected[1])
 
 
 def test_a_checkpoint_of_a_cpu_has_no_number_and_an_accelerator_settles_one_for_it(
@@ -194,7 +194,7 @@ def test_micro_batches_keep_the_order_and_the_last_one_may_be_shorter():
 def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it():
     """Row -> prompt + response: 0: 2 + 3, 1: 1 + 1, 2: 4 + 1, 3: 1 + 8; the longest first, equals as they come.
 
-    Padded, a piece costs rows x longest row.
+    With padding a micro-batch has (rows x longest row) tokens.
     """
     prompts, responses = [2, 1, 4, 1], [3, 1, 1, 8]
 

@@ -1,6 +1,6 @@
-"""Runs whose frozen models wait in the host's memory: the wiring, with `meta` as the host, and what is refused.
+"""Runs that offload frozen models to the host, here the device `meta`, and the refused settings.
 
-On `meta` a model has no values, so any pass outside of its block, or a copy that is missing, ends the run.
+On `meta` a model has no values, so a pass while it is offloaded, or a missing copy, fails the run.
 """
 
 import pytest
@@ -31,7 +31,7 @@ def reward_model(make_model):
 
 @pytest.fixture
 def run_with(make_run, make_tokenizer, reward_model):
-    """A run with a reward model; `wait` lets both frozen models wait after the critic has been made."""
+    """Build a run with a reward model; `wait` offloads both frozen models after the critic has been built."""
 
     def build(monkeypatch=None, **settings):
         tokenizer = make_tokenizer()
@@ -60,8 +60,8 @@ def test_a_run_with_models_that_wait_has_the_same_numbers_bit_for_bit(run_with, 
     plain, _, _ = run_with(**settings)
     expected = [plain.iteration() for _ in range(2)]
     run, reference, score = run_with(monkeypatch, **settings)
-    found = [run.iteration() for _ in range(2)]
-    for first, second in zip(found, expected, strict=True):
+    actual = [run.iteration() for _ in range(2)]
+    for first, second in zip(actual, expected, strict=True):
         assert {k: v for k, v in first.items() if not k.startswith(MEASURED)} == {
             k: v for k, v in second.items() if not k.startswith(MEASURED)
         }
@@ -114,7 +114,7 @@ def test_on_a_gpu_frozen_models_take_memory_only_while_they_score(tmp_path):
         return held, trainer.reference_policy.device.type, list(trainer.train())
 
     held, device, expected = train()
-    less, host, found = train(offload_reference_policy=True, offload_reward_model=True)
+    less, host, actual = train(offload_reference_policy=True, offload_reward_model=True)
     assert (device, host) == ("cuda", "cpu")
     assert less < held
-    assert_close([row["objective/kl"] for row in found], [row["objective/kl"] for row in expected], rtol=0.0, atol=0.0)
+    assert_close([row["objective/kl"] for row in actual], [row["objective/kl"] for row in expected], rtol=0.0, atol=0.0)

@@ -50,8 +50,8 @@ def test_a_warm_up_rises_to_the_peak_in_equal_steps_and_the_decay_follows():
 
 @pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.01, 1), (0.1, 2), (0.5, 7), (0.99, 13)])
 def test_a_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, warmup):
-    found = factors(13, warmup_ratio=ratio, lr_scheduler_type="constant")
-    assert found == pytest.approx([min(1.0, i / max(1, warmup)) for i in range(1, 14)], rel=0.0, abs=1e-12)
+    actual = factors(13, warmup_ratio=ratio, lr_scheduler_type="constant")
+    assert actual == pytest.approx([min(1.0, i / max(1, warmup)) for i in range(1, 14)], rel=0.0, abs=1e-12)
 
 
 def rates_of(run: Run, iteration: int) -> tuple[float, float]:
@@ -65,9 +65,9 @@ def rates_of(run: Run, iteration: int) -> tuple[float, float]:
 def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name):
     for ratio in (0.0, 0.01, 0.5, 0.99):
         for iterations in (1, 2, 7, 40):
-            found = factors(iterations, warmup_ratio=ratio, lr_scheduler_type=name)
-            assert min(found) > 0.0
-            assert max(found) == pytest.approx(1.0, rel=0.0, abs=1e-12)
+            actual = factors(iterations, warmup_ratio=ratio, lr_scheduler_type=name)
+            assert min(actual) > 0.0
+            assert max(actual) == pytest.approx(1.0, rel=0.0, abs=1e-12)
 
 
 def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys(make_run):
@@ -86,9 +86,9 @@ POLICYS, CRITICS = [1 / 2, 2 / 2, 1.0, 1 / 2], [1 / 3, 2 / 3, 3 / 3, 1.0, 2 / 3,
 
 def test_the_policys_schedule_begins_when_the_policy_does_and_the_critics_with_the_run(make_run):
     run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, **RESTING)
-    found = [rates_of(run, iteration) for iteration in range(1, 7)]
-    assert [rate for rate, _ in found] == pytest.approx([0.0, 0.0, *(1e-3 * f for f in POLICYS)], rel=1e-12)
-    assert [rate for _, rate in found] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
+    actual = [rates_of(run, iteration) for iteration in range(1, 7)]
+    assert [rate for rate, _ in actual] == pytest.approx([0.0, 0.0, *(1e-3 * f for f in POLICYS)], rel=1e-12)
+    assert [rate for _, rate in actual] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
 
 
 def test_a_shared_trunk_has_the_critics_schedule_while_only_the_head_learns_and_the_policys_after(make_run):

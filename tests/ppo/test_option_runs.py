@@ -1,4 +1,4 @@
-"""Runs with each of some options: the first ratio is exactly 1, and a resumed run is one that was never interrupted."""
+"""Runs with single options: the first ratio is exactly 1, and a resumed run equals an uninterrupted run."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def test_the_first_ratio_is_exactly_one(make_run, name):
 
 
 def test_with_a_band_the_first_ratio_is_that_to_the_engine_and_no_token_of_our_own_is_left_out(make_run):
-    """The sampler decodes what the forward pass computes, so both differ only by rounding."""
+    """Decoding and the forward pass compute the same log-probabilities up to rounding."""
     run = make_run(num_ppo_epochs=1, num_mini_batches=1, **BAND)
     metrics = run.iteration()
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-12)
@@ -73,7 +73,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(make_run,
     expected = numbers(run.iteration())
     assert numbers(resumed.iteration()) == expected
     for model in ("policy", "critic"):
-        found, wanted = (snapshot(getattr(one.state, model)) for one in (resumed, run))
-        assert all((found[name] == tensor).all() for name, tensor in wanted.items())
+        actual, wanted = (snapshot(getattr(one.state, model)) for one in (resumed, run))
+        assert all((actual[name] == tensor).all() for name, tensor in wanted.items())
     plain.iteration()
     assert numbers(plain.iteration()) != expected  # the option does something

@@ -1,4 +1,4 @@
-"""Several processes do what one does: the same tokens, losses and weights in float64, by torchrun over gloo."""
+"""Several processes give the tokens, losses and weights of one process in float64; torchrun with gloo."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CLOSE_IN_FLOAT32 = 1e-4
 
 
 def by_processes(number: int, folder: Path) -> dict[str, Any]:
-    """Run all cases on so many processes."""
+    """Run all cases on the given number of processes."""
     results = folder / f"results_{number}.json"
     launch("tests.ppo.process_cases", str(results), str(folder), processes=number, folder=REPOSITORY)
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    actual: dict[str, Any] = json.loads(results.read_text())
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +40,18 @@ def by_two(folder: Path) -> dict[str, Any]:
     return by_processes(2, folder)
 
 
-def differences(found: Any, expected: Any, path: str = "", close: float = CLOSE) -> list[str]:
-    """Return where two results differ: texts and whole numbers at all, other numbers by more than `close`."""
+def differences(actual: Any, expected: Any, path: str = "", close: float = CLOSE) -> list[str]:
+    """Return the differences of two results: texts and integers must be equal, other numbers within `close`."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        return [line for key in expected for line in differences(found[key], expected[key], f"{path}/{key}", close)]
+        assert actual.keys() == expected.keys(), path
+        return [line for key in expected for line in differences(actual[key], expected[key], f"{path}/{key}", close)]
     if isinstance(expected, list):
         return [
-            line for i in range(len(expected)) for line in differences(found[i], expected[i], f"{path}[{i}]", close)
+            line for i in range(len(expected)) for line in differences(actual[i], expected[i], f"{path}[{i}]", close)
         ]
     if isinstance(expected, float):
-        return [] if found == pytest.approx(expected, rel=close, abs=close) else [f"{path}: {found} {expected}"]
-    return [] if found == expected else [f"{path}: {found} {expected}"]
+        return [] if actual == pytest.approx(expected, rel=close, abs=close) else [f"{path}: {actual} {expected}"]
+    return [] if actual == expected else [f"{path}: {actual} {expected}"]
 
 
 @pytest.mark.parametrize("name", process_cases.BY_TWO)
@@ -67,9 +67,9 @@ def test_two_processes_learn_from_the_responses_of_one_server_or_of_two_colocate
 
 
 def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by_two):
-    found, on_one = by_two["settled"], process_cases.build({"max_tokens_per_micro_batch": 20})
+    actual, on_one = by_two["settled"], process_cases.build({"max_tokens_per_micro_batch": 20})
     on_one.iteration()
-    assert not differences(found, {"tokens": 20, "weights": weight_sums(on_one)})
+    assert not differences(actual, {"tokens": 20, "weights": weight_sums(on_one)})
 
 
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
@@ -91,18 +91,18 @@ def test_a_run_resumes_on_another_number_of_processes(by_two, folder):
 
 @pytest.mark.slow
 def test_three_processes_give_what_one_does_to_the_last_digits(folder):
-    """Llama's norms compute in float32: three times a gradient rounds otherwise there than the gradient itself."""
-    found = by_processes(3, folder)
+    """Llama's norms compute in float32, where three times a gradient rounds differently from the gradient itself."""
+    actual = by_processes(3, folder)
     for name in process_cases.BY_THREE:
         expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name], responses=12)))
-        assert not differences(found[name], expected, close=CLOSE_FOR_THREE), name
+        assert not differences(actual[name], expected, close=CLOSE_FOR_THREE), name
 
 
 @pytest.mark.slow
 def test_four_processes_give_the_tokens_losses_and_weights_of_one(folder):
-    found = by_processes(4, folder)
+    actual = by_processes(4, folder)
     for name, settings in process_cases.CASES.items():
-        assert not differences(found[name], json.loads(json.dumps(process_cases.results(settings)))), name
+        assert not differences(actual[name], json.loads(json.dumps(process_cases.results(settings)))), name
 
 
 def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that_needs_most(monkeypatch):

@@ -97,14 +97,14 @@ def test_one_base_in_4_bits_is_shared_and_stays_and_adapters_train(saved, kind, 
 
 
 def test_micro_batches_with_4_bit_weights_train_the_same_when_they_are_replayed(saved, graphs_on_cpu):
-    handle, found = saved(), []
+    handle, actual = saved(), []
     for cuda_graphs in (None, False):
         run = start(handle, dtype="float32", per_device_train_batch_size=3, cuda_graphs=cuda_graphs)
         run.iteration()
-        found.append(trained_parameters(run.state.policy))
+        actual.append(trained_parameters(run.state.policy))
     assert graphs_on_cpu.replays
-    for name, weight in found[0].items():
-        assert_close(weight, found[1][name], rtol=0.0, atol=1e-3)
+    for name, weight in actual[0].items():
+        assert_close(weight, actual[1][name], rtol=0.0, atol=1e-3)
 
 
 def test_4_bit_weights_are_those_of_the_16_numbers_of_nf4_with_a_scale_for_64(saved):
@@ -113,12 +113,12 @@ def test_4_bit_weights_are_those_of_the_16_numbers_of_nf4_with_a_scale_for_64(sa
     above = [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
     levels = torch.tensor([*below, *above])
     handle = saved()
-    found = exported_policy(start(handle).state).model.model.layers[0].mlp.up_proj.weight
+    actual = exported_policy(start(handle).state).model.model.layers[0].mlp.up_proj.weight
     true = handle.causal_lm().model.layers[0].mlp.up_proj.weight
     scales = true.detach().view(-1, 64).abs().amax(-1, keepdim=True)
     distances = (true.detach().view(-1, 64, 1) / scales[:, :, None] - levels).abs()
     expected = levels[distances.argmin(-1)] * scales
-    assert_close(found.view(-1, 64), expected, rtol=0.0, atol=0.01 * float(scales.max()))
+    assert_close(actual.view(-1, 64), expected, rtol=0.0, atol=0.01 * float(scales.max()))
 
 
 def test_cpus_with_bfloat16_keep_the_weights_as_they_are(saved, monkeypatch):
@@ -206,11 +206,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(saved, tmp_path, set
 
 def moments_and_weights(state: TrainingState) -> dict[str, torch.Tensor]:
     trained = {**trained_parameters(state.policy), **trained_parameters(state.critic)}
-    found = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    actual = {name: parameter.detach().clone() for name, parameter in trained.items()}
     for name, optimizer in optimizers(state).items():
         for index, row in torch.optim.Optimizer.state_dict(optimizer)["state"].items():
-            found |= {f"{name}.{index}.{key}": torch.as_tensor(value).clone() for key, value in row.items()}
-    return found
+            actual |= {f"{name}.{index}.{key}": torch.as_tensor(value).clone() for key, value in row.items()}
+    return actual
 
 
 @pytest.mark.slow
@@ -254,10 +254,10 @@ def test_8_bit_adamw_follows_adamw_and_decays_only_matrices():
         for module, optimizer in zip(modules, built, strict=True):
             module.weight.grad, module.bias.grad = (each.clone() for each in drawn)
             optimizer.step()
-    exact, found = modules
-    assert_close(found.bias, exact.bias, rtol=0.0, atol=1e-6)  # fewer than 4096 numbers: moments in 32 bits
+    exact, actual = modules
+    assert_close(actual.bias, exact.bias, rtol=0.0, atol=1e-6)  # fewer than 4096 numbers: moments in 32 bits
     moved = (exact.weight - start_of).detach()
-    assert 0.0 < (found.weight - exact.weight).norm() < 0.05 * moved.norm()
+    assert 0.0 < (actual.weight - exact.weight).norm() < 0.05 * moved.norm()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rollouts: log-probabilities against single unpadded rows, and that nothing else changes."""
+"""Rollouts: log-probabilities equal those of single unpadded rows, and sampling changes no state."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make
     rollouts = run.rollouts()
     assert len(set(rollouts.responses.lengths.tolist())) > 1
     assert len(set(map(len, rollouts.prompts.prompt_ids))) > 1
-    for found, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
-        expected = torch.zeros_like(found)
+    for actual, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
+        expected = torch.zeros_like(actual)
         for row, (tokens, table) in enumerate(tables(model, rollouts, 0.8)):
             expected[row, : len(tokens)] = table[torch.arange(len(tokens)), tokens]
-        assert_close(found, expected, rtol=0.0, atol=1e-10)
+        assert_close(actual, expected, rtol=0.0, atol=1e-10)
     entropy = torch.zeros_like(rollouts.entropy)
     for row, (tokens, table) in enumerate(tables(run.state.policy, rollouts, 0.8)):
         entropy[row, : len(tokens)] = -(table.exp() * table).sum(-1)
@@ -72,10 +72,10 @@ def test_several_responses_to_one_prompt_stand_side_by_side_each_with_noise_of_i
     one = make_run(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_mini_batches=1)
     three = make_run(responses_per_prompt=3, num_mini_batches=1)
     assert (one.config.batch_size, three.config.batch_size, three.config.prompts_per_batch) == (4, 12, 4)
-    chosen, found = one.rollouts().prompts, three.rollouts()
-    assert found.prompts.prompt_ids == [ids for ids in chosen.prompt_ids for _ in range(3)]
-    assert found.prompts.columns["wanted"] == [word for word in chosen.columns["wanted"] for _ in range(3)]
-    responses = [tuple(ids) for ids in found.responses.token_lists()]
+    chosen, actual = one.rollouts().prompts, three.rollouts()
+    assert actual.prompts.prompt_ids == [ids for ids in chosen.prompt_ids for _ in range(3)]
+    assert actual.prompts.columns["wanted"] == [word for word in chosen.columns["wanted"] for _ in range(3)]
+    responses = [tuple(ids) for ids in actual.responses.token_lists()]
     assert all(len(set(responses[start : start + 3])) > 1 for start in range(0, 12, 3))
 
 
@@ -89,7 +89,7 @@ def test_the_next_iteration_continues_after_the_prompts_of_the_last_one(make_run
 
 
 def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
-    """The same policy answers the same prompt differently."""
+    """The same policy gives different responses to the same prompt in different iterations."""
     run = make_run(prompts=make_prompts((4,)))
     first = run.rollouts().responses.token_lists()
     assert run.rollouts().responses.token_lists() == first

@@ -1,4 +1,4 @@
-"""A batch against its slow plain form: Python lists, row by row and token by token."""
+"""Batches equal an oracle in plain Python, row by row and token by token."""
 
 from dataclasses import fields
 
@@ -65,14 +65,14 @@ def plain_batch(pairs: list[tuple[list[int], list[int]]], fill: bool) -> Sequenc
     states = plain_filled(states, token, fill)
     predicting = plain_filled(predicting, len(states), fill)
     targets += [0] * (len(predicting) - len(targets))
-    numbers = [torch.tensor(found) for found in (states, predicting, targets, response_slots, state_slots)]
+    numbers = [torch.tensor(actual) for actual in (states, predicting, targets, response_slots, state_slots)]
     rows = plain_rows([prompt + response for prompt, response in pairs], fill)
     return SequenceBatch(rows, (len(pairs), width), *numbers)
 
 
-def check_equal(found: object, expected: object) -> None:
+def check_equal(actual: object, expected: object) -> None:
     for field in fields(expected):
-        one, other = getattr(found, field.name), getattr(expected, field.name)
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
         if isinstance(other, torch.Tensor):
             assert one.dtype == other.dtype, field.name
             assert torch.equal(one, other), field.name
@@ -89,8 +89,8 @@ def test_a_batch_is_the_one_that_plain_loops_make(pairs, fill, more):
     width = max(len(response) for _, response in pairs) + more
     response_ids = torch.tensor([response + [10**9] * (width - len(response)) for _, response in pairs])
     lengths = torch.tensor([len(response) for _, response in pairs])
-    found = make_batch([prompt for prompt, _ in pairs], response_ids, lengths, PAD, fill=fill)
-    check_equal(found, plain_batch(pairs, fill))
+    actual = make_batch([prompt for prompt, _ in pairs], response_ids, lengths, PAD, fill=fill)
+    check_equal(actual, plain_batch(pairs, fill))
 
 
 @given(st.lists(st.lists(IDS, min_size=1, max_size=30), min_size=1), st.booleans())

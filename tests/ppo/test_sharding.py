@@ -1,4 +1,4 @@
-"""FSDP2 on two processes does what one process does without it: tokens, metrics, weights and files in float64."""
+"""Two processes with FSDP2 give the tokens, metrics, weights and files of one process without, in float64."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_one(folder: Path) -> dict[str, Any]:
-    found = {
+    actual = {
         name: results(settings, end=folder_of(folder, name, "plain") if name in RESUMED else None)
         for name, settings in CASES.items()
     }
-    loaded: dict[str, Any] = json.loads(json.dumps(found))
+    loaded: dict[str, Any] = json.loads(json.dumps(actual))
     return loaded
 
 
@@ -51,8 +51,8 @@ def by_one(folder: Path) -> dict[str, Any]:
 def by_fsdp2(folder: Path, by_one: dict[str, Any]) -> dict[str, Any]:
     path = folder / "results.json"
     launch("tests.ppo.sharding_cases", str(path), str(folder), processes=2, folder=REPOSITORY, environment=FSDP2)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    actual: dict[str, Any] = json.loads(path.read_text())
+    return actual
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -65,9 +65,9 @@ def test_two_processes_with_fsdp2_have_the_history_and_weights_of_one_without(by
 def test_other_runs_have_the_history_and_weights_of_one_process_too(tmp_path):
     path = tmp_path / "results.json"
     launch("tests.ppo.sharding_cases", str(path), processes=2, folder=REPOSITORY, environment=FSDP2)
-    found = json.loads(path.read_text())
+    actual = json.loads(path.read_text())
     for name, settings in MORE.items():
-        assert not differences(found[name], json.loads(json.dumps(results(settings)))), name
+        assert not differences(actual[name], json.loads(json.dumps(results(settings)))), name
 
 
 def test_each_process_holds_half_of_the_weights_of_every_model(by_fsdp2):
@@ -90,10 +90,10 @@ def test_checkpoint_and_exported_policy_are_the_same_files_with_and_without_fsdp
     tensors = [file for file in files[0] if file.endswith(".safetensors")]
     assert len(tensors) >= 5
     for file in tensors:
-        expected, found = load_file(plain / file), load_file(sharded / file)
-        assert expected.keys() == found.keys()
+        expected, actual = load_file(plain / file), load_file(sharded / file)
+        assert expected.keys() == actual.keys()
         for key, values in expected.items():
-            assert_close(found[key], values, rtol=1e-9, atol=1e-9, msg=f"{file}: {key}")
+            assert_close(actual[key], values, rtol=1e-9, atol=1e-9, msg=f"{file}: {key}")
 
 
 @pytest.mark.slow
@@ -109,9 +109,9 @@ def test_on_a_gpu_one_process_in_a_group_of_its_own_trains_through_ddp_and_fsdp2
 def check_group_of_one(path: Path, device: str, backend: str, environment: dict[str, str], close: float) -> None:
     case = "tests.ppo.sharding_on_a_gpu_case"
     launch(case, str(path), device, processes=1, folder=REPOSITORY, environment=environment)
-    found = json.loads(path.read_text())
-    assert found.pop("backend") == backend
-    for name, by_kind in found.items():
+    actual = json.loads(path.read_text())
+    assert actual.pop("backend") == backend
+    for name, by_kind in actual.items():
         expected = json.loads(json.dumps(results(CASES[name])))
         for kind in ("DDP", "FSDP2"):
             assert not differences(by_kind[kind], expected, f"{name}, {kind}", close)
@@ -188,8 +188,8 @@ def test_what_trains_whole_models_is_refused_with_fsdp2_by_name(asked_for, tmp_p
         run_sft_trainer(None, None, TokenisedDemonstrations([], []), SupervisedFinetuningConfig(), lambda model: {})
     for stage, problems in {"sweep": 1, "ppo": 0}.items():
         node = Node(print, "raw_prompts", None, name=stage, namespace=stage)
-        found = find_problems(RunRequest(Pipeline([node]), DataCatalog({}), tmp_path))
-        assert len([line for line in found if line.startswith(f"{stage} does not support sharded")]) == problems
+        actual = find_problems(RunRequest(Pipeline([node]), DataCatalog({}), tmp_path))
+        assert len([line for line in actual if line.startswith(f"{stage} does not support sharded")]) == problems
 
 
 def test_fewer_gpus_than_processes_are_refused_before_the_processes_join(monkeypatch):

@@ -15,7 +15,7 @@ SHARED = {"value_model": "shared", "vf_coef": 0.3}
 
 @pytest.fixture
 def experience(make_run):
-    """Off the policy: ratios and both clips are at work."""
+    """Return an experience as after some updates, in which ratios differ from 1 and both clips apply."""
     return moved_on(make_run(**SHARED).before_update()[-1])
 
 
@@ -48,7 +48,7 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
 
 
 def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, experience):
-    run, found = make_run(**SHARED), gradients(make_run, experience, **SHARED)
+    run, actual = make_run(**SHARED), gradients(make_run, experience, **SHARED)
     config, rollouts, policy, head = run.config, experience.rollouts, run.state.policy, run.state.critic.value_head
     tokens = int(rollouts.responses.lengths.sum())
     for row, length in enumerate(rollouts.responses.lengths.tolist()):
@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, exp
         ((-surrogate.sum() + 0.3 * value_loss.sum()) / tokens).backward()
     expected = {f"policy.{n}": p.grad for n, p in policy.named_parameters()}
     expected |= {f"critic.{n}": p.grad for n, p in run.state.critic.named_parameters()}
-    assert_same_gradients(found, expected)
+    assert_same_gradients(actual, expected)
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[2:])])

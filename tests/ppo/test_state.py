@@ -1,4 +1,4 @@
-"""TrainingState: fresh counters and controllers, and what the critic and the sampler are made from."""
+"""TrainingState: initial counters and controllers, and how the critic and the sampling settings are built."""
 
 import json
 from contextlib import nullcontext
@@ -81,7 +81,7 @@ def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(m
 
 
 def test_in_float16_the_loss_scale_is_a_part_of_the_state(make_run):
-    """No GPU here, so the scaler is handed in."""
+    """Without a GPU the test passes in a gradient scaler."""
     run = make_run()
     run.state.accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     extra = json.loads(json.dumps(run.state.extra_state()))
@@ -117,10 +117,10 @@ def test_sampling_settings_resolve_stop_and_pad_tokens_with_the_tokenizer(make_m
     policy = make_model("llama")
     policy.generation_config = GenerationConfig(eos_token_id=[9, 4], top_p=0.5, do_sample=True)
     config = PPOConfig(response_length=6, temperature=0.9, top_k=3, top_p=0.8)
-    found = sampling_settings(config, make_tokenizer(pad_token="<unk>"), policy)
-    assert (found.response_length, found.temperature, found.top_k, found.top_p) == (6, 0.9, 3, 0.8)
-    assert found.stop_token_ids == (2, 4, 9)  # the tokenizer's end of text, and both of the generation config
-    assert found.pad_token_id == 1
+    actual = sampling_settings(config, make_tokenizer(pad_token="<unk>"), policy)
+    assert (actual.response_length, actual.temperature, actual.top_k, actual.top_p) == (6, 0.9, 3, 0.8)
+    assert actual.stop_token_ids == (2, 4, 9)  # the tokenizer's end of text, and both of the generation config
+    assert actual.pad_token_id == 1
 
 
 @pytest.mark.parametrize("configured", [50256, [50256, 2], -1], ids=str)

@@ -1,4 +1,4 @@
-"""The update: exact first ratio, counted steps, gradients that do not depend on the cut, and no non-finite step."""
+"""The update: the first ratio is exactly 1, gradients do not depend on micro-batches, non-finite steps are skipped."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ NAN = float("nan")
 
 
 def recorded(monkeypatch, name: str) -> list[dict[str, torch.Tensor]]:
-    """Let the update's loss function of this name write down what it is called with, under the names of its docs."""
+    """Record the arguments of each call of the named loss function, by parameter name."""
     calls: list[dict[str, torch.Tensor]] = []
     original = getattr(update, name)
 
@@ -34,7 +34,7 @@ def recorded(monkeypatch, name: str) -> list[dict[str, torch.Tensor]]:
 
 
 def poisoned(experience: Experience) -> Experience:
-    """NaN in every padded slot of everything the update may read."""
+    """Return the experience with NaN in every padded slot that the update may read."""
     mask = experience.rollouts.mask
 
     def poison(values: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
 
 
 def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step(make_run, monkeypatch):
-    """A step waits for the norms of the gradients; until then the device computes, and the processor has time."""
+    """A step's only device sync reads the gradient norms, so the CPU prepares the next epoch before it."""
     run, events = make_run(num_ppo_epochs=3, num_mini_batches=2), []
     experience = run.before_update()[-1]
 
@@ -251,8 +251,8 @@ def test_gradients_of_policy_and_critic_are_each_clipped_to_the_norm(make_run):
     metrics = learn_from(run.state, experience)
     for name in ("policy", "critic"):
         norms = [
-            float(torch.stack([g.norm() for n, g in found.items() if n.startswith(name)]).norm())
-            for found in (free, clipped)
+            float(torch.stack([g.norm() for n, g in actual.items() if n.startswith(name)]).norm())
+            for actual in (free, clipped)
         ]
         assert norms[0] > 1e-3
         assert norms[1] == pytest.approx(1e-3, rel=1e-3)

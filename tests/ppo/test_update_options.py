@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 def off_policy(experience: Experience) -> Experience:
-    """As if some updates had passed, the sampler rounded badly, and the reference were far away."""
+    """Return an experience as after some updates, with a large rounding of the sampler and a distant reference."""
     experience, generator = moved_on(experience), torch.Generator().manual_seed(5)
     rollouts = experience.rollouts
     noise = [torch.randn(rollouts.mask.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -32,7 +32,7 @@ def off_policy(experience: Experience) -> Experience:
 
 
 def counting_rows(experience: Experience, config: PPOConfig) -> list[int]:
-    """The responses that the losses count."""
+    """Return the responses that the losses count."""
     terminated = experience.rollouts.responses.terminated.tolist()
     return [row for row, ended in enumerate(terminated) if ended or config.truncated_responses != "mask"]
 
@@ -174,10 +174,12 @@ def test_the_gradient_is_that_of_the_plain_losses_worked_one_row_at_a_time(make_
 def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_time(make_run, experience, option):
     run, reference = make_run(**ONE_STEP, **PRICE, **option), other_reference()
     run.reference = reference
-    found = gradients(make_run, experience, reference=reference, **PRICE, **option)
-    assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
+    actual = gradients(make_run, experience, reference=reference, **PRICE, **option)
+    assert_same_gradients(actual, gradients_by_hand(run, experience, run.config))
     plain = gradients(make_run, experience, missing_eos_penalty=None)
-    assert max(float((found[name] - plain[name]).abs().max()) for name in found) > 1e-4  # and the option does something
+    assert (
+        max(float((actual[name] - plain[name]).abs().max()) for name in actual) > 1e-4
+    )  # and the option does something
 
 
 @pytest.mark.parametrize(
@@ -252,13 +254,13 @@ def test_with_more_epochs_for_the_critic_each_model_is_that_of_a_run_with_its_ep
     for name in taken:
         optimizer = getattr(runs[2].state, f"{name}_optimizer")
         optimizer.register_step_post_hook(lambda *_, name=name: taken.__setitem__(name, taken[name] + 1))
-    short, long, found = [run.iteration() for run in runs]
+    short, long, actual = [run.iteration() for run in runs]
     assert same_tensors(snapshot(runs[2].state.policy), snapshot(runs[0].state.policy))
     assert same_tensors(snapshot(runs[2].state.critic), snapshot(runs[1].state.critic))
     assert not same_tensors(snapshot(runs[0].state.critic), snapshot(runs[1].state.critic))
     assert taken == {"policy": 2 * 2, "critic": 5 * 2}
-    assert found["optimiser/steps"] == 5 * 2
-    for name, value in found.items():
+    assert actual["optimiser/steps"] == 5 * 2
+    for name, value in actual.items():
         if name.startswith(("policy/", "loss/", "val/", "value/")) and name != "loss/total":
             of_critic = name.startswith("value/") or name in ("loss/value_avg", "val/clipfrac_avg")
             assert value == (long if of_critic else short)[name], name
@@ -327,7 +329,7 @@ def test_the_controller_holds_still_for_the_critics_warm_up_and_then_for_its_own
     held = {"critic_warmup_iterations": 2, "kl_hold_iterations": 1}
     run = make_run(kl_controller="adaptive", kl_horizon=50.0, kl_target=2.0, total_episodes=60, **held)
     coefficients = [run.iteration()["objective/kl_coef"] for _ in range(5)]
-    assert coefficients[:4] == [0.05] * 4  # the fourth iteration is the first that the controller hears of
+    assert coefficients[:4] == [0.05] * 4  # the controller's first update follows the fourth iteration
     assert coefficients[4] != 0.05
 
 

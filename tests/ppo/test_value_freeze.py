@@ -47,11 +47,11 @@ def test_the_other_weights_have_the_gradient_that_they_have_without_the_setting(
     experience = moved_on(free.before_update()[-1])
     for run in (free, frozen):
         torch.nn.init.normal_(run.state.critic.value_head.weight, generator=torch.Generator().manual_seed(4))
-    expected, found = gradients_of(free, experience), gradients_of(frozen, experience)
-    assert set(expected) - set(found) == {
+    expected, actual = gradients_of(free, experience), gradients_of(frozen, experience)
+    assert set(expected) - set(actual) == {
         name for name in expected if name.startswith("critic.") and is_frozen(kind, name)
     }
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert_close(gradient, expected[name], rtol=0.0, atol=1e-12)
 
 
@@ -70,8 +70,9 @@ def test_a_line_says_how_many_parameters_of_the_critic_train(make_run, caplog):
     critic = dict(run.state.critic.named_parameters())
     total = sum(weight.numel() for weight in critic.values()) / 1e6
     trained = sum(weight.numel() for name, weight in critic.items() if not is_frozen("llama", name)) / 1e6
-    line = f"Critic: {total:.3g} M parameters, {trained:.3g} M train; its attention does not (ppo.value_freeze)."
-    assert line in caplog.messages
+    (line,) = [message for message in caplog.messages if "Critic:" in message]
+    assert f" {total:.3g} M parameters" in line
+    assert f" {trained:.3g} M train; its attention " in line
     caplog.clear()
     make_run()
     assert not [message for message in caplog.messages if "Critic:" in message]

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: a stand-in below TRL samples, and the run is the one with the project's own engine."""
+"""Rollouts by vLLM: a stand-in replaces vLLM below TRL, and runs must equal those of the project's engine."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_the_history_is_that_of_the_own_engine_with_weighed_tokens(stand_in, kin
     of_both = {name: value for name, value in settings.items() if not name.startswith("vllm")}
     expected = metrics_of(run_of(kind, **of_both, importance_cap=3.0))
     engine = stand_in(kind)
-    found = metrics_of(run_of(kind, **settings, **VLLM))
-    assert found == [pytest.approx(row, rel=close, abs=close) for row in expected]
+    actual = metrics_of(run_of(kind, **settings, **VLLM))
+    assert actual == [pytest.approx(row, rel=close, abs=close) for row in expected]
     assert (engine.starts, engine.answers) == (1, 3)
     assert engine.pushes >= 3
 
@@ -143,11 +143,11 @@ def failing(times: Iterator[bool]) -> Callable[[], None]:
 def test_a_server_that_is_gone_is_asked_again_and_gets_the_weights_again(stand_in, caplog):
     expected = metrics_of(run_of(importance_cap=3.0))
     engine, run = stand_in(), run_of(**SERVER, **VLLM, vllm_server_timeout=5.0)
-    found = metrics_of(run, iterations=1)
+    actual = metrics_of(run, iterations=1)
     engine.fails = failing(iter([False, True, True, False]))  # the push passes, the answer fails, a start fails
     with caplog.at_level(logging.WARNING):
-        found += metrics_of(run, iterations=2)
-    assert found == [pytest.approx(row, rel=1e-5, abs=1e-5) for row in expected]
+        actual += metrics_of(run, iterations=2)
+    assert actual == [pytest.approx(row, rel=1e-5, abs=1e-5) for row in expected]
     assert engine.starts == 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert re.search(r"http://nowhere:8000: .*500, gone.* 5 s", line)
@@ -190,7 +190,7 @@ def test_an_evaluation_samples_by_the_same_engine_from_the_policy_that_it_is_giv
     run.iteration()
     sampling = EvaluationConfig(temperature=0.0).sampling(run.state.sampling)
     given = run.prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, sampling
-    found = Evaluator(run.state.tokenizer, *given, seed=1).evaluate(run.reference, None)
+    actual = Evaluator(run.state.tokenizer, *given, seed=1).evaluate(run.reference, None)
     assert (engine.starts, engine.answers, engine.asked["top_k"]) == (1, 2, 1)
     for name, parameter in run.reference.named_parameters():
         assert torch.equal(engine.model.get_parameter(name), parameter)
@@ -201,7 +201,7 @@ def test_an_evaluation_samples_by_the_same_engine_from_the_policy_that_it_is_giv
         EvaluationConfig(temperature=0.0).sampling(run_of().state.sampling),
         seed=1,
     )
-    assert found.response_ids == own.evaluate(run.reference, None).response_ids
+    assert actual.response_ids == own.evaluate(run.reference, None).response_ids
 
 
 def test_importance_weights_are_on_by_default_with_this_engine_and_only_with_it():

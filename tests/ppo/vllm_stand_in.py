@@ -1,7 +1,7 @@
-"""A stand-in for vLLM, below TRL: TRL's own VLLMGeneration gives it weights and asks it; the project's engine samples.
+"""A stand-in for vLLM below TRL: TRL's VLLMGeneration sends it weights and prompts; the project's engine samples.
 
-It starts with weights of its own, so it samples from the policy only if that was pushed. Its noise is that of the
-project's rollouts, so that the run has a known outcome.
+It starts with other weights, so it samples from the policy only after a push. It uses the noise of the project's
+rollouts, so that the outcome of a run is known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED, AT_A_TIME = 42, 5
 
 
 class StandIn:
-    """A vLLM, in this process or on a server; tests set what it does wrong.
+    """A pretended vLLM, in this process or on a server; tests set its failures.
 
     Attributes:
         model: What it samples from.
@@ -78,9 +78,11 @@ class StandIn:
             asked["min_tokens"] + 1,
         )
         noise = episode_uniforms(SEED, "rollout", self.answers, of, asked["max_tokens"])[first : first + len(prompts)]
-        found = generate_responses(self.model, prompts, noise, how, batch_size=AT_A_TIME)
-        assert found.sampler_logprobs is not None
-        return [(ids, found.sampler_logprobs[row, : len(ids)].tolist()) for row, ids in enumerate(found.token_lists())]
+        actual = generate_responses(self.model, prompts, noise, how, batch_size=AT_A_TIME)
+        assert actual.sampler_logprobs is not None
+        return [
+            (ids, actual.sampler_logprobs[row, : len(ids)].tolist()) for row, ids in enumerate(actual.token_lists())
+        ]
 
     def install(self, patch: pytest.MonkeyPatch) -> StandIn:
         """Let TRL find this vLLM."""
@@ -132,8 +134,8 @@ class LLM:
 
     @staticmethod
     def _output(ids: list[int], logprobs: list[float]) -> Any:
-        found = [{i: SimpleNamespace(rank=1, logprob=value)} for i, value in zip(ids, logprobs, strict=True)]
-        return SimpleNamespace(token_ids=ids, logprobs=found)
+        actual = [{i: SimpleNamespace(rank=1, logprob=value)} for i, value in zip(ids, logprobs, strict=True)]
+        return SimpleNamespace(token_ids=ids, logprobs=actual)
 
 
 class Client:

@@ -22,7 +22,7 @@ MODES: dict[str, dict[str, Any]] = {"plain": {}, "stops": {}, "fails": {}, "time
 
 
 class Watching(TrainerCallback):
-    """Notes evaluations; of the mode `stops` the main process ends training, of `fails` the other one raises."""
+    """Records evaluations. In the mode `stops` the main process ends training; in `fails` the other process raises."""
 
     def __init__(self, mode: str) -> None:
         self.mode, self.rewards = mode, []
@@ -57,9 +57,9 @@ def train(mode: str, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    found = {mode: from_all(train(mode, folder)) for mode in MODES}
+    actual = {mode: from_all(train(mode, folder)) for mode in MODES}
     if is_main_process():
-        (folder / "results.json").write_text(json.dumps(found))
+        (folder / "results.json").write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an iteration asks of a GPU, counted on a pretended one (docs/speed.md); `test_device_counts` runs this."""
+"""Counts of an iteration's GPU operations, on a pretended GPU (docs/speed.md); `test_device_counts` runs this."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"environment": "tests.trainer.device_counts_case:reply", "turn_length": 3, "response_length": 10},
         {"prompts": CHATS, "responses_per_prompt": 2, "value_model": "shared", "use_peft": True, "lora_r": 2},
     ],
-    "bitnet": [  # which needs padding
+    "bitnet": [  # an architecture that needs padding
         {"dtype": "bfloat16", "whiten_rewards": True, "dual_clip": 3.0},
         {"truncated_responses": "mask", "importance_cap": 2.0, "loss_aggregation": "seq_mean_token_mean"},
     ],
@@ -47,7 +47,7 @@ BEFORE = ("generate_rollouts", "score_responses", "shape_rewards", "estimate_adv
 
 
 def reply(prompts: list[str], completions: list[str], turns: list[list[str]], **columns: Any) -> list[str | None]:
-    """Two turns of the policy, with a reply between them."""
+    """Reply once, so that an episode has two turns of the policy."""
     return ["a b" if len(said) == 1 else None for said in turns]
 
 
@@ -79,11 +79,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def count_second_iteration(monkeypatch: pytest.MonkeyPatch, job: Job) -> dict[str, Counts]:
     """Train two iterations on the device; return the counts of the second one: before the update, and the update."""
-    found: dict[str, Counts] = {}
+    actual: dict[str, Counts] = {}
 
     def counted(name: str, call: Any) -> Any:
         def count(*args, **options):
-            with counting() as found[name]:
+            with counting() as actual[name]:
                 return call(*args, **options)
 
         return count
@@ -95,8 +95,8 @@ def count_second_iteration(monkeypatch: pytest.MonkeyPatch, job: Job) -> dict[st
     before = Counts()
     for name in BEFORE:
         for kind in ("launches", "waits", "copies"):
-            getattr(before, kind).update(getattr(found[name], kind))
-    return {"before": before, "update": found["optimise_policy"]}
+            getattr(before, kind).update(getattr(actual[name], kind))
+    return {"before": before, "update": actual["optimise_policy"]}
 
 
 def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
@@ -105,15 +105,15 @@ def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
     Another release writes some gradients with other operations, such as that of a minimum. A twentieth more is allowed
     it: two operations more in every layer of each pass are still too many.
     """
-    found = count_second_iteration(monkeypatch, job)
+    actual = count_second_iteration(monkeypatch, job)
     release = 1.0 if torch.__version__.startswith("2.13.") else 1.05
     for part, bounds in {
         "update": {"launches": 7700 * release, "waits": 20, "copies": 40},
         "before": {"launches": 3400 * release, "waits": 20, "copies": 40},
     }.items():
-        totals = found[part].totals()
-        print(part, found[part])
-        assert {name: count for name, count in totals.items() if count > bounds[name]} == {}, f"{part}: {found[part]}"
+        totals = actual[part].totals()
+        print(part, actual[part])
+        assert {name: count for name, count in totals.items() if count > bounds[name]} == {}, f"{part}: {actual[part]}"
 
 
 def test_an_evaluation_asks_little_of_the_device(tmp_path):
@@ -163,11 +163,11 @@ def test_every_option_keeps_to_one_device_and_has_the_numbers_of_the_cpu(tmp_pat
         word_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path / name)
 
     with pretending():
-        found = history(pretend_device.NAME, **settings)
+        actual = history(pretend_device.NAME, **settings)
     # neither is for a CPU: nothing is offloaded there, and autocast leaves the pretended device as it is
     on_cpu = {k: v for k, v in settings.items() if k not in ("offload_reward_model", "dtype")}
     expected = [] if "dtype" in settings else history("cpu", **on_cpu)
-    for ours, theirs in zip(found, expected, strict=bool(expected)):
+    for ours, theirs in zip(actual, expected, strict=bool(expected)):
         for name, value in theirs.items():
             if not name.startswith(MEASURED):
                 assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), name

@@ -72,7 +72,7 @@ def is_free(config: PreTrainedConfig, name: str) -> bool:
 
 
 def tiny(kind: str) -> PreTrainedModel:
-    """Build a model that computes, or skip the test: not every configuration shrinks by the same names."""
+    """Build a tiny model that computes, or skip the test: configurations name their sizes differently."""
     try:
         usual = CONFIG_MAPPING[kind]()
         known = [name for name in (*SMALL, *TYPES) if hasattr(usual, name) and is_free(usual, name)]

@@ -1,4 +1,4 @@
-"""What a script sees while PPOTrainer trains, and what is on disk when it ends by an exception."""
+"""What PPOTrainer prints during training, and what is on disk after an exception."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sft(tmp_path: Path) -> str:
 
 
 def forget_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a script in which nobody has set up logging; pytest and Kedro have."""
+    """Remove the log handlers of pytest and Kedro, as in a script that has not set up logging."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert not logging.getLogger("ppo_rlhf.trainer.trainer").hasHandlers()
 
@@ -117,7 +117,7 @@ def test_with_logging_set_up_the_log_has_the_lines_and_nothing_is_printed(
 
 
 def failing(calls: int, error: BaseException) -> Any:
-    """The reward of the other tests, which raises once it was called so often."""
+    """Return the reward of the other tests; it raises after the given number of calls."""
     left = [calls]
 
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -126,7 +126,7 @@ def failing(calls: int, error: BaseException) -> Any:
             raise error
         return early_letters(prompts, completions)
 
-    reward.__name__ = "early_letters"  # names its metric
+    reward.__name__ = "early_letters"  # the metric's name
     return reward
 
 
@@ -174,7 +174,7 @@ def test_a_process_that_is_forked_in_training_saves_and_closes_nothing(sft: str,
         trainer_of(sft, config(save_interval=99)).train(output_dir=tmp_path / "run")
     finally:
         if os.getpid() != parent:
-            os._exit(99)  # it would go on with the tests
+            os._exit(99)  # a child process must not continue with the tests
     assert closed.read_text().split() == [str(parent)]
 
 
@@ -202,7 +202,7 @@ def raising_at(call: int, function: Any) -> Any:
     return wrapped
 
 
-STEPS = 4  # of an iteration: 2 epochs of 2 minibatches
+STEPS = 4  # optimiser steps of an iteration: 2 epochs of 2 minibatches
 
 
 def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +213,7 @@ def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, mo
 
 
 def interrupting(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process SIGINT, as Ctrl-C does, within these optimiser steps, counted from 1."""
+    """Send SIGINT to this process, as Ctrl-C does, in the given optimiser steps, counted from 1."""
     function, calls = update.take_step, itertools.count(1)
 
     def wrapped(*arguments: Any) -> None:
@@ -227,7 +227,7 @@ def interrupting(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_in_an_update_saves_that_iteration_once_it_is_whole(
     sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """It comes in the second of the second iteration's four steps; the default save_interval would save nothing."""
+    """Ctrl-C comes in step 2 of 4 of iteration 2; with the default save_interval no checkpoint is due."""
     trainer, whole = trainer_of(sft), trainer_of(sft)
     with monkeypatch.context() as patched:
         interrupting([STEPS + 2], patched)

@@ -32,7 +32,7 @@ HERE = "tests.trainer.test_callbacks"
 
 
 class Recorder(TrainerCallback):
-    """Notes each event; may raise or set a flag of the control at one of them."""
+    """Records each event; can raise or set a flag of the control at one event."""
 
     def __init__(self, at: tuple[str, int] | None = None, act: Any = None) -> None:
         self.events: list[tuple[str, int]] = []
@@ -290,11 +290,11 @@ def test_transformers_own_callbacks_work_where_they_can(capsys):
 
 
 class OwnProgress(ProgressCallback):
-    """Its parent has events that PPO's loop lacks."""
+    """A subclass of a transformers callback whose events PPO's loop partly lacks."""
 
 
 class OfEpochsToo(OwnProgress, OfEpochs):
-    """Has one of its own, too."""
+    """A subclass that also implements such an event itself."""
 
 
 def test_a_class_below_one_of_transformers_is_taken_if_its_own_events_are():
@@ -330,7 +330,7 @@ def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch
     state = trainer_of().state
     of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path, lambda: None)
     none = vars(TrainerControl())
-    monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets none
+    monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets no flag
     of_this.iteration_ended({}, is_saved=True)
     assert not state.ended
     monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
@@ -360,16 +360,16 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    found: dict[str, dict[int, float]] = {}
+    actual: dict[str, dict[int, float]] = {}
     for tag in events.Tags()["scalars"]:
         points = events.Scalars(tag)
-        found[tag] = {point.step: point.value for point in points}
-        assert len(found[tag]) == len(points), f"{tag} has a step twice"
-    return found
+        actual[tag] = {point.step: point.value for point in points}
+        assert len(actual[tag]) == len(points), f"{tag} has a step twice"
+    return actual
 
 
 def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
-    """The first process ends after iteration 3, whose last checkpoint is that of iteration 2."""
+    """The first process ends after iteration 3; its last checkpoint is of iteration 2."""
     settings = {"report_to": "tensorboard", "total_episodes": 20, "save_interval": 2}
 
     class Kill(KeyboardInterrupt):
@@ -385,19 +385,21 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     first.save_checkpoint = lambda folder: first_save(folder) if first.state.iteration < 4 else folder  # type: ignore
     with pytest.raises(Kill):
         first.train(output_dir=tmp_path)
-    for newer in tmp_path.glob("iteration_00000[34]"):  # what the trainer saves on an exception, a kill would not
+    for newer in tmp_path.glob(
+        "iteration_00000[34]"
+    ):  # saved after the exception; a killed process would not have these
         shutil.rmtree(newer)
     assert checkpoint_iterations(tmp_path) == [2]
-    (tmp_path / "reported.json").unlink()  # it may come after the numbers have been sent
+    (tmp_path / "reported.json").unlink()  # a killed process may not have written it yet
     second = trainer_of(**settings)
     second.train(resume_from_checkpoint=True, output_dir=tmp_path)
-    found = scalars(tmp_path / "tensorboard")
+    actual = scalars(tmp_path / "tensorboard")
     for key in ("objective/kl", "objective/scores", "loss/policy"):
         if key in second.history[0]:
             expected = {int(row["iteration"]): pytest.approx(row[key], rel=1e-6, abs=1e-9) for row in second.history}
-            assert found[f"train/{key}"] == expected, key
+            assert actual[f"train/{key}"] == expected, key
     rows = second.held_out.rows  # type: ignore[union-attr]
-    assert found["eval/reward"] == {int(row["iteration"]): pytest.approx(row["eval/reward"], rel=1e-6) for row in rows}
+    assert actual["eval/reward"] == {int(row["iteration"]): pytest.approx(row["eval/reward"], rel=1e-6) for row in rows}
 
 
 def test_tensorboard_has_every_number_once_if_the_kill_came_before_the_first_checkpoint(tmp_path: Path):
@@ -427,11 +429,11 @@ def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Pa
     assert folders
     import wandb
 
-    assert wandb.run is None  # it was let go
+    assert wandb.run is None  # the trainer finished its run
 
 
 class Reporter(TrainerCallback):
-    """Stands in for an integration: what it got, as (step, number of a metric, whether it is an evaluation's)."""
+    """Stands in for an integration; records (step, value of a metric, whether it is of an evaluation)."""
 
     def __init__(self) -> None:
         self.got: list[tuple[int, float, bool]] = []
@@ -442,11 +444,11 @@ class Reporter(TrainerCallback):
 
 
 class WandbCallback(Reporter):
-    """Is called as transformers' integration is, by which it is known."""
+    """Has the class name of transformers' integration, by which `Callbacks` recognises it."""
 
 
 def killed_after_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Reporter) -> None:
-    """Train four of five iterations; the folder is then as a kill leaves it: `reported.json` is of the beginning."""
+    """Train four of five iterations, then leave the folder as after a kill: with the first `reported.json`."""
 
     class KillAt4(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -469,7 +471,7 @@ def resumed_at_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Rep
 
 
 def test_after_a_kill_an_integration_gets_all_metrics_since_the_last_end_in_order(tmp_path: Path, monkeypatch):
-    """What a kill leaves unsent is not known. The run's own callbacks get no iteration twice."""
+    """After a kill some steps are reported twice. The user's callbacks get no iteration twice."""
     killed_after_four(tmp_path, monkeypatch, Reporter())
     assert not (tmp_path / "reported.json").exists()
     reporter, own = Reporter(), Recorder()
@@ -481,7 +483,7 @@ def test_after_a_kill_an_integration_gets_all_metrics_since_the_last_end_in_orde
 
 
 def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The server knows of steps up to 2; whether it has the evaluation of step 2 it does not tell."""
+    """The server has steps up to 2, but does not say whether it has the evaluation of step 2."""
     wandb = pytest.importorskip("wandb")
     killed_after_four(tmp_path, monkeypatch, Reporter())
     run = SimpleNamespace(id="abc", resumed=True, summary={"train/global_step": 2}, finish=lambda: None)

@@ -1,4 +1,4 @@
-"""Iterations on a pretended device, in a process of its own: torch takes one only before its first backward pass."""
+"""Iterations on a pretended device, in a separate process: torch registers one only before its first backward pass."""
 
 import subprocess
 import sys
@@ -17,5 +17,5 @@ CASE = Path(__file__).with_name("device_counts_case.py")
 )
 def test_an_iteration_on_a_device(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASE), "-k", which]
-    found = subprocess.run([*command, "-o", "addopts="], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-6000:]
+    actual = subprocess.run([*command, "-o", "addopts="], capture_output=True, text=True, check=False)
+    assert actual.returncode == 0, actual.stdout[-6000:]

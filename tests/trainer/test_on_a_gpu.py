@@ -1,4 +1,4 @@
-"""A run on a CUDA device against the same run on the CPU, and against itself. Needs a GPU: pytest -m gpu."""
+"""A run on a CUDA device gives the results of the CPU and repeats exactly. Needs a GPU: pytest -m gpu."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def first_letter(completions: list[str], **_: Any) -> list[float]:
-    """Reward the letter that a response begins with."""
+    """Score a response by its first letter."""
     return [float(text.startswith("a")) + 0.1 * len(text.split()) for text in completions]
 
 
@@ -62,8 +62,8 @@ def history(kind: str = "llama", **settings: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_every_number_is_that_of_the_cpu(kind, settings):
-    expected, found = history(kind, device="cpu", **settings), history(kind, device="cuda", **settings)
-    for iteration, (on_cpu, on_gpu) in enumerate(zip(expected, found, strict=True)):
+    expected, actual = history(kind, device="cpu", **settings), history(kind, device="cuda", **settings)
+    for iteration, (on_cpu, on_gpu) in enumerate(zip(expected, actual, strict=True)):
         for name, value in on_cpu.items():
             assert on_gpu[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), (iteration, name)
 
@@ -95,7 +95,7 @@ def test_two_runs_are_equal_to_the_last_bit():
 def test_compiled_layers_train_as_the_layers_as_they_are(kind):
     plain, compiled = (history(kind, device="cuda", dtype="float32", compile=on) for on in (False, True))
     for name in ("objective/kl", "loss/value_avg", "policy/grad_norm"):
-        assert compiled[0][name] == pytest.approx(plain[0][name], rel=1e-2, abs=1e-3), name  # of TF32
+        assert compiled[0][name] == pytest.approx(plain[0][name], rel=1e-2, abs=1e-3), name  # tolerance for TF32
 
 
 def test_bfloat16_is_the_default_where_the_gpu_has_it():
@@ -117,15 +117,15 @@ def test_float32_products_read_tf32_unless_kernels_are_deterministic():
 
 
 def test_static_and_hf_sample_the_same_tokens_and_hf_is_compiled():
-    """In float64 rounding does not decide which token a uniform hits."""
+    """In float64 rounding does not change the sampled tokens."""
     model = tiny_model(hidden_size=32).double().cuda()
     prompts = [[4 + (row + place) % 19 for place in range(1 + row % 5)] for row in range(8)]
     noise = torch.rand(8, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     how = SamplingSettings(12, 1.0, 0, 1.0, (END,), 0)
-    found = [generate_responses(model, prompts, noise, how, engine=engine) for engine in ("static", "hf", "hf")]
+    actual = [generate_responses(model, prompts, noise, how, engine=engine) for engine in ("static", "hf", "hf")]
     assert compiles(torch.device("cuda")), "install a C compiler and Triton: hf is far slower without"
-    for other in found[1:]:
-        assert torch.equal(found[0].response_ids, other.response_ids)
+    for other in actual[1:]:
+        assert torch.equal(actual[0].response_ids, other.response_ids)
 
 
 @pytest.mark.parametrize("value_model", ["separate", "shared"])
@@ -216,5 +216,5 @@ def test_a_colocated_vllm_samples_from_the_policy_as_it_was_pushed(tmp_path, set
     trainer = PPOTrainer(
         config, str(tmp_path), reward=lambda prompts, completions, **_: [0.0] * len(prompts), prompts=PROMPTS
     )
-    for row in trainer.train():  # which stops by itself where vLLM has other weights
+    for row in trainer.train():  # train() raises if vLLM holds other weights
         assert row["policy/rollout_logprob_gap"] < 0.1

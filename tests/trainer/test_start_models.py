@@ -1,4 +1,4 @@
-"""PPO trains each kind of model that it can start from, whole and with an adapter of its own."""
+"""PPO trains each kind of start model, both all weights and with a new adapter."""
 
 import pytest
 import torch

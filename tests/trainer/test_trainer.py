@@ -1,4 +1,4 @@
-"""PPOTrainer does what the pipeline does, bit for bit, and what TRL's first PPOTrainer was called like."""
+"""PPOTrainer gives the pipeline's results bit for bit, and has the calls of TRL's first PPOTrainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SETTINGS = {
 
 
 def early_letters(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Share of letters before k, and a little for length."""
+    """Score a response by its share of letters before k, plus a little for length."""
     return [sum(c < "k" for c in text.split()) / (1 + len(text.split())) + 0.01 * len(text) for text in completions]
 
 
@@ -78,9 +78,9 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 def repeatable(history: Any, *without: str) -> list[dict[str, float]]:
@@ -103,7 +103,7 @@ def pipeline_run(
         "params:reward": RewardConfig(components=[reward]),
         "params:evaluation": EvaluationConfig(),
         "raw_prompts": table_of({"prompt": PROMPTS}),
-        "raw_evaluation_prompts": table_of({"prompt": ["q"]}),  # so that none of the others is held out
+        "raw_evaluation_prompts": table_of({"prompt": ["q"]}),  # so that no training prompt is held out
         "sft_policy": PretrainedHandle(sft),
         "reward_model": reward_model and PretrainedHandle(reward_model),
         "resume_checkpoint": resume,
@@ -132,7 +132,7 @@ FUNCTION = {"type": "function", "function": "tests.trainer.test_trainer:early_le
     ids=lambda settings: "-".join(settings) or "default",
 )
 def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any]):
-    """From paths; with the default settings from objects, too."""
+    """Models come from paths, and with the default settings also from objects."""
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
     outputs["ppo_policy"].load().save(tmp_path / "pipeline")
     expected = repeatable(outputs["checkpoint"].load().history)
@@ -145,8 +145,8 @@ def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, setting
         assert len(expected) == 3
         trainer.save_pretrained(tmp_path / str(number))
         for folder in ("", "ema") if "ema_decay" in settings else ("",):
-            found, wanted = (exported(tmp_path / name / folder) for name in (str(number), "pipeline"))
-            assert_same_bits(found, wanted)
+            actual, wanted = (exported(tmp_path / name / folder) for name in (str(number), "pipeline"))
+            assert_same_bits(actual, wanted)
             assert any(not torch.equal(wanted[name], before) for name, before in exported(sft).items())
 
 
@@ -164,7 +164,7 @@ def reward_model(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, reward_model: str):
-    """Given as a path, as an object, and by the configuration."""
+    """The reward model is given as a path, as an object, and by the configuration."""
     settings = {"value_model": "reward_init"}
     outputs = pipeline_run(sft, config(**settings), {"type": "model"}, reward_model)
     expected = repeatable(outputs["checkpoint"].load().history)
@@ -226,8 +226,8 @@ def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str):
         whole.step(queries, answers, scores)
         one_by_one.step(queries, single, [torch.tensor(score, dtype=torch.float64) for score in scores])
     without = ("reward/", "policy/rollout_logprob_gap")
-    for found, expected in zip(repeatable(whole.history, *without), repeatable(loop.history, *without), strict=True):
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for actual, expected in zip(repeatable(whole.history, *without), repeatable(loop.history, *without), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert_same_bits(weights(whole.policy), weights(loop.policy))
     assert_same_bits(weights(one_by_one.policy), weights(loop.policy))
 
@@ -264,11 +264,11 @@ def test_fewer_tokens_are_the_beginning_of_more_tokens(sft: str):
 
 def test_the_arguments_of_the_legacy_example_work(sft: str):
     legacy = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True, "pad_token_id": END}
-    found = PPOTrainer(config(), sft).generate(QUERIES, **legacy)
-    assert [row.tolist() for row in found] == [row.tolist() for row in PPOTrainer(config(), sft).generate(QUERIES)]
-    found = PPOTrainer(config(), sft).generate(QUERIES, do_sample=False)
+    actual = PPOTrainer(config(), sft).generate(QUERIES, **legacy)
+    assert [row.tolist() for row in actual] == [row.tolist() for row in PPOTrainer(config(), sft).generate(QUERIES)]
+    actual = PPOTrainer(config(), sft).generate(QUERIES, do_sample=False)
     model = PretrainedHandle(sft).causal_lm()
-    for query, row in zip(QUERIES, found, strict=True):
+    for query, row in zip(QUERIES, actual, strict=True):
         greedy = model.generate(query[None], do_sample=False, max_new_tokens=6, eos_token_id=END, pad_token_id=PAD)
         assert row.tolist() == greedy[0].tolist()
 
@@ -337,7 +337,7 @@ def test_queries_that_cannot_be_used_are_refused(sft: str, queries: list[Tensor]
 
 
 def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
-    """Of two responses to one query the one that is paid becomes more probable, the other less."""
+    """Of two responses to a query the rewarded one becomes more probable, the other less probable."""
     trainer = PPOTrainer(config(kl_coef=0.0, missing_eos_penalty=None, total_episodes=4), sft)
     query, good, bad = torch.tensor([4, 5]), torch.tensor([6, END]), torch.tensor([9, END])
 
@@ -583,7 +583,7 @@ def test_a_reward_model_without_a_pad_token_scores(sft: str, with_tokenizer: boo
     assert model.config.pad_token_id is None
     reward = (model, word_tokenizer(pad_token=None)) if with_tokenizer else model
     history = trainer_of(sft, reward=reward).train()
-    assert all(math.isfinite(found["objective/scores"]) for found in history)
+    assert all(math.isfinite(actual["objective/scores"]) for actual in history)
 
 
 def values(critic: Any) -> Tensor:
@@ -679,7 +679,7 @@ def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, 
         for reward in (early_letters, RewardConfig(components=[FUNCTION])):
             with pytest.raises(DataError, match="`completions`"):
                 trainer_of(sft, reward=reward, prompts=prompts)
-        trainer_of(sft, reward=reward_model, prompts=prompts)  # calls no function
+        trainer_of(sft, reward=reward_model, prompts=prompts)  # with a reward model no function is tried
 
 
 def test_a_column_with_a_gap_goes_to_the_reward_function_as_it_was_given(sft: str):
@@ -696,7 +696,7 @@ def test_a_column_with_a_gap_goes_to_the_reward_function_as_it_was_given(sft: st
 def test_prompts_whose_responses_the_reward_model_could_not_read_are_refused_before_training(
     sft: str, stop_token: str, needed: int
 ):
-    """Behind a full stop comes the reward model's end of text; a special stop token is replaced by it."""
+    """The reward model's end-of-text token follows a full stop, and replaces a special stop token."""
     shape = {"vocab_size": len(VOCABULARY), "n_embd": 16, "n_layer": 1, "n_head": 2, "num_labels": 1}
     length = config().response_length
 
@@ -820,9 +820,9 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     state, whole = resumed["checkpoint"].load(), read_back(sft, saved, run / "iteration_000003")
     assert repeatable(trainer.history) == repeatable(state.history) == repeatable(whole.history)
     assert len(whole.history) == 3
-    for found in (trainer.state, state):
-        assert_same_bits(weights(found.policy), weights(whole.policy))
-        assert_same_bits(weights(found.critic), weights(whole.critic))
+    for actual in (trainer.state, state):
+        assert_same_bits(weights(actual.policy), weights(whole.policy))
+        assert_same_bits(weights(actual.critic), weights(whole.critic))
     trainer.save_pretrained(tmp_path / "trainer")
     for name, policy in {"pipeline": pipelines, "resumed": resumed["ppo_policy"].load()}.items():
         policy.save(tmp_path / name)
@@ -830,7 +830,7 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
 
 
 def read_back(sft: str, settings: PPOConfig, checkpoint: Path) -> Any:
-    """The state in a checkpoint, put into models of its own."""
+    """Load a checkpoint's state into new models."""
     trainer = PPOTrainer(settings, sft)
     trainer.load_checkpoint(checkpoint)
     return trainer.state
@@ -890,7 +890,7 @@ def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
 
 
 def test_a_policy_is_not_saved_where_it_would_be_read_as_another_one(sft: str, tmp_path: Path):
-    """transformers puts an adapter in a folder onto whole weights in it, whichever was saved last."""
+    """transformers loads an adapter in a folder onto whole weights in the same folder, whichever was saved last."""
     whole, adapter = PPOTrainer(config(), sft), PPOTrainer(config(use_peft=True, export="adapter"), sft)
     whole.save_pretrained(tmp_path / "whole")
     adapter.save_pretrained(tmp_path / "adapter")

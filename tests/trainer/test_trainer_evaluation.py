@@ -1,4 +1,4 @@
-"""PPOTrainer evaluates on held-out prompts as the pipeline does, and never at the cost of an iteration."""
+"""PPOTrainer evaluates on held-out prompts as the pipeline does, and a failing evaluation loses no iteration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainer_of(**given: Any) -> PPOTrainer:
 
 
 def pipelines_rows(sft: str, judge: str | None, resume: Path | None = None, **settings: Any) -> list[dict[str, Any]]:
-    """The rows that the pipeline's node `evaluate_iteration` makes of the same run."""
+    """Return the rows of the pipeline's node `evaluate_iteration` for the same run."""
     given = {
         "params:ppo": config(**settings),
         "params:prompts": PromptsConfig(),

@@ -29,7 +29,7 @@ def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Checkpoints of a run's iterations 2 and 3, its last."""
+    """Return a folder with checkpoints of iterations 2 and 3, the last of a run."""
     trainer_of().train(output_dir=tmp_path / "run")
     return tmp_path / "run"
 
@@ -59,7 +59,7 @@ def test_the_sign_of_the_home_directory_is_expanded(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
-    """Also after it was loaded from there by hand, and with steps of one's own."""
+    """The folder is also accepted after load_checkpoint, and after calls of step()."""
     resumed, stepped = trainer_of(), trainer_of()
     resumed.load_checkpoint(folder / "iteration_000002")
     resumed.train(output_dir=folder)
@@ -107,7 +107,7 @@ def test_a_run_resumes_with_a_reward_function_that_was_fixed(folder: Path, caplo
 
 @pytest.mark.slow
 def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
-    """The same one may come as an object or as a path; another one of the same form is not taken."""
+    """The same reward model may be given as an object or as a path; another model of the same shape is refused."""
     path = save(tmp_path / "reward", REWARD_MODEL)
     trainer_of(reward=REWARD_MODEL).train(output_dir=tmp_path / "run")
     given = CausalLMRewardModel.from_pretrained(path), PretrainedHandle(path).tokenizer()

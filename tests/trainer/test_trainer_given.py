@@ -1,4 +1,4 @@
-"""What PPOTrainer takes: prompts as tokens, adapters merged, and a reward that is tried before the run."""
+"""PPOTrainer's inputs: prompts as tokens, merged adapters, and reward functions that are tried before a run."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ TOKENISED = datasets.Dataset.from_dict({"input_ids": IDS, "lengths": list(map(le
     ids=["dataset", "torch format", "rows", "columns", "pandas", "lists", "tensors", "a padded batch"],
 )
 def test_rows_of_token_ids_are_prompts(sft: str, prompts: Any):
-    found = prompts_of(sft, prompts)
-    assert found.prompt_ids == IDS
-    assert found.texts == PROMPTS
-    assert set(found.columns) <= {"lengths"}
+    actual = prompts_of(sft, prompts)
+    assert actual.prompt_ids == IDS
+    assert actual.texts == PROMPTS
+    assert set(actual.columns) <= {"lengths"}
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_training_on_tokens_is_training_on_their_texts(sft: str):
 
 def test_a_table_with_a_column_prompt_is_read_by_it(sft: str):
     both = datasets.Dataset.from_dict({"prompt": ["a"], "input_ids": [[9, 9]]})
-    found = prompts_of(sft, both)
-    assert (found.prompt_ids, found.columns) == ([[4]], {"input_ids": [[9, 9]]})
+    actual = prompts_of(sft, both)
+    assert (actual.prompt_ids, actual.columns) == ([[4]], {"input_ids": [[9, 9]]})
 
 
 def test_tokens_that_cannot_be_prompts_are_refused(sft: str):
@@ -86,8 +86,8 @@ TEXTS = datasets.Dataset.from_dict({"prompt": PROMPTS})
     ids=["column", "series", "array"],
 )
 def test_a_column_of_texts_is_prompts(sft: str, prompts: Any):
-    found = prompts_of(sft, prompts)
-    assert (found.texts[:], found.prompt_ids[:]) == (PROMPTS, IDS)
+    actual = prompts_of(sft, prompts)
+    assert (actual.texts[:], actual.prompt_ids[:]) == (PROMPTS, IDS)
 
 
 def test_a_tensor_of_token_ids_is_prompts(sft: str):
@@ -196,7 +196,7 @@ def refusal(**given: Any) -> str:
 
 @pytest.mark.slow
 def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
-    """For the PeftModel itself, and for what transformers loads of the folder that it was saved to."""
+    """Both for the PeftModel itself and for the model that transformers loads from its folder."""
     adapted = with_adapter(AutoModelForCausalLM.from_pretrained(sft), "CAUSAL_LM")
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""What a script would get silently wrong, or in the middle of a run, is refused in one line at the start."""
+"""Mistakes in a script that would give wrong results or fail late are refused in one line at the start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
 @pytest.mark.parametrize("lost", ["./nowhere", "~/nowhere", "/no/where", "a/b/c", Path("org/name")])
 @pytest.mark.parametrize("argument", ["policy", "reward", "value_model"])
 def test_a_path_without_a_model_is_refused_before_another_model_is_looked_for(lost: str | Path, argument: str):
-    """The hub would be asked for the others."""
+    """A missing path is refused before any request to the hub for the other models."""
     given = {"policy": "org/policy", "reward": "org/reward", "value_model": "org/critic", argument: lost}
     with pytest.raises(ModelError, match=f"^{lost}: "):
         trainer_of(**given)
@@ -215,7 +215,7 @@ def test_a_reward_model_that_gives_no_text_one_score_is_refused_by_its_kind(kind
     "kind", [(CTRLConfig, CTRLForSequenceClassification), (BertConfig, BertForSequenceClassification)]
 )
 def test_a_classifier_whose_head_the_critic_would_lose_is_refused(kind):
-    """Both call their heads `classifier`."""
+    """Both classes name their head `classifier`."""
     model = kind[1](kind[0](**SHAPE))
     with pytest.raises(ModelError, match=r"value model .*`score`.*num_labels=1"):
         trainer_of(value_model=model)

@@ -1,4 +1,4 @@
-"""Padding, and queries in front of responses, in what `generate` and `step` are given."""
+"""Padding, and responses that begin with their query, in the arguments of `generate` and `step`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def padded(rows: list[Tensor], pad: int, side: str = "right") -> Tensor:
 def test_padding_of_queries_and_responses_changes_nothing(side: str):
     bare, trainer = trainer_of(), trainer_of()
     expected = bare.generate(QUERIES)
-    found = trainer.generate(padded(QUERIES, PAD, side))
-    assert [row.tolist() for row in found] == [row.tolist() for row in expected]
+    actual = trainer.generate(padded(QUERIES, PAD, side))
+    assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     stats = trainer.step(padded(QUERIES, PAD, side), padded(RESPONSES, PAD, side), SCORES)
     assert stats["response/length"] == (4 + 2 + 1 + 3) / 4
     bare.step(QUERIES, RESPONSES, SCORES)
@@ -44,13 +44,13 @@ def test_by_the_attention_mask_the_end_of_text_is_padding_or_text(side: str):
     mask = padded([torch.ones_like(query) for query in queries], 0, side)
     expected = [trainer_of("</s>").generate(query) for query in queries[:1]]
     trainer = trainer_of("</s>")
-    found = trainer.generate(padded(queries, END, side), attention_mask=mask, return_prompt=True)
-    assert found[0].tolist() == expected[0][0].tolist()
-    assert [row.tolist()[: len(query)] for row, query in zip(found, queries, strict=True)] == [
+    actual = trainer.generate(padded(queries, END, side), attention_mask=mask, return_prompt=True)
+    assert actual[0].tolist() == expected[0][0].tolist()
+    assert [row.tolist()[: len(query)] for row, query in zip(actual, queries, strict=True)] == [
         query.tolist() for query in queries
     ]
     single = trainer_of("</s>").generate(padded(queries, END, side)[0], attention_mask=mask[0])
-    assert single[0].tolist() == found[0].tolist()
+    assert single[0].tolist() == actual[0].tolist()
     with pytest.raises(DataError, match=r"attention_mask .* shape"):
         trainer.generate(queries, attention_mask=mask)
 
@@ -78,11 +78,11 @@ def test_a_pad_token_that_stands_in_a_text_is_refused_at_its_ends():
 
 
 def test_a_pad_token_that_begins_all_texts_or_ends_a_response_is_text():
-    """As GPT-2 has it: one token begins texts, ends them and pads."""
+    """As in GPT-2, one token begins texts, ends texts and pads."""
     trainer = PPOTrainer(config(), tiny_model(), None, word_tokenizer(pad_token="</s>", bos_token="</s>"))
     queries = [torch.cat([torch.tensor([END]), query]) for query in QUERIES]
-    found = trainer.generate(queries)
-    assert [row.tolist()[: len(query)] for row, query in zip(found, queries, strict=True)] == [
+    actual = trainer.generate(queries)
+    assert [row.tolist()[: len(query)] for row, query in zip(actual, queries, strict=True)] == [
         query.tolist() for query in queries
     ]
     stats = trainer.step(queries, [torch.tensor(row) for row in ([6, END], [6, 7], [6, 7, END], [END])], SCORES)
@@ -98,7 +98,7 @@ def test_a_row_of_padding_alone_is_refused():
     "pad_token", [pytest.param("<pad>", marks=pytest.mark.slow), "</s>", pytest.param("<unk>", marks=pytest.mark.slow)]
 )
 def test_responses_of_generate_are_taken_as_they_are(pad_token: str):
-    """The policy samples every token, pad tokens among them."""
+    """The policy may sample any token, pad tokens included."""
     trainer = trainer_of(pad_token, per_device_train_batch_size=64, total_episodes=256, temperature=5.0)
     queries = [QUERIES[row % 4] for row in range(128)]
     responses = trainer.generate(queries, return_prompt=False)
@@ -139,12 +139,12 @@ def prompt_ids(prompts: Any, **tokenizer: Any) -> list[list[int]]:
 
 
 def test_several_responses_to_a_query_stand_together_with_noise_of_their_own():
-    found = trainer_of().generate(QUERIES, return_prompt=False, num_return_sequences=2)
+    actual = trainer_of().generate(QUERIES, return_prompt=False, num_return_sequences=2)
     repeated = [query for query in QUERIES for _ in range(2)]
     fresh = trainer_of()
     expected = fresh.generate(repeated, return_prompt=False)
-    assert [row.tolist() for row in found] == [row.tolist() for row in expected]
-    assert len({tuple(row.tolist()) for row in found}) > len(QUERIES)
+    assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
+    assert len({tuple(row.tolist()) for row in actual}) > len(QUERIES)
     assert len(fresh.generate(QUERIES[0], num_return_sequences=3)) == 3
 
 

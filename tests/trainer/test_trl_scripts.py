@@ -1,4 +1,4 @@
-"""A script written for TRL: its groups of arguments parse together, and its names are answered with ours."""
+"""A script written for TRL: its argument groups parse together, and errors translate TRL's names to ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPOTrainer on two processes that give it other arguments each; started by torchrun in `test_trainer_processes`.
+"""PPOTrainer on two processes with different arguments; started by torchrun in `test_trainer_processes`.
 
 torchrun --nproc_per_node 2 -m tests.trainer.trainer_process_case RESULTS
 """
@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_model, word_tokenizer
 from tests.trainer.test_trainer import PROMPTS, QUERIES, config
 
 RANK = int(os.environ.get("RANK", "0"))
-OWN = [query + RANK for query in QUERIES]  # of this process alone
+OWN = [query + RANK for query in QUERIES]  # different in each process
 ALIKE = [0.0, 1.0, 2.0, 3.0]
 
 
@@ -61,14 +61,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 def results() -> dict[str, Any]:
-    """Return what this process was told, and the numbers of runs with the same arguments."""
-    found: dict[str, Any] = {name: refusal(call) for name, call in REFUSED.items()}
+    """Return this process's errors, and the metrics of runs with equal arguments."""
+    actual: dict[str, Any] = {name: refusal(call) for name, call in REFUSED.items()}
     trainer = trainer_of()
     answers = trainer.generate(QUERIES, return_prompt=False, length_sampler=lambda: 2 + RANK)
-    found["lengths"] = max(map(len, answers))
-    found["first KL"] = trainer.step(QUERIES, answers, ALIKE)["objective/kl"]
-    found["scores"] = [row["objective/scores"] for row in trainer_of(prompts=PROMPTS, reward=own_reward).train()]
-    return found
+    actual["lengths"] = max(map(len, answers))
+    actual["first KL"] = trainer.step(QUERIES, answers, ALIKE)["objective/kl"]
+    actual["scores"] = [row["objective/scores"] for row in trainer_of(prompts=PROMPTS, reward=own_reward).train()]
+    return actual
 
 
 if __name__ == "__main__":

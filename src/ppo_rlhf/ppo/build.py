@@ -1,4 +1,4 @@
-"""The models and the state of a run as its configuration asks for them: weights loaded, copied, shared or adapted."""
+"""Builds the models and the training state of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ AnyCritic = Critic | SharedCritic
 
 
 def lora_settings(config: PPOConfig) -> LoraSettings:
-    """Return the shape of the adapters."""
+    """Return the rank, alpha and target modules of the adapters."""
     return LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules)
 
 
 def load_policies(
     sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
 ) -> tuple[TrainedModel, PreTrainedModel]:
-    """Return the policy, which trains, with its tokenizer and value head if it has one, and the frozen reference.
+    """Return the policy to train, with its tokenizer and its value head if it has one, and the frozen reference.
 
-    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter. With
-    `offload_reference_policy` the reference waits in the host's memory.
+    With `use_peft` the weights are loaded once: the reference is the model itself, and the policy is the same model
+    with an adapter. With `offload_reference_policy` the reference is in the host's memory while it is not used.
 
     Raises:
-        ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
+        ConfigError: A setting needs another device, or a compiler that is missing.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
     check_device(config, device)
-    waits = torch.device("cpu") if config.offload_reference_policy else device
-    reference = load_causal_lm(sft_policy, frozen_dtype(config), config, waits).requires_grad_(False)
+    reference_device = torch.device("cpu") if config.offload_reference_policy else device
+    reference = load_causal_lm(sft_policy, frozen_dtype(config), config, reference_device).requires_grad_(False)
     if config.offload_reference_policy:
         to_host(reference)
     if config.compile:
@@ -84,32 +84,32 @@ def load_policies(
 def load_causal_lm(
     handle: PretrainedHandle, dtype: torch.dtype, config: PPOConfig, device: torch.device
 ) -> PreTrainedModel:
-    """Return a language model on a device, with `load_in_4bit` in 4 bits."""
+    """Return a language model on a device; with `load_in_4bit` its weights are in 4 bits."""
     return nn.Module.to(handle.causal_lm(dtype, quantised_on=device if config.load_in_4bit else None), device)
 
 
 def as_adapter(handle: PretrainedHandle) -> str:
-    """Return in words that a source is an adapter, its base, and whether it brings tokens; empty of a whole model."""
+    """Return a remark for a log line if a source is an adapter: its base, and the tokens that it adds; else ""."""
     if handle.base is None:
         return ""
-    own, of_base = (each.config().get_text_config().vocab_size for each in (handle, handle.base))
-    grown = "" if own == of_base else f", whose vocabulary goes from {of_base:,} to {own:,} tokens"
-    return f" (an adapter, merged into {handle.base.source}{grown})"
+    size, base_size = (each.config().get_text_config().vocab_size for each in (handle, handle.base))
+    growth = "" if size == base_size else f", whose vocabulary grows from {base_size:,} to {size:,} tokens"
+    return f" (an adapter, merged into {handle.base.source}{growth})"
 
 
 def check_libraries(config: PPOConfig) -> None:
-    """Raise `ConfigError` if a setting needs bitsandbytes, and it is missing."""
-    needing = []
+    """Raise `ConfigError` if a setting needs bitsandbytes and bitsandbytes is missing."""
+    settings = []
     if config.load_in_4bit:
-        needing.append("ppo.load_in_4bit=true")
+        settings.append("ppo.load_in_4bit=true")
     if config.optim == EIGHT_BIT:
-        needing.append("ppo.optim=adamw_8bit")
-    if needing:
-        check_bitsandbytes(" and ".join(needing))
+        settings.append("ppo.optim=adamw_8bit")
+    if settings:
+        check_bitsandbytes(" and ".join(settings))
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device, whole models, or a compiler or vLLM that is missing."""
+    """Raise `ConfigError` if a setting needs another device, models without sharding, or a missing compiler or vLLM."""
     if config.rollout_engine == "vllm":
         check_vllm(device)
     problems = [*device_problems(config, device.type)]
@@ -122,10 +122,10 @@ def check_device(config: PPOConfig, device: torch.device) -> None:
 
 
 def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
-    """Return the policy that trains: the model itself, or with `use_peft` its frozen weights with a fresh adapter.
+    """Return the policy to train: the model itself, or with `use_peft` its frozen weights with a new adapter.
 
     Raises:
-        ModelError: The adapter does not fit the model, or one of the layers named is none of the model's.
+        ModelError: The adapter does not fit the model, or `lora_target_modules` names a layer that the model lacks.
     """
     if not config.use_peft:
         return model
@@ -136,7 +136,7 @@ def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedMode
 
 
 def critic_backbone(config: PPOConfig) -> OwnBackbone | None:
-    """Return what makes a critic's backbone from another model's: with `use_peft` an adapter, else None for a copy."""
+    """Return a function that puts the critic's adapter on a model; None without `use_peft`, to copy the model."""
     if not config.use_peft:
         return None
     return partial(with_adapter, settings=lora_settings(config), generator=generator(config.seed, "critic adapter"))
@@ -149,14 +149,14 @@ def build_critic(
     value_head: nn.Linear | None = None,
     stored_critic: PreTrainedModel | None = None,
 ) -> AnyCritic:
-    """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
+    """Return the critic that `ppo.value_model` names; with `use_peft` its backbone is an adapter on shared weights.
 
-    A head on the policy's states starts as `value_head`; None starts it at zero.
+    A critic that starts from the policy gets `value_head` as its head; with None its head starts at zero.
 
     Raises:
         ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.
-        ModelError: The model that the critic starts from has another vocabulary, or no linear score head; or the value
-            head, or the adapter, does not fit.
+        ModelError: The model that the critic is initialised from has another vocabulary or no linear score head; or
+            the value head or the adapter does not fit.
     """
     if config.value_model == "shared":
         return SharedCritic(policy, value_head)
@@ -180,10 +180,10 @@ def build_critic(
 
 
 def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
-    """Freeze the weights of a critic that `ppo.value_freeze` names.
+    """Freeze the critic's weights that `ppo.value_freeze` names.
 
     Raises:
-        ModelError: The architecture does not say which they are.
+        ModelError: These weights cannot be found in the architecture.
     """
     if config.value_freeze == "none":
         return
@@ -194,7 +194,7 @@ def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
     )
     if is_main_process():
         log.info(
-            "Critic: %.3g M parameters, %.3g M train; its %s does not (ppo.value_freeze).",
+            "Critic: %.3g M parameters, of which %.3g M train; its %s is frozen (ppo.value_freeze).",
             *(total, trained, config.value_freeze),
         )
 
@@ -213,12 +213,12 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
 def build_state(
     policy: PreTrainedModel, critic: AnyCritic, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> TrainingState:
-    """Prepare policy and critic to train, and start a run: fresh optimisers, forward passes wrapped for its processes.
+    """Return the state of a new run: policy and critic prepared for training, new optimisers, wrapped forward passes.
 
     Raises:
-        ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
-        ModelError: The critic reads tokens that come later, all weights of a model are frozen, the policy has no stop
-            token, or gradient checkpointing, compilation or `cuda_graphs: true` does not fit an architecture.
+        ConfigError: The tokenizer does not have the stop token, or a setting needs bitsandbytes.
+        ModelError: The critic attends to later tokens, all weights of a model are frozen, the policy has no stop token,
+            or an architecture does not support gradient checkpointing, compilation or `cuda_graphs: true`.
         RewardError: `ppo.environment` cannot be imported.
     """
     config = with_dtype(config)
@@ -229,7 +229,7 @@ def build_state(
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
     sampling = sampling_settings(config, tokenizer, policy)
-    packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
+    packs(backbone_of(policy))  # probes are cached, and must run before wrapping and compiling
     packs(critic.backbone)
     logits_of(policy)
     device = join_processes().device if shards_models() else policy.device
@@ -271,37 +271,37 @@ def build_state(
 
 
 def captures_of(config: PPOConfig, device: torch.device) -> Captures:
-    """Return what captures the steps of a run: nothing if it is not wanted, nor with FSDP2, where weights move."""
+    """Return the CUDA graphs of a run; they are off with `cuda_graphs=false`, and with FSDP2, where weights move."""
     return Captures(device, wanted=config.cuda_graphs is not False and not shards_models())
 
 
 def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
     """Raise `ModelError` if the policy's decoding steps, or the update, cannot be captured as CUDA graphs."""
-    from ppo_rlhf.ppo.captured_sampling import why_not_captured  # only this setting needs it
+    from ppo_rlhf.ppo.captured_sampling import why_not_captured  # imported only for `cuda_graphs=true`
 
     with autocast(config, policy.device):
-        why = why_not_captured(policy) if decodes(policy) else "it needs padding, or a cache of transformers' own"
-    what = f"{type(policy).__name__} is not decoded by CUDA graphs ({why})" if why else ""
-    if not (what or packs(critic.backbone)):
-        what = f"the critic, a {type(critic.backbone).__name__}, needs padding, so an update is not captured"
-    if what:
-        raise ModelError(f"ppo.cuda_graphs=true: {what}; leave it out")
+        why = why_not_captured(policy) if decodes(policy) else "it needs padding, or transformers' own cache"
+    problem = f"{type(policy).__name__} cannot be decoded with CUDA graphs ({why})" if why else ""
+    if not (problem or packs(critic.backbone)):
+        problem = f"the critic, a {type(critic.backbone).__name__}, needs padding, so updates cannot be captured"
+    if problem:
+        raise ModelError(f"ppo.cuda_graphs=true: {problem}; leave ppo.cuda_graphs out")
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:
-    """Raise `ModelError` if the adapter is to be exported, and nothing that peft can load is below it.
+    """Raise `ModelError` if `ppo.export=adapter` and the adapter's base is not a model that peft can load.
 
-    `name` is the place that the policy was loaded from.
+    `name` is the directory or hub id that the policy was loaded from.
     """
     if config.export == "adapter" and (not name or PretrainedHandle(name).base is not None):
         why = f"{name} is an adapter itself" if name else "the policy is an object without a name (name_or_path)"
-        raise ModelError(f"ppo.export=adapter: {why}, so peft could not load what lies below; set ppo.export=merged")
+        raise ModelError(f"ppo.export=adapter: {why}, so peft could not load its base; set ppo.export=merged")
 
 
 def sampling_settings(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> SamplingSettings:
-    """Return how responses are drawn with this tokenizer and model."""
+    """Return the sampling settings of a run with this tokenizer and model."""
     environment = None
     if config.environment is not None:
         environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
@@ -320,7 +320,7 @@ def sampling_settings(
 
 
 def stops_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids that end a response of a policy, ascending."""
+    """Return the stop token ids of a policy's responses, in ascending order."""
     return stop_token_ids(
         tokenizer,
         policy.generation_config,

@@ -1,8 +1,8 @@
 """The PPO update: epochs of clipped policy and value steps over one iteration's experience.
 
-Schulman et al. 2017, arXiv:1707.06347. Each minibatch is one optimiser step; its micro-batches are the forward and
-backward passes that add up to its gradient. Every loss is divided by the count of the whole minibatch, so the gradient
-does not depend on how the minibatch is cut into micro-batches or shared among processes.
+Schulman et al. 2017, arXiv:1707.06347. Each minibatch is one optimiser step. The gradients of its micro-batches add up
+to the minibatch's gradient. Every loss is divided by the token count of the whole minibatch, so the gradient does not
+depend on how the minibatch is split into micro-batches and across processes.
 """
 
 from __future__ import annotations
@@ -47,37 +47,38 @@ from ppo_rlhf.runtime.processes import shards_models, together
 
 log = logging.getLogger(__name__)
 
-EARLY_STOP_FACTOR = 1.5  # on target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
+EARLY_STOP_FACTOR = 1.5  # multiplies target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
 
 
 def optimise_policy(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> list[StepSums]:
-    """Run all epochs of one iteration; return the statistics of every step. `TrainingState.advance` completes it.
+    """Run all epochs of one iteration's update, and return the statistics of every optimiser step.
 
-    The reference runs again in each step if the loss has the KL over the whole vocabulary from it.
+    `TrainingState.advance` completes the iteration. The reference policy runs again in each step if the loss has the KL
+    over the whole vocabulary.
 
     Raises:
-        DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
+        DivergenceError: The rollouts' KL exceeds `kl_stop` (no weight was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
     """
     config, iteration = state.config, experience.rollouts.iteration
     state.check_whole()
     _check_kl(float(experience.rollouts.kl.sum(-1).mean()), iteration, config)
     set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
-    _drop_gradients(state)  # of an update that was interrupted
+    _drop_gradients(state)  # left from an interrupted update
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
     with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
         return run_epochs(state, experience, reference)
 
 
 def run_epochs(state: TrainingState, experience: Experience, reference: Reference) -> list[StepSums]:
-    """Take one optimiser step for each minibatch of each epoch; return the statistics of every step."""
+    """Take one optimiser step for each minibatch of each epoch, and return the statistics of every step."""
     config = state.config
     mask = learning_mask(experience.rollouts, config)
     advantages = _weighted_advantages(experience, config)
     if not bool(mask.any()):
         log.warning(
-            "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves nothing to learn "
-            "from: raise %s.",
+            "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves no token to train "
+            "on: raise %s.",
             experience.rollouts.iteration,
             "ppo.turn_length and ppo.response_length" if config.environment else "ppo.response_length",
         )
@@ -86,15 +87,15 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
     if experience.rollouts.common_shapes:
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
     epochs = experience.rollouts.epochs
-    made = _micro_batches(state, experience, epochs[0], mask, advantages)
+    epoch_micro_batches = _micro_batches(state, experience, epochs[0], mask, advantages)
     for epoch, next_epoch in zip_longest(epochs, epochs[1:]):
-        pieces = iter(to_device(made, state.device))  # together
+        on_device = iter(to_device(epoch_micro_batches, state.device))  # one copy for the whole epoch
         for minibatch in epoch:
-            own = [next(pieces) for _ in minibatch.micro_batches]
-            step = compute_gradients(state, experience, minibatch, mask, own, reference, passes)
+            micro_batches = [next(on_device) for _ in minibatch.micro_batches]
+            step = compute_gradients(state, experience, minibatch, mask, micro_batches, reference, passes)
             steps.append(step)
-            if minibatch is epoch[-1] and next_epoch is not None:  # before a wait: the device computes meanwhile
-                made = _micro_batches(state, experience, next_epoch, mask, advantages)
+            if minibatch is epoch[-1] and next_epoch is not None:  # before the next device sync, while the device works
+                epoch_micro_batches = _micro_batches(state, experience, next_epoch, mask, advantages)
             state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
@@ -108,20 +109,20 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a forward and backward pass reads: b rows with t response columns.
+    """The inputs of one forward and backward pass: b rows with t response columns.
 
-    Of a batch in common shapes b and t are those of its tables, and no loss counts the further rows.
+    In common shapes b and t are those of the batch's tables; the mask is False on the added rows.
     """
 
     batch: SequenceBatch
-    tokens: int  # that the losses count
-    mask: Tensor  # [b, t] bool, True on them
-    old_logprobs: Tensor  # [b, t], with `importance_low` the sampler's
+    tokens: int  # number of tokens that the losses count
+    mask: Tensor  # [b, t] bool, True on the tokens that the losses count
+    old_logprobs: Tensor  # [b, t], the sampler's with `importance_low`
     reference_logprobs: Tensor  # [b, t]
     advantages: Tensor  # [b, t], times the importance weights
     values: Tensor  # [b, t], before the update
     returns: Tensor  # [b, t]
-    positive: Tensor | None = None  # [b, t] bool, True on the tokens of positive examples, if the loss has their term
+    positive: Tensor | None = None  # [b, t] bool, True on the tokens of positive examples; None without their loss term
 
 
 def _micro_batches(
@@ -150,25 +151,25 @@ def _micro_batches(
 
 
 def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
-    """Return rows of a table in the shape `[b, t]` of their batch; further rows of that are 0."""
+    """Return rows of a table in the shape `[b, t]` of their batch; rows beyond `rows` are 0."""
     cut = table[rows, : shape[1]]
     return cut if len(rows) == shape[0] else nn.functional.pad(cut, (0, 0, 0, shape[0] - len(rows)))
 
 
 class Kind(NamedTuple):
-    """What decides the operations of a pass, beside the run's settings and the shapes of its micro-batch."""
+    """The operations of a pass depend on these fields, on the run's settings and on the micro-batch's shapes."""
 
-    learns: bool  # False: the policy rests in a warm-up of the critic
-    with_policy: bool
-    reference: Reference  # if the loss has its KL over the vocabulary
+    learns: bool  # False while only the critic warms up, so that the policy does not train
+    with_policy: bool  # False in epochs that train only the critic
+    reference: Reference  # set if the loss has the KL over the whole vocabulary
 
 
 class Factors(NamedTuple):
-    """Numbers that differ between minibatches or iterations; for a graph they are scalars on the device."""
+    """Numbers that differ between minibatches or iterations; in a CUDA graph they are scalars on the device."""
 
-    denominator: float | Tensor  # of the losses
-    positives: float | Tensor  # of the positive examples' loss
-    kl_coef: float | Tensor
+    denominator: float | Tensor  # divides the losses
+    positives: float | Tensor  # divides the loss of positive examples
+    kl_coef: float | Tensor  # coefficient of the KL in the loss
 
 
 def compute_gradients(
@@ -176,18 +177,18 @@ def compute_gradients(
     experience: Experience,
     minibatch: Minibatch,
     mask: Tensor,
-    pieces: list[MicroBatch],
+    micro_batches: list[MicroBatch],
     reference: Reference,
     passes: CapturedPasses | None = None,
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    Returns their losses and token sums, and the number of tokens of the whole minibatch: those that `mask`, `[B, T]`
-    bool, has in its rows. `passes` lets CUDA replay what it captured.
+    Returns the losses and token sums of these micro-batches, with the number of tokens of the whole minibatch: `mask`,
+    `[B, T]` bool, is True on the tokens that the losses count. With `passes` the passes are CUDA graphs.
     """
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
-    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
+    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # rows of all processes
     step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
     positive = positive_mask(experience, mask, config)
@@ -197,57 +198,57 @@ def compute_gradients(
     scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
 
     def compute(inputs: Inputs) -> Tensor:
-        piece, numbers = inputs
-        return add_gradients(state, kind, piece, Factors(*numbers.unbind()))
+        micro_batch, numbers = inputs
+        return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
 
-    for piece in pieces:
-        with synchronised(state, is_last=piece is pieces[-1]):
+    for micro_batch in micro_batches:
+        with synchronised(state, is_last=micro_batch is micro_batches[-1]):
             if passes is None:
-                found = add_gradients(state, kind, piece, factors)
+                terms = add_gradients(state, kind, micro_batch, factors)
             else:
-                found = passes.run(kind, (piece, scalars), compute)
-        step.add(found, piece.tokens)
+                terms = passes.run(kind, (micro_batch, scalars), compute)
+        step.add(terms, micro_batch.tokens)
     return step
 
 
-def add_gradients(state: TrainingState, kind: Kind, piece: MicroBatch, factors: Factors) -> Tensor:
+def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, factors: Factors) -> Tensor:
     """Add the gradients of a micro-batch; return its losses and means as `StepSums.add` takes them.
 
-    A CUDA graph may hold all of it, so nothing is read from the device.
+    A CUDA graph may capture this function, so it must not read values from the device.
     """
     config, accelerator, aggregation = state.config, state.accelerator, state.config.loss_aggregation
-    kl = entropy = nll = piece.advantages.new_zeros(())
+    kl = entropy = nll = micro_batch.advantages.new_zeros(())
     policy_terms = PolicyLoss(kl, kl, kl, kl)
     if kind.with_policy:
         with accelerator.autocast():
             output = state.policy_forward(
-                piece.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
+                micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
             )
-        policy_terms = _policy_loss(output.logprobs, piece, factors.denominator, config)
+        policy_terms = _policy_loss(output.logprobs, micro_batch, factors.denominator, config)
         policy_loss = policy_terms.loss
         if config.kl_in == "loss":
             estimate = output.kl
             if estimate is None:
-                estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
-            kl = aggregate_loss(estimate, piece.mask, aggregation, factors.denominator)
+                estimate = kl_estimate(output.logprobs, micro_batch.reference_logprobs, config.kl_estimator)
+            kl = aggregate_loss(estimate, micro_batch.mask, aggregation, factors.denominator)
             policy_loss = policy_loss + factors.kl_coef * kl
         if output.entropy is not None:
-            entropy = aggregate_loss(output.entropy, piece.mask, aggregation, factors.denominator)
+            entropy = aggregate_loss(output.entropy, micro_batch.mask, aggregation, factors.denominator)
             policy_loss = policy_loss - config.entropy_coef * entropy
-        if piece.positive is not None:
-            nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, factors.positives)
+        if micro_batch.positive is not None:
+            nll = aggregate_loss(-output.logprobs, micro_batch.positive, aggregation, factors.positives)
             policy_loss = policy_loss + config.positive_coef * nll
         if kind.learns and not state.shares_trunk:
             _backward(state, policy_loss)
         values = output.values
     if state.critic_forward is not None:
         with accelerator.autocast():
-            values = state.critic_forward(piece.batch)
+            values = state.critic_forward(micro_batch.batch)
     value_terms = clipped_value_loss(
         values[:, :-1],
-        piece.values,
-        piece.returns,
-        piece.mask,
+        micro_batch.values,
+        micro_batch.returns,
+        micro_batch.mask,
         cliprange_value=config.cliprange_value,
         loss_aggregation=aggregation,
         denominator=factors.denominator,
@@ -261,19 +262,21 @@ def add_gradients(state: TrainingState, kind: Kind, piece: MicroBatch, factors: 
     return torch.stack([number.detach() for number in (*losses, *means)])
 
 
-def _policy_loss(logprobs: Tensor, piece: MicroBatch, denominator: float | Tensor, config: PPOConfig) -> PolicyLoss:
-    """Return the clipped loss of PPO, or the masked one of SAO if the band of `ppo.importance_low` is set."""
-    given = logprobs, piece.old_logprobs, piece.advantages, piece.mask
+def _policy_loss(
+    logprobs: Tensor, micro_batch: MicroBatch, denominator: float | Tensor, config: PPOConfig
+) -> PolicyLoss:
+    """Return PPO's clipped loss, or SAO's masked loss if `ppo.importance_low` is set."""
+    inputs = logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
     if config.importance_low is not None and config.importance_high is not None:
         return masked_policy_loss(
-            *given,
+            *inputs,
             low=config.importance_low,
             high=config.importance_high,
             loss_aggregation=config.loss_aggregation,
             denominator=denominator,
         )
     return clipped_policy_loss(
-        *given,
+        *inputs,
         cliprange=config.cliprange,
         cliprange_high=config.cliprange_high,
         dual_clip=config.dual_clip,
@@ -283,13 +286,13 @@ def _policy_loss(logprobs: Tensor, piece: MicroBatch, denominator: float | Tenso
 
 
 def _backward(state: TrainingState, loss: Tensor) -> None:
-    """Accumulate gradients. accelerate's own divides the loss by a number that is 1 here, which are four kernels."""
+    """Accumulate gradients. accelerate's `backward` would spend four kernels on dividing the loss by 1."""
     scaler = state.accelerator.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def take_step(state: TrainingState, step: StepSums) -> None:
-    """Clip the gradients of policy and critic, and step both, unless one of the gradients is not finite.
+    """Clip the gradients of policy and critic and step both optimisers; skip both if a gradient is not finite.
 
     Raises:
         DivergenceError: `max_skipped_steps` steps in a row were skipped.
@@ -299,55 +302,59 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     if state.critic_forward is not None:
         models["critic"] = state.critic_forward, state.critic_optimizer
     learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}
-    policy_learns = _has_gradients(state.policy)  # not in a warm-up of the critic
+    policy_learns = _has_gradients(state.policy)  # False while only the critic warms up
     clipped = []
     for model, optimizer in learners.values():
         if scaler is not None:
-            scaler.unscale_(optimizer)  # accelerate does it only for optimisers that it prepared, one by one
+            scaler.unscale_(optimizer)  # accelerate unscales only optimisers that it prepared
         clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
-    read = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []  # the step's one wait
-    norms = dict(zip(learners, read, strict=True))
+    values = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []  # the step's only device sync
+    norms = dict(zip(learners, values, strict=True))
     step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
     step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
-    faulty = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    if step.tokens and not faulty:
+    non_finite = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if step.tokens and not non_finite:
         for _, optimizer in learners.values():
             optimizer.step()
         if state.policy_average is not None and policy_learns:
             state.policy_average.update(state.policy)
         state.optimiser_steps += 1
         state.skipped_in_a_row = 0
-    elif faulty and step.tokens:
-        _skip_step(state, " and ".join(faulty))
+    elif non_finite and step.tokens:
+        _skip_step(state, " and ".join(non_finite))
     if scaler is not None:
         scaler.update()
     _drop_gradients(state)
 
 
 def _skip_step(state: TrainingState, culprits: str) -> None:
-    """Count a step that is not taken, and log why."""
+    """Count and log a skipped step.
+
+    Raises:
+        DivergenceError: `max_skipped_steps` steps in a row were skipped.
+    """
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
     if scaler is not None and scaler.get_scale() > 1.0:  # a smaller loss scale may help
-        log.info("float16 overflow of the %s in %s: step skipped, the loss scale falls.", culprits, where)
+        log.info("float16 overflow of the %s in %s: step skipped, loss scale lowered.", culprits, where)
         return
     state.skipped_in_a_row += 1
     log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
     if state.skipped_in_a_row >= state.config.max_skipped_steps:
         raise DivergenceError(
             f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the "
-            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). No such step was "
-            "taken; lower ppo.learning_rate, or look for non-finite rewards",
+            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). These steps were "
+            "skipped; lower ppo.learning_rate, or check for non-finite rewards",
             last_good_iteration=state.iteration,
         )
 
 
 @contextmanager
 def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
-    """Sum gradients over processes only in the backward passes of a minibatch's last micro-batch.
+    """Sum gradients over processes only in the backward pass of a minibatch's last micro-batch.
 
-    FSDP2 sums them in each, so that no process holds the gradients of all weights.
+    FSDP2 sums gradients in every backward pass, so that no process holds the gradients of all weights.
     """
     with ExitStack() as stack:
         if is_last or shards_models():
@@ -359,7 +366,7 @@ def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
 
 
 def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
-    """Return the advantages `[B, T]`, times the importance weights if `ppo.importance_cap` asks for them.
+    """Return the advantages `[B, T]`, multiplied by importance weights if `ppo.importance_cap` is set.
 
     Raises:
         ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
@@ -372,20 +379,20 @@ def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
 
 
 def _sampler_logprobs(experience: Experience, config: PPOConfig) -> Tensor:
-    """Return the log-probabilities `[B, T]` under which the responses were drawn.
+    """Return the log-probabilities `[B, T]` under which the responses were sampled.
 
     Raises:
         ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
     """
-    found = experience.rollouts.responses.sampler_logprobs
-    if found is None:
+    sampler_logprobs = experience.rollouts.responses.sampler_logprobs
+    if sampler_logprobs is None:
         name = "importance_low" if config.masks_tokens else "importance_cap"
         raise ConfigError(
-            f"ppo.{name}={getattr(config, name):g} compares with the log-probabilities of the sampler, "
-            "which these responses do not have: let PPOTrainer.train() sample, or leave it out (never with "
-            "ppo.rollout_engine=vllm)"
+            f"ppo.{name}={getattr(config, name):g} needs the sampler's log-probabilities, which "
+            f"these responses do not have: let PPOTrainer.train() sample, or leave "
+            f"ppo.{name} out (ppo.rollout_engine=vllm needs it)"
         )
-    return found
+    return sampler_logprobs
 
 
 def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
@@ -396,7 +403,7 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
         f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
         f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
         f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
-        last_good_iteration=max(0, iteration - 2),  # these rollouts measure the policy of the iteration before
+        last_good_iteration=max(0, iteration - 2),  # the previous iteration's update gave this KL
     )
 
 
