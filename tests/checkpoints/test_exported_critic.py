@@ -169,7 +169,7 @@ def test_a_script_saves_it_beside_the_policy_only_if_it_is_asked_to(tmp_path: Pa
     assert CRITIC_TITLE in (tmp_path / "saved" / "critic" / "README.md").read_text()
     again.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other" / "critic").exists()
-    line = f"{tmp_path}/saved/critic is an earlier policy's; this one's critic is not saved."
+    line = f"{tmp_path}/saved/critic has the critic of an earlier policy; the critic of this policy is not saved."
     assert line not in caplog.messages
     again.save_pretrained(tmp_path / "saved")
     assert line in caplog.messages

@@ -1,4 +1,4 @@
-"""From rollouts to the update's input: scores, shaped rewards, advantages and returns; and its tables to read."""
+"""From rollouts to the update's inputs: scores, shaped rewards, advantages and returns; and a table for people."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ppo_rlhf.rewards.shaping import final_scores, final_scores_apart, final_tok
 
 @dataclass(frozen=True)
 class Experience:
-    """The update's input of one iteration."""
+    """The inputs of one iteration's update."""
 
     rollouts: Rollouts
     scores: Scores
     rewards: Tensor  # [B, T], shaped
-    advantages: Tensor  # [B, T], whitened if asked for, 0 in padding
+    advantages: Tensor  # [B, T], whitened with `whiten_advantages`, 0 in padding
     returns: Tensor  # [B, T], 0 in padding
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
-    """Score each response, unless that decided which prompts were dropped."""
+    """Return the scores of all responses; with `drop_uniform_prompts` the rollouts have them already."""
     with state.clock.timed(REWARDS):
         return rollouts.scores or scorer.score(response_batch(rollouts.prompts, rollouts.responses, state.tokenizer))
 
@@ -41,11 +41,11 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> Tensor:
     """Turn scores into token rewards `[B, T]`: normalisation, scale, clip, penalties, per-token KL, optional whitening.
 
-    Only the policy's tokens have rewards, the others 0, and the score is on the last of them.
+    Only the policy's tokens have rewards; other tokens have 0. The score is on the policy's last token.
 
     Raises:
-        CheckpointError: The run was resumed with other settings of normalisation.
-        ConfigError: A setting is defined only for scores of whole responses.
+        CheckpointError: The run was resumed with another `reward.normalise`.
+        ConfigError: A setting supports only scores of whole responses, not rewards per token.
     """
     config, mask, responses = state.config, rollouts.mask, rollouts.responses
     dtype = rollouts.old_logprobs.dtype
@@ -76,7 +76,10 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
 
 
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
-    """Return `[B, T]` bool, True on the tokens that both losses count: without cut-off responses if they are masked."""
+    """Return `[B, T]` bool, True on the tokens that both losses count.
+
+    With `truncated_responses=mask` it is False on cut-off responses.
+    """
     if config.truncated_responses != "mask":
         return rollouts.mask
     return rollouts.mask & rollouts.responses.terminated[:, None]
@@ -91,10 +94,10 @@ def positive_mask(experience: Experience, mask: Tensor, config: PPOConfig) -> Te
 def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, state: TrainingState) -> Experience:
     """Estimate advantages and returns by GAE.
 
-    Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
-    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own, `lam_alpha` the
-    advantages one for each response. An environment's tokens are skipped: the policy's first token of a turn follows
-    its last one of the turn before.
+    The value after a response's last token counts as 0. With `truncated_responses=bootstrap` V(s_T) of a cut-off
+    response stands for all later rewards. `lam_critic` sets another lambda for the returns, `lam_alpha` a lambda for
+    the advantages of each response. An environment's tokens are left out: the first token of a policy's turn directly
+    follows the last token of the policy's previous turn.
     """
     config, mask, values = state.config, rollouts.mask, rollouts.values
     bootstrap_values = None
@@ -124,11 +127,11 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
 
 
 def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
-    """Return one row a response of the iteration, in its order.
+    """Return one row per response of the iteration, in the iteration's order.
 
-    Columns: iteration, prompt, completion, score (as the rewards gave it), with several rewards `score_<name>` of each,
-    kl (k1 over the response, nats), advantage (mean over its tokens), tokens (the policy's, stop token included) and
-    stopped (false: cut off).
+    Columns: iteration, prompt, completion, score (before shaping), `score_<name>` of each reward if there are several,
+    kl (k1 summed over the response, nats), advantage (mean over the response's tokens), tokens (number of the policy's
+    tokens, stop token included) and stopped (False if the response was cut off).
     """
     rollouts, scores = experience.rollouts, experience.scores
     tokens = rollouts.mask.sum(-1)

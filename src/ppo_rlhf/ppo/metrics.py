@@ -1,4 +1,4 @@
-"""The metrics of one iteration, named as in docs/metrics.md. Averages over tokens leave out prompts and padding."""
+"""The metrics of one iteration, named as in docs/metrics.md. Token averages exclude prompts and padding."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ from ppo_rlhf.rewards.shaping import deviations
 from ppo_rlhf.runtime.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
-"""Fields of StepSums that add up over micro-batches and processes."""
+"""Fields of StepSums that are summed over micro-batches and processes."""
 FIRST_MEAN = SUMMED.index("approxkl")
-"""From here on the fields are sums over tokens: of a micro-batch, its means times its tokens."""
+"""From this index on the fields are sums over tokens: a micro-batch adds its mean times its tokens."""
 
 
 @dataclass
 class StepSums:
-    """Statistics of one minibatch. Losses are parts of the minibatch's mean; the others are sums over its tokens.
+    """Statistics of one minibatch: losses are means over the minibatch, the other fields sums over its tokens.
 
-    While the update runs, `own` holds this process's on the device; `add_over_processes` makes them numbers.
+    During the update `local` has this process's statistics on the device; `add_over_processes` turns them into numbers.
     """
 
-    tokens: int  # that the losses of the whole minibatch count; if 0, no step is taken
-    own: Tensor | None = None  # in the order of SUMMED
-    policy_loss: float = 0.0  # only the clipped surrogate
+    tokens: int  # number of tokens that the losses of the whole minibatch count; if 0, no step is taken
+    local: Tensor | None = None  # [9], in the order of SUMMED
+    policy_loss: float = 0.0  # the clipped surrogate alone
     value_loss: float = 0.0  # before vf_coef
     kl: float = 0.0  # before kl_coef; 0 unless KL is in the loss
     entropy: float = 0.0  # before entropy_coef; 0 unless there is a bonus
-    nll: float = 0.0  # of positive examples, before positive_coef; 0 unless there is one
+    nll: float = 0.0  # loss of positive examples, before positive_coef; 0 without positive_threshold
     approxkl: float = 0.0
     policy_clipfrac: float = 0.0
     value_clipfrac: float = 0.0
     ratio: float = 0.0
-    with_policy: bool = True  # False: only the critic took part
+    with_policy: bool = True  # False if only the critic trained
     policy_grad_norm: float = 0.0  # before clipping
     value_grad_norm: float = 0.0
 
-    def add(self, found: Tensor, own_tokens: int) -> None:
-        """Add a micro-batch with `own_tokens` counted tokens: `[9]` in the order of SUMMED, means where sums are kept.
+    def add(self, terms: Tensor, tokens: int) -> None:
+        """Add the statistics of a micro-batch: `[9]` in the order of SUMMED, with means from `FIRST_MEAN` on.
 
-        Means become sums, so ratios of 1 add up exactly.
+        `tokens` is the number of the micro-batch's tokens. Means are turned into sums, so ratios of 1 add up exactly.
         """
-        found[FIRST_MEAN:] *= own_tokens
-        self.own = found if self.own is None else self.own + found
+        terms[FIRST_MEAN:] *= tokens
+        self.local = terms if self.local is None else self.local + terms
 
     def mean(self, name: str) -> float:
-        """Return the mean over tokens of a token sum."""
+        """Return a field that is a sum over tokens as a mean over tokens."""
         return float(getattr(self, name)) / max(1, self.tokens)
 
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
-    """Return the statistics of each step with the sums of all processes, as numbers."""
-    none = torch.zeros(len(SUMMED))  # of a process without micro-batches
-    own = torch.stack(to_cpu([none if step.own is None else step.own for step in steps])).double()
-    sums = torch.stack(gather_tensors(own)).sum(0).tolist()
+    """Return the statistics of each step, summed over all processes, as numbers."""
+    none = torch.zeros(len(SUMMED))  # for a process without micro-batches
+    local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
+    sums = torch.stack(gather_tensors(local)).sum(0).tolist()
     return [
-        replace(step, own=None, **dict(zip(SUMMED, row, strict=True))) for step, row in zip(steps, sums, strict=True)
+        replace(step, local=None, **dict(zip(SUMMED, row, strict=True))) for step, row in zip(steps, sums, strict=True)
     ]
 
 
 def iteration_metrics(state: TrainingState, experience: Experience, steps: list[StepSums]) -> dict[str, float]:
     """Return every metric of an iteration after its update, before the state advances, in the order of docs/metrics.md.
 
-    The steps are those of all minibatches, over all processes. Those without a token are left out of the averages,
-    unless all are.
+    `steps` are the statistics of all minibatches, summed over all processes. Steps without a token are left out of the
+    averages, unless no step has a token.
     """
     metrics = {
         **_objective(experience, state),
@@ -154,8 +154,8 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
     critic = experience.rollouts.values[:, :-1], experience.returns, rollouts.mask
     redrawn = {}
     if config.drop_uniform_prompts:
-        alike = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
-        redrawn = {"response/redraws": rollouts.redraws, "response/uniform_prompts": alike / config.prompts_per_batch}
+        uniform = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
+        redrawn = {"response/redraws": rollouts.redraws, "response/uniform_prompts": uniform / config.prompts_per_batch}
     return {
         **({} if gap is None else {LOGPROB_GAP: gap}),
         **redrawn,
@@ -171,7 +171,7 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 def _speed(rollouts: Rollouts, clock: Clock) -> dict[str, float]:
     seconds, iteration_seconds = clock.seconds, time.perf_counter() - clock.started
     rate = {}
-    if seconds[SAMPLING]:  # else the responses were sampled elsewhere
+    if seconds[SAMPLING]:  # 0 if the responses were sampled elsewhere
         rate = {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / seconds[SAMPLING]}
     return {
         "time/rollout_s": seconds[SAMPLING] + seconds[LOGPROBS],
@@ -184,15 +184,15 @@ def _speed(rollouts: Rollouts, clock: Clock) -> dict[str, float]:
 
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40S": 362e12}
-"""Operations per second of GPUs, dense, with 16-bit inputs on tensor cores, by a part of CUDA's name; NVIDIA's data
-sheets."""
+"""Peak FLOP/s of GPUs for dense 16-bit matrix products on tensor cores, from NVIDIA's data sheets. The keys are words
+of CUDA's device names."""
 
 
 def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
-    It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
-    float64 there is no such peak.
+    It counts 6 operations per weight and token of a model that trains, without attention. It is empty in float32 and
+    float64, which do not reach this peak, and on other devices.
     """
     words = torch.cuda.get_device_name(state.device).replace("-", " ").split() if state.device.type == "cuda" else []
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
@@ -200,13 +200,15 @@ def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState
         return {}
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
-    epochs = sum(critic + policy * step.with_policy for step in steps) / len(rollouts.epochs[0])  # in weights
+    epochs = sum(critic + policy * step.with_policy for step in steps) / len(
+        rollouts.epochs[0]
+    )  # weights trained, summed over epochs
     seconds = state.clock.seconds[UPDATE]
     return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory held so far: on the device if it is a CUDA device, else by this process."""
+    """Return the peak memory so far in bytes: on a CUDA device, or of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     kilobytes = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes

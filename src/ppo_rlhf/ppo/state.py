@@ -1,4 +1,4 @@
-"""TrainingState: everything that changes while PPO trains. The update steps its models, `advance` does the rest."""
+"""TrainingState: everything that changes while PPO trains. The update trains the models; `advance` updates the rest."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from ppo_rlhf.runtime.processes import from_all
 log = logging.getLogger(__name__)
 
 COMPONENTS = "component_moments"
-"""Key of a checkpoint's extra state; only of runs that normalise each component of the reward by itself."""
+"""Key in a checkpoint's extra state of the reward components' moments; only with `reward.normalise=component`."""
 
 
 SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
-"""The parts of an iteration that take time."""
+"""The timed parts of an iteration."""
 
 
 class Clock:
-    """The seconds that the parts of an iteration take, and when it began."""
+    """Measures the seconds of each part of an iteration, and when the iteration began."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin an iteration."""
+        """Reset the clock at the beginning of an iteration."""
         self.started = time.perf_counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # of each part so far
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # seconds of each part so far
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the seconds of the block to those of a part."""
+        """Add the seconds that the block takes to a part."""
         entered = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - entered
@@ -63,34 +63,34 @@ class TrainingState:
     """Models, optimisers, controller and counters of one PPO run."""
 
     policy: PreTrainedModel
-    critic: Critic | SharedCritic  # only a head if it shares the policy's trunk
-    tokenizer: PreTrainedTokenizerBase  # the policy's
-    config: PPOConfig  # it does not change within a run
-    sampling: SamplingSettings  # with the stop tokens resolved
+    critic: Critic | SharedCritic  # a SharedCritic is only a head on the policy's trunk
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
+    config: PPOConfig  # never changes within a run
+    sampling: SamplingSettings  # has the stop token ids of this tokenizer and model
     captures: Captures  # CUDA graphs of the run's steps, and their buffers
     accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
-    policy_forward: nn.Module  # wrapped for several processes; with a shared trunk the critic's forward pass, too
-    critic_forward: nn.Module | None  # wrapped likewise; None with a shared trunk
-    policy_optimizer: torch.optim.Optimizer  # of the policy, and of the value head on a shared trunk
-    critic_optimizer: torch.optim.Optimizer  # with a shared trunk the same object as the policy's
+    policy_forward: nn.Module  # wrapped for several processes; with a shared trunk it also computes the values
+    critic_forward: nn.Module | None  # wrapped for several processes; None with a shared trunk
+    policy_optimizer: torch.optim.Optimizer  # steps the policy, and the value head on a shared trunk
+    critic_optimizer: torch.optim.Optimizer  # the same object as policy_optimizer with a shared trunk
     kl_controller: FixedKLController  # holds the current KL coefficient
-    reward_moments: RunningMoments  # of all scores so far, as the rewards gave them
+    reward_moments: RunningMoments  # mean and variance of all scores so far, before shaping
     iteration: int = 0  # iterations done
     episode: int = 0  # responses trained on
     optimiser_steps: int = 0  # steps taken, without skipped ones; each moves policy and critic
     skipped_steps: int = 0  # steps not taken because of a non-finite gradient
     skipped_in_a_row: int = 0  # consecutive skipped steps, not counting float16 loss-scale overflows
-    micro_batch_tokens: int | None = None  # most of a micro-batch, if a device's free memory said it
+    micro_batch_tokens: int | None = None  # token budget of a micro-batch, if computed from the free memory
     early_stops: int = 0  # iterations whose update ended early because of `target_kl`
-    policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
-    component_moments: dict[str, RunningMoments] = field(default_factory=dict)  # of each component normalised by itself
+    policy_average: WeightAverage | None = None  # moving average of the policy's weights, with `ema_decay`
+    component_moments: dict[str, RunningMoments] = field(default_factory=dict)  # with reward.normalise=component
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
-    clock: Clock = field(default_factory=Clock)  # of the iteration under way
-    plain_update: str | None = None  # why the update does without CUDA graphs although they are on
+    clock: Clock = field(default_factory=Clock)  # clock of the current iteration
+    plain_update: str | None = None  # why the update runs without CUDA graphs although they are on
     updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
     stop_requested: bool = False  # this process was asked to stop, for example by a signal
-    stopping: bool = False  # all processes agreed to stop after this iteration, which is saved
-    ended: bool = False  # a callback ended training: no iteration is left
+    stopping: bool = False  # some process was asked to stop, so all processes save this iteration and stop
+    ended: bool = False  # a callback ended training: no further iteration runs
     save_asked: bool = False  # a callback asked for this iteration's checkpoint
     evaluation_asked: bool = False  # a callback asked for this iteration's evaluation
     origin: dict[str, str] = field(default_factory=dict)  # fingerprints of a script's models, reward and prompts
@@ -102,12 +102,12 @@ class TrainingState:
 
     @property
     def finished(self) -> bool:
-        """True when no iteration is left to do."""
+        """Whether the run is over: all iterations are done, or a callback ended training."""
         return self.ended or self.iteration >= self.total_iterations
 
     @property
     def checkpoint_due(self) -> bool:
-        """True every save_interval iterations, at the last one, and when it was asked for, as a run that stops does."""
+        """Whether to save a checkpoint: every `save_interval` iterations, at the end, before a stop, and on request."""
         return self.finished or self.stopping or self.save_asked or self.iteration % self.config.save_interval == 0
 
     @property
@@ -122,12 +122,12 @@ class TrainingState:
 
     @property
     def forwards(self) -> list[nn.Module]:
-        """The forward passes that train: the policy's, and that of a critic with a backbone of its own."""
+        """The forward passes that train: the policy's, and the critic's if the critic has its own backbone."""
         return [forward for forward in (self.policy_forward, self.critic_forward) if forward is not None]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The policy's optimiser and the critic's, if that is another one."""
+        """The optimisers of policy and critic; a single one with a shared trunk."""
         return [self.policy_optimizer] + ([] if self.shares_trunk else [self.critic_optimizer])
 
     @property
@@ -137,21 +137,21 @@ class TrainingState:
 
     @property
     def statistics_dtype(self) -> torch.dtype:
-        """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
+        """Dtype of log-probabilities, entropies and values: float64 with float64 weights, else float32."""
         return compute_dtype(self.policy)
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
 
-        It takes the scores of the iteration's responses, as the rewards gave them, and its metrics.
+        `scores` are those of the iteration's responses before shaping, and `metrics` the iteration's metrics.
         """
         self.iteration += 1
         self.episode += self.config.batch_size
-        self.reward_moments.update(scores.total, scores.total.isfinite())  # a NaN would poison the running mean
+        self.reward_moments.update(scores.total, scores.total.isfinite())  # a NaN would stay in the running mean
         for name in scores.apart or ():
-            found = scores.components[name]
+            component_scores = scores.components[name]
             moments = self.component_moments.setdefault(name, RunningMoments())
-            moments.update(found, found.isfinite())
+            moments.update(component_scores, component_scores.isfinite())
             if self.iteration == 1 and moments.m2 == 0.0:
                 log.warning(
                     "reward/%s is %g for each of the first %d responses; normalised alone it adds 0 until it varies",
@@ -175,16 +175,16 @@ class TrainingState:
             )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint beside weights, moments of the optimisers and counters; JSON-able."""
+        """Return the JSON-able parts of a checkpoint other than weights, optimiser moments and counters."""
         parts = {name: part.state_dict() for name, part in self._parts()}
         by_component = {name: moments.state_dict() for name, moments in self.component_moments.items()}
         return {**parts, "early_stops": self.early_stops, **({COMPONENTS: by_component} if by_component else {})}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Resume from `extra_state()`'s result.
+        """Load the result of `extra_state`.
 
         Raises:
-            CheckpointError: It holds other keys, or parts of another kind.
+            CheckpointError: `extra` has other keys than this version writes.
         """
         expected, given = (sorted({*keys} - {COMPONENTS}) for keys in (self.extra_state(), extra))
         if given != expected:

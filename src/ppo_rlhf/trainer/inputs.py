@@ -178,8 +178,8 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """
     if scorer is None:
         return {}
-    own = {name: value for name, value in vars(scorer).items() if (name, value) != ("normalise", "total")}
-    parts = {**own, "components": [(name, weight) for name, weight, _ in scorer.components]}
+    attributes = {name: value for name, value in vars(scorer).items() if (name, value) != ("normalise", "total")}
+    parts = {**attributes, "components": [(name, weight) for name, weight, _ in scorer.components]}
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
 
 

@@ -350,8 +350,8 @@ class PPOTrainer:
         """Write the policy with its tokenizer as a model directory that transformers loads, as the pipeline does.
 
         An adapter is merged, unless `config.export` is `adapter`. The moving average of the weights, if there is one,
-        is written to the folder `ema`; with `config.export_critic` the critic is written to the folder `critic`. A model
-        card is written to README.md, unless the folder has a different README.
+        is written to the folder `ema`, and with `config.export_critic` the critic to the folder `critic`. A model card
+        is written to README.md, unless the folder has a different README.
 
         Raises:
             ModelError: As `TrainedModel.save`.
@@ -367,7 +367,10 @@ class PPOTrainer:
         if self.config.export_critic:
             on_main(partial(self._export_critic, folder / CRITIC_FOLDER, rewards))
         elif (folder / CRITIC_FOLDER / CONFIG).is_file():
-            log.warning("%s is an earlier policy's; this one's critic is not saved.", folder / CRITIC_FOLDER)
+            log.warning(
+                "%s has the critic of an earlier policy; the critic of this policy is not saved.",
+                folder / CRITIC_FOLDER,
+            )
 
     def _export_critic(self, folder: Path, rewards: list[str]) -> None:
         critic = exported_critic(self.state)
