@@ -170,8 +170,8 @@ def warn(state: TrainingState, *, evaluates: bool) -> None:
         return
     for line in state.config.advice(parameters=state.policy.num_parameters()):
         log.warning("%s", line)
-    if line := precision_warning(state.config, state.device):
-        log.warning("%s", line)
+    if slow_dtype := precision_warning(state.config, state.device):
+        log.warning("%s", slow_dtype)
     without_effect = {"shutdown_grace_s": ", where a second Ctrl-C ends the wait"}
     if not evaluates:
         without_effect["eval_interval"] = " without evaluation_prompts"
