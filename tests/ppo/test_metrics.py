@@ -74,7 +74,7 @@ def experience(make_rollouts):
 
 def step(*values: float) -> StepSums:
     """Statistics of a step of 5 tokens from means over its tokens."""
-    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own", "with_policy")]
+    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "local", "with_policy")]
     sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
     given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
     return StepSums(tokens=5, **given)

@@ -480,7 +480,7 @@ def test_a_reference_that_cannot_be_is_refused(sft: str):
     with pytest.raises(ConfigError, match="policy and reference_policy"):
         PPOTrainer(config(), model, model, word_tokenizer())
     assert PPOTrainer(config(use_peft=True), model, model, word_tokenizer()).reference_policy is model
-    with pytest.raises(ModelError, match="reference policy's vocabulary"):
+    with pytest.raises(ModelError, match="reference policy.*vocabulary"):
         PPOTrainer(config(), sft, tiny_model(vocab_size=20))
 
 
@@ -554,7 +554,7 @@ def test_a_model_that_reads_later_tokens_can_be_neither_policy_nor_reference_nor
     for model in (*not_causal_models().values(), encoder_decoder):
         for role in ("policy", "reference_policy", "value_model"):
             given = {"policy": tiny_model(), "tokenizer": word_tokenizer(), role: model}
-            with pytest.raises(ModelError, match=rf"{role.split('_')[0]}.*(tokens that come later|encoder)") as refused:
+            with pytest.raises(ModelError, match=rf"{role.split('_')[0]}.*(later|encoder)") as refused:
                 PPOTrainer(config(), **given)
             assert "\n" not in str(refused.value)
 

@@ -175,13 +175,13 @@ def vllm_engine(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMEn
     if key not in _ENGINES:
         _ENGINES[key] = VLLMEngine(config, tokenizer)
         if is_main_process():
-            weighed = f"by at most {config.importance_cap:g} (ppo.importance_cap)"
+            weights = f"at most {config.importance_cap:g} (ppo.importance_cap)"
             if config.masks_tokens:
-                weighed = f"between {config.importance_low:g} and {config.importance_high:g} (ppo.importance_low)"
+                weights = f"between {config.importance_low:g} and {config.importance_high:g} (ppo.importance_low)"
             log.info(
-                "vLLM samples (ppo.vllm_mode=%s), and tokens are weighed %s. Its noise is its own: a run that is "
-                "resumed is not the same to the last bit.",
+                "vLLM samples (ppo.vllm_mode=%s); importance weights of tokens are %s. vLLM has its own noise, so a "
+                "resumed run is not bit for bit the uninterrupted run.",
                 config.vllm_mode,
-                weighed,
+                weights,
             )
     return _ENGINES[key]
