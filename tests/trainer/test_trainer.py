@@ -480,7 +480,7 @@ def test_a_reference_that_cannot_be_is_refused(sft: str):
     with pytest.raises(ConfigError, match="policy and reference_policy"):
         PPOTrainer(config(), model, model, word_tokenizer())
     assert PPOTrainer(config(use_peft=True), model, model, word_tokenizer()).reference_policy is model
-    with pytest.raises(ModelError, match="reference policy.*vocabulary"):
+    with pytest.raises(ModelError, match=r"reference policy.*vocabulary"):
         PPOTrainer(config(), sft, tiny_model(vocab_size=20))
 
 
