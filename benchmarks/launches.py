@@ -223,15 +223,15 @@ def captured_on_cpu(launches: Launches) -> Iterator[None]:
 def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
     """Return the launches of an optimiser step and of a decoding step, the last ones of a run on the CPU.
 
-    The optimiser step has one micro-batch. The run looks for sequences that have ended as seldom as on a GPU, so this
-    decoding step has no look.
+    The optimiser step has one micro-batch. The run checks which sequences have ended as seldom as on a GPU, so this
+    decoding step has no check.
     """
     part = gpu_parts.Part("cpu", small=True)
     part.shapes = {"gpt2": {**part.shapes["gpt2"], "n_layer": layers}}
     part.dtype, part.epochs = "bfloat16", 3
     launches, decoding, optimiser = Launches(), [], []
 
-    def look(step: int, device: torch.device) -> bool:  # called once a step
+    def is_check_due(step: int, device: torch.device) -> bool:  # called once a step
         decoding.append(launches.take())
         return step % engines.STEPS_BETWEEN_CHECKS == engines.STEPS_BETWEEN_CHECKS - 1
 
@@ -248,7 +248,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
     compute_gradients, take_step = update.compute_gradients, update.take_step
     with (
         captured_on_cpu(launches) if captured else nullcontext(),
-        mock.patch.object(engines, "is_check_due", look),
+        mock.patch.object(engines, "is_check_due", is_check_due),
         mock.patch.object(update, "compute_gradients", gradients),
         mock.patch.object(update, "take_step", step),
     ):

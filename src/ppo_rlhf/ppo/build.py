@@ -93,7 +93,7 @@ def as_adapter(handle: PretrainedHandle) -> str:
     if handle.base is None:
         return ""
     size, base_size = (each.config().get_text_config().vocab_size for each in (handle, handle.base))
-    growth = "" if size == base_size else f", whose vocabulary grows from {base_size:,} to {size:,} tokens"
+    growth = "" if size == base_size else f", whose vocabulary goes from {base_size:,} to {size:,} tokens"
     return f" (an adapter, merged into {handle.base.source}{growth})"
 
 

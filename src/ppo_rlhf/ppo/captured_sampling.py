@@ -186,8 +186,8 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
 def why_not_captured(model: PreTrainedModel) -> str:
     """Return and log why decoding steps cannot be captured; "" if replayed steps give the states of plain steps.
 
-    The first call probes this under the caller's autocast. Some architectures force a device sync in each pass, such as
-    mixtures of experts that loop over their experts, and cannot be captured.
+    The first call for a model compares replayed steps with plain steps, under the caller's autocast. Some architectures
+    force a device sync in each pass, such as mixtures of experts that loop over their experts, and cannot be captured.
     """
     device, captures = model.device, Captures(model.device, warns=False)
     if not captures.on:

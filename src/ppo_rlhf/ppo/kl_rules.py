@@ -167,7 +167,7 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
     """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
     before, lines = _holding(config, history[:-1]), []
     for name, situation in _holding(config, history).items():
-        if name in before or (name == "warning" and "alarm" in before):  # a falling KL passes `warning` after `alarm`
+        if name in before or (name == "warning" and "alarm" in before):  # falling below `alarm` is no new warning
             continue
         rule = KL_RULES[name]
         change = allowed(rule.change(situation), config)

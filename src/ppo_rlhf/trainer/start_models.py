@@ -37,7 +37,7 @@ ModelSource = PreTrainedModel | str | Path
 """A model, or its directory or hub id."""
 
 
-def check_places(*sources: Any) -> None:
+def check_model_paths(*sources: Any) -> None:
     """Raise `ModelError` if a path holds no model, before any model is loaded and before any request to the hub."""
     for source in sources:
         if isinstance(source, Path) and not source.expanduser().exists():

@@ -48,7 +48,7 @@ from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
 from ppo_rlhf.trainer.output_folder import checkpoint_to_resume, claim, locked, say_where
 from ppo_rlhf.trainer.query_sampler import QuerySampler
-from ppo_rlhf.trainer.start_models import ModelSource, check_places, context_of_all, take_critic, take_policies
+from ppo_rlhf.trainer.start_models import ModelSource, check_model_paths, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class PPOTrainer:
         checked_callbacks = [checked(callback, "PPOTrainer: callbacks") for callback in callbacks or ()]
         self._callbacks, self._reporting = [*checked_callbacks, *own_callbacks(config)], reporting_callbacks(config)
         check_device(config, device_of(config))
-        check_places(
+        check_model_paths(
             config.sft_model_path if policy is None else policy,
             reference_policy,
             config.reward_model_path if reward is None else reward,
