@@ -66,7 +66,7 @@ def load_policies(
     with an adapter. With `offload_reference_policy` the reference is in the host's memory while it is not used.
 
     Raises:
-        ConfigError: A setting needs another device, or a compiler that is missing.
+        ConfigError: A setting needs another device, or a compiler or vLLM that is missing.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
     check_device(config, device)
@@ -151,7 +151,7 @@ def build_critic(
 ) -> AnyCritic:
     """Return the critic that `ppo.value_model` names; with `use_peft` its backbone is an adapter on shared weights.
 
-    A critic that starts from the policy gets `value_head` as its head; with None its head starts at zero.
+    With `shared` and `separate` the critic's head starts as `value_head`, or at zero if that is None.
 
     Raises:
         ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.
@@ -216,7 +216,7 @@ def build_state(
     """Return the state of a new run: policy and critic prepared for training, new optimisers, wrapped forward passes.
 
     Raises:
-        ConfigError: The tokenizer does not have the stop token, or a setting needs bitsandbytes.
+        ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
         ModelError: The critic attends to later tokens, all weights of a model are frozen, the policy has no stop token,
             or an architecture does not support gradient checkpointing, compilation or `cuda_graphs: true`.
         RewardError: `ppo.environment` cannot be imported.

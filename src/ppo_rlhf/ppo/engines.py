@@ -69,7 +69,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to N prompts on the CPU, right-padded to `T = response_length` with the pad token, or with 0.
+    """Responses to N prompts on the CPU, right-padded to `T = response_length`: ids with the pad token, others with 0.
 
     `terminated` is True where a stop token ended the response; the stop token is then the response's last token. In a
     response of several turns, the environment's replies are between the policy's turns.

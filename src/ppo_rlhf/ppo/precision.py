@@ -106,7 +106,7 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
     """
     if processes.process_count() > 1:
         processes.join_processes()
-    # Do not broadcast buffers: they are equal in all processes, and not all processes run equally many passes.
+    # Do not broadcast buffers: they are equal in all processes, and a broadcast would require equally many passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
     )

@@ -184,7 +184,7 @@ class TrainingState:
         """Load the result of `extra_state`.
 
         Raises:
-            CheckpointError: `extra` has other keys than this version writes.
+            CheckpointError: `extra`, or the state of one of its parts, has other keys than this version writes.
         """
         expected, given = (sorted({*keys} - {COMPONENTS}) for keys in (self.extra_state(), extra))
         if given != expected:
