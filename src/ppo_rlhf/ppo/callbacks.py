@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
-"""File beside the checkpoints, written when a process ends in order: the id of W&B's run, and the last steps of metrics
-and of evaluations that were reported."""
+"""File beside the checkpoints: the id of W&B's run, and the last reported steps of metrics and of evaluations. It is
+written when W&B's run is begun here, and when a process ends in order."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
 METRICS, EVALUATIONS = "metrics", "evaluations"
 

@@ -26,8 +26,9 @@ USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
 """TRL's FAQ keeps KL between 0 and 10 nats per response. The coefficient is TRL's default, for scores of standard
 deviation 1."""
 BETTER_START, SATURATED = 1.5, 10.0
-"""Ratios of the controller's current KL coefficient to `ppo.kl_coef`. Above `BETTER_START` the current coefficient is a
-better `ppo.kl_coef`. Above `SATURATED` no coefficient helps: the size of the updates keeps KL from its target."""
+"""Ratios of the controller's current KL coefficient to `ppo.kl_coef`, or the inverse if KL is below its target. Above
+`BETTER_START` the current coefficient is a better `ppo.kl_coef`. Above `SATURATED` no coefficient helps: the size of
+the updates keeps KL from its target."""
 
 
 @dataclass(frozen=True)
