@@ -197,8 +197,9 @@ def why_not_captured(model: PreTrainedModel) -> str:
     try:
         with torch.no_grad():
             expected, actual = (_states(model, prompts, tokens, each) for each in (plain, captures))
-        is_same = are_close(actual, expected)
-        why = captures.trouble.get(_PROBE) or ("" if is_same else "replayed steps give other states")
+        why = captures.trouble.get(_PROBE, "")
+        if not why and not are_close(actual, expected):
+            why = "replayed steps give other states"
     except PROBE_ERRORS as error:
         why = in_one_line(error)
     captures.release()
