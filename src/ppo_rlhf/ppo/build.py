@@ -167,8 +167,8 @@ def build_critic(
     if config.value_model == "pretrained":
         if stored_critic is None:
             raise ConfigError(
-                "ppo.value_model=pretrained: no stored critic is given; PPOTrainer takes it as value_model, "
-                "the pipeline at critic_path, where critic_pretraining stores one"
+                "ppo.value_model=pretrained: no stored critic is given; give PPOTrainer a value_model, or the pipeline "
+                "a critic_path: critic_pretraining stores a critic there"
             )
         return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
     if reward_model is None:
