@@ -325,7 +325,7 @@ def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_traini
     settings = LoraSettings(rank=2, alpha=4, target_modules="all-linear")
     save_adapter(with_adapter(base, settings, torch.Generator()), tmp_path / "adapter", settings)
     policy = make_model("llama", name_or_path=str(tmp_path / "adapter"))
-    with pytest.raises(ModelError, match="adapter is an adapter itself, so peft could not load what lies below"):
+    with pytest.raises(ModelError, match=r"^ppo\.export=adapter: .*adapter "):
         check_export(policy.name_or_path, PPOConfig(**LORA, export="adapter"))
 
 
