@@ -1,4 +1,4 @@
-"""`PPOConfig` with its rules and advice, and the decorator that validates a group of settings. Imports no torch."""
+"""`PPOConfig` with its rules and advice, and the decorator that validates settings groups. Does not import torch."""
 
 from ppo_rlhf.config.ppo import MODEL_PATHS, LearningRateSchedule, PPOConfig
 

@@ -1,4 +1,4 @@
-"""Advice on legal settings of PPO that are unusual or have little effect."""
+"""Advice on settings of PPO that are allowed, but unusual or of little effect."""
 
 from __future__ import annotations
 
@@ -14,76 +14,83 @@ HORIZONS_NEEDED = 5  # the controller moves by at most 20 % per horizon: five ho
 
 @dataclass(frozen=True)
 class Typical:
-    """Usual range of a setting; a value outside it gives advice, not an error."""
+    """Usual range of a setting; a value outside the range gives advice, not an error."""
 
     low: float
     high: float
     source: str
     is_rate: bool = False
-    """A learning rate: the range is that of policies of LARGE parameters or more, with LoRA LORA_FACTOR times it."""
+    """True for a learning rate. The range then holds for policies of LARGE or more parameters, and LoRA multiplies the
+    range by LORA_FACTOR."""
 
 
 TUNING_GUIDE = "common practice in RLHF tuning guides"
 INSTRUCT_GPT = "InstructGPT (arXiv:2203.02155)"
 LARGE = 1e8
-"""No guide has learning rates of smaller policies, which are larger; GPT-2 small is the smallest in common use."""
+"""Parameters from which on a learning rate is judged. Smaller policies need larger rates, for which no guide gives a
+range; GPT-2 small is the smallest policy in common use."""
 LORA_FACTOR = 10.0
-"""LoRA Without Regret (Schulman et al. 2025)."""
+"""LoRA's learning rate relative to full fine-tuning (Schulman et al. 2025, LoRA Without Regret)."""
 
 
 def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
-    """Yield what is of little or another effect than one might expect, with the settings that it depends on."""
+    """Yield pairs of setting names and a sentence where those settings have little or an unexpected effect."""
     if c.kl_in == "reward" and c.kl_estimator == "full":
         yield (
             {"kl_estimator", "kl_in"},
-            "ppo.kl_estimator=full with ppo.kl_in=reward charges a token only for where it leads, never for itself: "
-            "the KL of a state does not depend on the token drawn there. Use k1 in the reward, or full in the loss",
+            "ppo.kl_estimator=full with ppo.kl_in=reward penalises a token only for the states that follow it, never "
+            "for the token itself: the full KL of a state does not depend on the token sampled there. Use "
+            "ppo.kl_estimator=k1, or ppo.kl_in=loss",
         )
     elif c.kl_in == "reward" and c.kl_estimator != "k1":
         yield (
             {"kl_estimator", "kl_in"},
             f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward makes rare tokens even rarer: training misses "
-            "the optimum of the KL penalty (by a total variation of 0.2 to 0.7 on a bandit). Use k1 in the reward, or "
-            "ppo.kl_in=loss with k2",
+            "the optimum of the KL penalty (by a total variation of 0.2 to 0.7 on a bandit). Use ppo.kl_estimator=k1, "
+            "or ppo.kl_in=loss with k2",
         )
     if c.kl_in == "loss" and c.kl_estimator == "k3":
         yield (
             {"kl_estimator", "kl_in"},
             "ppo.kl_estimator=k3 with ppo.kl_in=loss has the gradient of KL(reference || policy), not of "
-            "KL(policy || reference), so its optimum differs; k2 has the usual optimum",
+            "KL(policy || reference), so training has another optimum; ppo.kl_estimator=k2 has the usual optimum",
         )
     if c.kl_controller == "adaptive" and c.total_episodes < HORIZONS_NEEDED * c.kl_horizon:
         yield (
             {"kl_controller", "kl_horizon", "total_episodes"},
             f"ppo.total_episodes={c.total_episodes} is less than {HORIZONS_NEEDED} x ppo.kl_horizon={c.kl_horizon:g}: "
-            "the coefficient changes by at most 20 % per horizon and hardly moves in this run; "
+            "the KL coefficient changes by at most 20 % per horizon, so it hardly changes in this run; "
             f"set ppo.kl_horizon to {c.total_episodes / HORIZONS_NEEDED:g} or less",
         )
     if c.value_model != "shared":
         yield (
             {"vf_coef"},
-            f"ppo.vf_coef={c.vf_coef:g} has next to no effect with ppo.value_model={c.value_model}: the critic has an "
-            "optimiser of its own, and Adam's step does not depend on the scale of the loss. Set "
-            "ppo.value_learning_rate instead",
+            f"ppo.vf_coef={c.vf_coef:g} has almost no effect with ppo.value_model={c.value_model}: the critic has its "
+            "own optimiser, and Adam's step does not depend on the scale of the loss. Set ppo.value_learning_rate "
+            "instead",
         )
     if c.deterministic and c.local_rollout_forward_batch_size is None:
         yield (
             {"deterministic", "local_rollout_forward_batch_size"},
-            "ppo.deterministic=true with ppo.local_rollout_forward_batch_size=null: how many responses are decoded at "
-            "a time, and so their rounding, depends on the free memory. Give it a number",
+            "ppo.deterministic=true with ppo.local_rollout_forward_batch_size=null: the number of responses decoded "
+            "at a time, and with it their rounding, depends on the free memory. Set "
+            "ppo.local_rollout_forward_batch_size to a number",
         )
     if c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0:
         for name in ("importance_cap", "importance_low"):
             if getattr(c, name) is not None:
                 yield (
                     {name, "top_k", "top_p", "min_response_length"},
-                    f"ppo.{name} corrects the rounding of the decoding loop, but not the filters ppo.top_k, ppo.top_p "
-                    "and ppo.min_response_length: the weights compare with the unfiltered distribution",
+                    f"ppo.{name} corrects for the sampler's rounding, but not for the filters ppo.top_k, ppo.top_p and "
+                    "ppo.min_response_length: the importance weights use the sampler's unfiltered distribution",
                 )
 
 
 def advice(config: PPOConfig, given: Container[str] | None, parameters: int | None) -> list[str]:
-    """Return one line for each changed setting that is unusual or of little effect; see `PPOConfig.advice`."""
+    """Return one line for each changed setting that is unusual or of little effect; see `PPOConfig.advice`.
+
+    `given` restricts the advice to those settings; None means all.
+    """
     changed = {name: value for name, value in config.not_default().items() if given is None or name in given}
     ranges, lines = _typical_ranges(type(config)), []
     for name, value in changed.items():

@@ -1,4 +1,4 @@
-"""Rules between fields of PPOConfig as one table; a broken one is one line that names the fields and their values."""
+"""Table of the rules between fields of PPOConfig. A broken rule gives one line with the fields and their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
 POLYNOMIAL_END = 1e-7
-"""transformers' polynomial schedule ends at this learning rate, whatever the peak."""
+"""Learning rate at which transformers' polynomial schedule ends, whatever the peak."""
 ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 CLIPPING_FIELDS = ("cliprange", "cliprange_high", "dual_clip", "importance_cap")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
@@ -24,14 +24,17 @@ VLLM_COLOCATED = (
 )
 VLLM_FIELDS = ("vllm_mode", *VLLM_SERVED, *VLLM_COLOCATED)
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
-FILTERED = "vLLM's log-probabilities would be those of the filtered tokens; leave out {0}"
-NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
+FILTERED = "vLLM would return log-probabilities of the filtered distribution; leave out {0}"
+NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; unset one of them"
 
 _CHANGED = object()
 
 
 class _Rule(NamedTuple):
-    """Settings that do not go together if `broken` is True, and why, with the way out; {0} is the first one's name."""
+    """Settings that do not go together if `broken` returns True.
+
+    `why` gives the reason and the fix; {0} in it stands for the name of the first setting, {1} for the second.
+    """
 
     names: tuple[str, ...]
     broken: Callable[[PPOConfig], bool]
@@ -43,7 +46,10 @@ class _Rule(NamedTuple):
 
 
 def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
-    """Test whether settings have the given values; a set holds several, and `_CHANGED` is any but the default."""
+    """Return a test whether all settings have the given values.
+
+    A set lists several accepted values. `_CHANGED` accepts any value except the default.
+    """
 
     def is_as(c: PPOConfig, name: str, wanted: object) -> bool:
         if wanted is _CHANGED:
@@ -54,7 +60,7 @@ def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
 
 
 def _clash(values: Mapping[str, object], why: str) -> _Rule:
-    """Return the rule that settings do not have these values together."""
+    """Return the rule that the settings must not have these values together."""
     return _Rule(tuple(values), _are(values), why)
 
 
@@ -79,10 +85,10 @@ _RULES = (
     ),
     _clash(
         {"drop_uniform_prompts": _CHANGED, "responses_per_prompt": 1},
-        "a single response is always like itself; raise {1}, or set {0} to 0",
+        "one response per prompt always looks uniform; raise {1}, or set {0} to 0",
     ),
     # Ends of responses.
-    _clash({"stop_token": _CHANGED, "stop_token_id": _CHANGED}, "both say what ends a response; leave one out"),
+    _clash({"stop_token": _CHANGED, "stop_token_id": _CHANGED}, "both set what ends a response; unset one of them"),
     *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),
     _too_long("min_response_length", "turn_length"),
     *(
@@ -96,28 +102,28 @@ _RULES = (
     ),
     _clash(
         {"truncated_responses": {"mask", "bootstrap"}, "missing_eos_penalty": _CHANGED},
-        "a response that is left out, or valued as if it continued, pays no penalty; leave one out",
+        "a masked or bootstrapped response cannot pay a penalty; unset one of them",
     ),
     _clash(
         {"truncated_responses": "bootstrap", "overlong_buffer": _CHANGED},
-        "a response that is cut off would pay nothing, one that ends just before nearly all; leave one out",
+        "truncated responses would escape the penalty that responses just below the limit pay; unset one of them",
     ),
     # Turns.
     _clash(
         {"environment": _CHANGED, "turn_length": None},
-        "an environment answers turns; set {1}, the most tokens of one turn",
+        "an environment needs a limit of tokens per turn; set {1}",
     ),
     _clash(
         {"turn_length": _CHANGED, "environment": None},
-        "there are no turns without an environment; set {1}, or leave out {0}",
+        "without an environment there are no turns; set {1}, or leave out {0}",
     ),
     _clash(
         {"environment": _CHANGED, "truncated_responses": "bootstrap"},
-        "the critic does not learn the value after a turn whose reply had no room; set {1} to another value",
+        "the critic learns no values of states where the environment's reply did not fit; set {1} to another value",
     ),
     _clash(
         {"environment": _CHANGED, "overlong_buffer": _CHANGED},
-        "the penalty would count the environment's tokens; leave one out",
+        "the penalty would count the environment's tokens; unset one of them",
     ),
     _clash(
         {"environment": _CHANGED, "stop_token": "none"},
@@ -125,28 +131,28 @@ _RULES = (
     ),
     # vLLM.
     *(
-        _clash({name: _CHANGED, "rollout_engine": {"static", "hf"}}, "it is vLLM's; leave out {0}")
+        _clash({name: _CHANGED, "rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}")
         for name in VLLM_FIELDS
     ),
     *(
         _Rule((name, "vllm_mode"), _are({"rollout_engine": "vllm", "vllm_mode": mode, name: _CHANGED}), why)
         for mode, why, names in (
-            ("colocate", "there is no server; set {1} to server, or leave out {0}", VLLM_SERVED),
-            ("server", "a server is told when it is started; leave out {0}", VLLM_COLOCATED),
+            ("colocate", "a colocated vLLM has no server; set {1} to server, or leave out {0}", VLLM_SERVED),
+            ("server", "a server gets this setting from its own command line; leave out {0}", VLLM_COLOCATED),
         )
         for name in names
     ),
     *(
         _clash({name: _CHANGED, "rollout_engine": "vllm"}, why)
         for name, why in {
-            "environment": "vLLM plays no several turns here; leave one out",
-            "deterministic": "vLLM's noise and kernels are its own; leave one out",
+            "environment": "vLLM does not support multi-turn environments; unset one of them",
+            "deterministic": "vLLM's sampling and kernels are not deterministic; unset one of them",
             **dict.fromkeys(("top_k", "top_p", "min_response_length"), FILTERED),
         }.items()
     ),
     _clash(
         {"rollout_engine": "vllm", "dtype": "float64"},
-        "vLLM computes in 32 bits at most; set {1} to bfloat16 or float32",
+        "vLLM does not support float64; set {1} to bfloat16 or float32",
     ),
     _Rule(
         ("vllm_mode", "vllm_server_base_url"),
@@ -156,30 +162,30 @@ _RULES = (
     _Rule(
         ("vllm_tensor_parallel_size", "world_size"),
         lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
-        "so many processes share one vLLM; {0} must divide their number",
+        "{0} processes share one vLLM, so {1} must be a multiple of {0}",
     ),
     # CUDA graphs.
     _clash(
         {"cuda_graphs": True, "rollout_engine": {"hf", "vllm"}},
-        "only the engine static is captured here; leave out {0}, or set {1} to static",
+        "only the static engine supports CUDA graphs; leave out {0}, or set {1} to static",
     ),
     _Rule(
         ("cuda_graphs", "world_size"),
         lambda c: c.cuda_graphs is True and c.world_size > 1,
-        "what processes exchange in an update is not captured; leave out {0}: decoding is captured all the same",
+        "communication between processes cannot be captured in a graph; leave out {0}: decoding still uses graphs",
     ),
     # KL.
     _clash(
         {"kl_in": "loss", "kl_estimator": "k1"},
-        "the gradient of k1 is 0 on average and holds nothing back; set {1} to k2, or {0} to reward",
+        "the gradient of k1 is 0 on average, so k1 would not limit KL; set {1} to k2, or {0} to reward",
     ),
     _clash(
         {"kl_in": "reward", "kl_estimator": "k3+"},
-        "k3+ is k3 with another gradient, and a reward has none; set {1} to k1 or k3, or {0} to loss",
+        "k3+ differs from k3 only in its gradient, and a reward has no gradient; set {1} to k1 or k3, or {0} to loss",
     ),
     _clash(
         {"offload_reference_policy": True, "kl_in": "loss", "kl_estimator": "full"},
-        "the reference policy runs in every step of the update, so it stays on the GPU; leave out {0}",
+        "the reference policy runs in every optimiser step, so it must stay on the GPU; leave out {0}",
     ),
     _Rule(
         ("kl_warning", "kl_alarm"),
@@ -188,7 +194,7 @@ _RULES = (
     ),
     _clash(
         {"kl_controller": "adaptive", "kl_coef": 0},
-        "the controller multiplies, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
+        "the controller multiplies {1}, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
     ),
     _Rule(
         ("kl_hold_iterations", "critic_warmup_iterations", "num_total_batches"),
@@ -204,12 +210,12 @@ _RULES = (
     ),
     _clash(
         {"lam": _CHANGED, "lam_alpha": _CHANGED, "lam_critic": _CHANGED},
-        "{1} sets the policy's lambda and {2} the critic's, so {0} does nothing; leave out one of them",
+        "{1} sets the policy's lambda and {2} the critic's, so {0} has no effect; unset one of them",
     ),
     _Rule(
         ("positive_coef", "positive_threshold"),
         lambda c: (c.positive_coef > 0) != (c.positive_threshold is not None),
-        "{0} weighs the responses with a score of at least {1}; set both, for example {0} to 0.1, or neither",
+        "{0} is the loss weight of responses that score at least {1}; set both, for example {0} to 0.1, or neither",
     ),
     _Rule(
         ("importance_low", "importance_high"),
@@ -233,7 +239,7 @@ _RULES = (
         _Rule(
             ("lr_scheduler_type", name),
             _too_slow(name),
-            f"the schedule ends at {POLYNOMIAL_END:g}, and the rate is not above that; raise it, or choose another",
+            f"the schedule ends at {POLYNOMIAL_END:g}, so {{1}} must be higher; raise {{1}}, or change {{0}}",
         )
         for name in ("learning_rate", "value_learning_rate")
     ),
@@ -241,11 +247,11 @@ _RULES = (
     _Rule(
         ("num_critic_epochs", "num_ppo_epochs", "value_model"),
         lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),
-        "a critic of its own trains in all of {1} and in more, a shared trunk in none; raise {0}, or leave it out",
+        "{0} must be at least {1}, and needs a critic that is not shared; raise {0}, or leave out {0}",
     ),
     _clash(
         {"value_model": "shared", "value_learning_rate": _CHANGED},
-        "one optimiser trains policy and value head; set {1} to null, ppo.vf_coef weighs the value loss",
+        "one optimiser trains policy and value head; set {1} to null, and weight the value loss by ppo.vf_coef",
     ),
     _clash(
         {"value_freeze": "attention", "value_model": "shared"},
@@ -262,82 +268,82 @@ _RULES = (
         "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
     *(
-        _clash({name: _CHANGED, "use_peft": False}, "there is no adapter; set {1} to true, or leave out {0}")
+        _clash({name: _CHANGED, "use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}")
         for name in (*LORA_FIELDS, "export")
     ),
     _clash(
         {"export": "adapter", "export_value_head": True},
-        "the head is saved among the weights of a whole model; set {0} to merged, or leave out {1}",
+        "the value head is saved with the weights of a whole model; set {0} to merged, or leave out {1}",
     ),
     _clash(
         {"export": "adapter", "load_in_4bit": True},
-        "the adapter was trained on 4-bit weights, and others would put it on whole ones; leave one out",
+        "the adapter is trained on 4-bit weights, but users would load it onto full-precision ones; unset one of them",
     ),
     _clash(
         {"load_in_4bit": True, "use_peft": False},
-        "4-bit weights are frozen, so something else must train; set {1} to true, or leave out {0}",
+        "4-bit weights are frozen, so only adapters can train; set {1} to true, or leave out {0}",
     ),
     *(
         _clash(
             {name: value, "dtype": "float64"},
-            "bitsandbytes computes in 32 bits at most; leave out {0}, or set {1} to float32 or bfloat16",
+            "bitsandbytes does not support float64; leave out {0}, or set {1} to float32 or bfloat16",
         )
         for name, value in {"load_in_4bit": True, "optim": "adamw_8bit"}.items()
     ),
     _Rule(
         ("lora_target_modules",),
         lambda c: not all(_modules(c)) or (len(_modules(c)) > 1 and any("all-linear" in name for name in _modules(c))),
-        "give either all-linear, or all-linear+head, or the names of linear layers, comma-separated",
+        "{0} must be all-linear, all-linear+head, or comma-separated names of linear layers",
     ),
     _clash(
         {"offload_reference_policy": True, "use_peft": True},
-        "the reference policy is the policy without its adapter and takes no memory of its own; leave out {0}",
+        "the reference policy is the policy without its adapter and needs no extra memory; leave out {0}",
     ),
     _clash(
         {"offload_reward_model": True, "use_peft": True, "value_model": "reward_init"},
-        "the critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave out {0}",
+        "the critic is an adapter on the reward model's weights, so the weights must stay on the GPU; leave out {0}",
     ),
 )
 
 
 def problems(config: PPOConfig) -> list[str]:
-    """Return every broken rule; an empty list if the settings fit together."""
+    """Return one line for each broken rule; an empty list means that the settings fit together."""
     broken = [rule.line(config) for rule in _RULES if rule.broken(config)]
     on_device = device_problems(config, config.device) if config.device in ("cpu", "cuda") else []
     return [*_indivisible(config), *broken, *on_device]
 
 
 def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
-    """Yield one line for each setting that needs another type of device."""
+    """Yield one line for each setting that does not work on this type of device (`cpu` or `cuda`)."""
     if device_type != "cpu":
         return
     if c.cuda_graphs:
-        yield f"ppo.cuda_graphs=true needs a GPU (ppo.device={c.device}); leave it out, or run on one"
+        yield f"ppo.cuda_graphs=true needs a GPU (ppo.device={c.device}); leave it out, or run on a GPU"
     for name in OFFLOADING_FIELDS:
         if getattr(c, name):
             yield (
-                f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models are in the host's "
-                "memory anyway; leave it out, or run on a GPU"
+                f"ppo.{name}=true has no effect on the CPU (ppo.device={c.device}): all models are in host memory "
+                "already; leave it out, or run on a GPU"
             )
     if c.dtype == "float16":
         yield (
-            f"ppo.dtype=float16 needs a GPU (ppo.device={c.device}): a CPU has no loss scaling in accelerate; set "
-            "float32, or bfloat16 on a processor with instructions for it"
+            f"ppo.dtype=float16 needs a GPU (ppo.device={c.device}): accelerate has no loss scaling on a CPU; set "
+            "float32, or bfloat16 if the processor supports it"
         )
 
 
 def sharding_problems(c: PPOConfig) -> Iterator[str]:
-    """Yield one line for each setting that does not go with FSDP2."""
+    """Yield one line for each setting that does not work with FSDP2."""
     for values, reason in (
-        ({"offload_reference_policy": True}, "each process holds only a share of it anyway"),
-        ({"offload_reward_model": True}, "each process holds only a share of it anyway"),
-        ({"compile": True}, "compiled layers would not gather their weights"),
-        ({"cuda_graphs": True}, "weights move, and a graph reads them where they were"),
-        ({"load_in_4bit": True}, "bitsandbytes' weights cannot be shared out"),
-        ({"optim": "adamw_8bit"}, "bitsandbytes' moments cannot be shared out; set adamw_torch_fused"),
-        ({"dtype": "float16"}, "its loss scaling is not done with FSDP2; set bfloat16"),
-        ({"rollout_engine": "vllm"}, "it is not given the weights of shards; set static"),
-        ({"kl_estimator": "full", "kl_in": "loss"}, "the reference policy is whole only in a rollout; set k2"),
+        ({"offload_reference_policy": True}, "each process holds only a shard of the model anyway"),
+        ({"offload_reward_model": True}, "each process holds only a shard of the model anyway"),
+        ({"compile": True}, "compiled layers would not gather their sharded weights"),
+        ({"cuda_graphs": True}, "FSDP2 moves weights in memory, and a graph reads fixed addresses"),
+        ({"load_in_4bit": True}, "bitsandbytes' weights cannot be sharded"),
+        ({"optim": "adamw_8bit"}, "bitsandbytes' optimiser moments cannot be sharded; set adamw_torch_fused"),
+        ({"dtype": "float16"}, "loss scaling is not implemented for FSDP2; set bfloat16"),
+        ({"rollout_engine": "vllm"}, "sending sharded weights to vLLM is not implemented; set static"),
+        ({"kl_estimator": "full", "kl_in": "loss"}, "only a rollout gathers the reference policy; set k2"),
     ):
         if _are(values)(c):
             settings = " with ".join(f"ppo.{name}={_word(value)}" for name, value in values.items())
@@ -345,7 +351,9 @@ def sharding_problems(c: PPOConfig) -> Iterator[str]:
 
 
 def _indivisible(c: PPOConfig) -> Iterator[str]:
-    """Yield one line for each number that does not divide the batch, with the nearest sizes that it divides."""
+    """Yield one line for each setting that does not divide the batch size, with the nearest batch sizes that it
+    divides.
+    """
     divisors = {"num_mini_batches": c.local_batch_size, "responses_per_prompt": c.batch_size}
     for divisor, size in divisors.items():
         n = getattr(c, divisor)

@@ -1,4 +1,4 @@
-"""The decorator of parameter groups: a validated dataclass whose errors name group, value and rule."""
+"""Decorator for parameter groups: a validated dataclass whose errors name the group, the value and the rule."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
 TYPO = 0.825
-"""Similarity from which on a name is taken for a misspelt one: the closest of most other libraries' names is another
-setting (`use_cpu` is 0.67 like `use_peft`, `grad_clip` 0.8 like `reward_clip`)."""
+"""Similarity from which a name counts as a misspelling. Names of other libraries stay below: `use_cpu` has similarity
+0.67 to `use_peft`, and `grad_clip` 0.8 to `reward_clip`, which are different settings."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""A seed that NumPy's generator takes too, since transformers' trainer seeds it."""
+"""A seed in NumPy's range, because transformers' trainer also seeds NumPy's generator."""
 
 
 @dataclass_transform(frozen_default=True)
 def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, validated parameter group.
+    """Return a decorator that makes a class a frozen, validated parameter group.
 
     Args:
-        group: The group's name in the parameters files, named in every error (`ppo.kl_coef=-1: …`).
-        lives_elsewhere: Names of other libraries or places, each with a hint to the right setting.
+        group: The group's name in the parameters files; every error starts with it (`ppo.kl_coef=-1: …`).
+        lives_elsewhere: Names that are no settings of the group, each with a hint to the right setting.
 
     Returns:
-        A decorator; the decorated class raises `ConfigError` with one line a problem, all problems at once.
+        A decorator. The decorated class raises `ConfigError` with one line for each problem, all problems at once.
     """
     elsewhere = dict(lives_elsewhere or {})
 
@@ -46,7 +46,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
             problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
             try:
                 validate(self, *args, **{name: value for name, value in values.items() if name in known})
-                problems += [  # pydantic makes 1 of True
+                problems += [  # pydantic converts True to 1
                     f"{group}.{name}={value}: input should be a number"
                     for name, value in values.items()
                     if isinstance(value, bool) and name in known and type(getattr(self, name)) in (int, float)
@@ -67,8 +67,8 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt one is nearest to; None if none is near enough."""
-    one_letter = 1.0 - 1.0 / max(len(name), 4)  # the similarity of a name of which one letter is wrong
+    """Return the known name closest to a misspelt name, or None if no known name is close enough."""
+    one_letter = 1.0 - 1.0 / max(len(name), 4)  # similarity of a name with one wrong letter
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=min(TYPO, one_letter))), None)
 
 
@@ -79,10 +79,10 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def _document(checked: Any) -> None:
-    """Put each field's docstring into the metadata that HfArgumentParser shows for `--help`."""
+    """Copy each field's docstring into the metadata that HfArgumentParser shows for `--help`."""
     for each in fields(checked):
         text = checked.__pydantic_fields__[each.name].description
-        if text:  # argparse reads % as the start of a placeholder
+        if text:  # argparse treats % as the start of a placeholder
             each.metadata = MappingProxyType({**each.metadata, "help": " ".join(text.split()).replace("%", "%%")})
 
 
@@ -95,11 +95,11 @@ def _describe(group: str, detail: Any) -> str:
     raised = detail.get("ctx", {}).get("error")
     where = ".".join(str(part) for part in detail["loc"])
     if raised is not None and not where:
-        return str(raised)  # from __post_init__: the message already names its fields
+        return str(raised)  # raised in __post_init__, whose message already names the fields
     message = str(raised) if raised is not None else detail["msg"]
     if detail["type"] == "missing":
         return f"{group}.{where} is missing"
-    if detail["type"] == "unexpected_keyword_argument":  # in a group inside this one
+    if detail["type"] == "unexpected_keyword_argument":  # an unknown key of a nested group
         return _unknown(group, where, [], {})
     given = "" if isinstance(detail["input"], Mapping) else f"={detail['input']!r}"  # the message names its settings
     return f"{group}.{where}{given}: {message[:1].lower()}{message[1:]}"

@@ -1,7 +1,8 @@
-"""Names of TRL, transformers and other trainers, each with what it is here.
+"""Names from TRL, transformers and other trainers, each with the name that this project uses instead.
 
-`PPOConfig` answers unknown settings by these tables, `compat.trl` converts configurations, and `PPOTrainer` answers the
-arguments and attributes of TRL's trainers. Tests compare docs/converting.md with them.
+`PPOConfig` uses these tables for its errors on unknown settings, `compat.trl` for converting configurations, and
+`PPOTrainer` for its errors on arguments and attributes of TRL's trainers. Tests compare docs/converting.md with the
+tables.
 """
 
 RENAMED = {
@@ -22,7 +23,7 @@ RENAMED = {
     "vllm_importance_sampling_clip_max": "ppo.importance_cap",
     "lora_rank": "ppo.lora_r",
 }
-"""Settings that are a parameter of another name; a name without `ppo.` is a global of the pipeline."""
+"""Settings that have another name here. A name without `ppo.` is a global of the pipeline."""
 
 LIVES_ELSEWHERE = {
     **{name: f"it is {ours}{'' if '.' in ours else ', a global of the pipeline'}" for name, ours in RENAMED.items()},
@@ -32,12 +33,12 @@ LIVES_ELSEWHERE = {
     "output_dir": "it is an argument of PPOTrainer.train; the pipeline's outputs are catalog entries",
     **dict.fromkeys(("save_steps", "save_strategy"), "it is ppo.save_interval, counted in iterations"),
     **dict.fromkeys(("eval_steps", "eval_strategy"), "it is ppo.eval_interval, counted in iterations"),
-    "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
-    "run_name": "PPOTrainer's runs have no name; the pipeline's is tracking.run.name in mlflow.yml",
+    "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are logged",
+    "run_name": "PPOTrainer's runs have no name; the pipeline's runs are named by tracking.run.name in mlflow.yml",
     **dict.fromkeys(("bf16", "fp16"), "precision is ppo.dtype"),
     **dict.fromkeys(("steps", "num_train_epochs", "max_steps"), "the length of training is ppo.total_episodes"),
-    "warmup_steps": "it is ppo.warmup_ratio, a share of the iterations",
-    "num_sample_generations": "it is ppo.sample_interval, the iterations from one sample to the next",
+    "warmup_steps": "it is ppo.warmup_ratio, the share of the iterations",
+    "num_sample_generations": "it is ppo.sample_interval, the number of iterations between samples",
     "resume_from_checkpoint": "it is an argument of PPOTrainer.train; the pipeline has the parameter resume",
     "micro_batch_size": "it is computed: ppo.per_device_train_batch_size x processes",
     "local_batch_size": "it is computed: ppo.per_device_train_batch_size x ppo.gradient_accumulation_steps",
@@ -48,24 +49,24 @@ LIVES_ELSEWHERE = {
     "forward_batch_size": "it is ppo.per_device_train_batch_size",
     "backward_batch_size": "an optimiser step takes batch_size / ppo.num_mini_batches responses",
     "per_device_eval_batch_size": "it is evaluation.batch_size in the pipeline; PPOTrainer evaluates 64 at a time",
-    "early_stopping": "it is ppo.target_kl; without one nothing ends an update early",
+    "early_stopping": "it is ppo.target_kl; without target_kl no update stops early",
     "adap_kl_ctrl": "it is ppo.kl_controller=adaptive",
     "use_score_norm": "it is ppo.reward_normalisation=running",
     "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
-    "optim_target_modules": "the optimiser steps every weight that trains",
+    "optim_target_modules": "the optimiser updates every trainable weight",
     "gradient_checkpointing_kwargs": "ppo.gradient_checkpointing has no arguments",
     **dict.fromkeys(("use_cpu", "no_cuda"), "it is ppo.device=cpu"),
-    "data_seed": "everything random is a function of ppo.seed",
-    "log_with": "it is ppo.report_to (TensorBoard, W&B); the pipeline's runs are tracked in MLflow, too",
+    "data_seed": "all random numbers depend on ppo.seed",
+    "log_with": "it is ppo.report_to (TensorBoard, W&B); the pipeline's runs are always tracked in MLflow as well",
     **dict.fromkeys(
-        ("fsdp", "fsdp_config", "deepspeed"), "sharding is FSDP2, set in accelerate's file (docs/scaling.md)"
+        ("fsdp", "fsdp_config", "deepspeed"), "FSDP2 shards the models; accelerate's file turns it on (docs/scaling.md)"
     ),
-    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
+    "align_overflow": "a non-finite gradient of the policy or the critic always skips the optimiser step of both",
     "use_vllm": "it is ppo.rollout_engine=vllm",
-    "load_in_8bit": "quantised weights have 4 bits: ppo.load_in_4bit",
-    "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
+    "load_in_8bit": "only 4-bit quantisation is supported: ppo.load_in_4bit",
+    "lora_dropout": "dropout is always off, because the policy in training must equal the policy that sampled",
 }
-"""Settings that are no fields of PPOConfig, each with where it is."""
+"""Settings that are not fields of PPOConfig, each with a hint to its replacement."""
 
 _LEAVE_OUT = (
     *("data_collator", "training_data_collator", "num_shared_layers", "generate_ref_response", "response_masks"),
@@ -90,7 +91,7 @@ ARGUMENTS = {
         ("optimizer", "optimizers", "lr_scheduler"), "optim, learning_rate, lr_scheduler_type in PPOConfig"
     ),
     "peft_config": "use_peft, lora_r, lora_alpha, lora_target_modules in PPOConfig",
-    "dataset": "prompts for train(), a DataLoader of torch for a loop of your own",
-    "dataloader": "a DataLoader of torch over your dataset, with batch_size=config.batch_size",
+    "dataset": "prompts for train(), a torch DataLoader for your own loop",
+    "dataloader": "a torch DataLoader over your dataset, with batch_size=config.batch_size",
 }
-"""Arguments and attributes of TRL's first and last PPOTrainer, with ours."""
+"""Arguments and attributes of TRL's first and last PPOTrainer, each with its replacement here."""
