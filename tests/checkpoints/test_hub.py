@@ -112,26 +112,26 @@ def test_a_second_push_is_a_new_commit_without_weights_of_the_first(hub: Hub, ex
 
 def test_without_a_token_a_network_or_a_name_nothing_is_pushed(monkeypatch: pytest.MonkeyPatch):
     with running_hub(monkeypatch, token=None):
-        with pytest.raises(ConfigError, match="no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN"):
+        with pytest.raises(ConfigError, match="`hf auth login`.*HF_TOKEN"):
             check_push("me/policy")
         check_push("me/policy", token="given")
     for name in ("policy", "a/b/c", "me/policy@v1"):
-        with pytest.raises(ConfigError, match=f"push: {name} is no repository of the hub"):
+        with pytest.raises(ConfigError, match=f"push: {name} .*organisation/name"):
             check_push(name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         check_push("me/policy")
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(hub: Hub, exported: Path):
-    with pytest.raises(ConfigError, match=r"^push: the hub did not take me/policy: .*401") as refused:
+    with pytest.raises(ConfigError, match=r"^push: .*me/policy: .*401") as refused:
         push(exported, "me/policy", "first", token="wrong")
     assert "\n" not in str(refused.value)
 
 
 def test_a_folder_whose_weights_are_gone_is_not_pushed(exported: Path):
     next(exported.glob("model-0*.safetensors")).unlink()
-    with pytest.raises(ModelError, match="is missing, damaged or a Git LFS pointer"):
+    with pytest.raises(ModelError, match="damaged"):
         files_to_push(exported)
 
 
@@ -145,7 +145,7 @@ def test_a_card_that_names_several_base_models_keeps_the_licence_it_has(hub: Hub
 def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(tmp_path: Path):
     model, settings = tiny_model(name_or_path=save(tmp_path / "base", tiny_model())), LoraSettings(2, 4, "all-linear")
     save_adapter(with_adapter(model, settings, torch.Generator()), tmp_path / "adapter", settings)
-    with pytest.raises(ConfigError, match=r"base, which nobody else has; export a whole model \(ppo\.export=merged\)"):
+    with pytest.raises(ConfigError, match=r"base, .*\(ppo\.export=merged\)"):
         files_to_push(tmp_path / "adapter")
 
 

@@ -59,7 +59,7 @@ def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_
     state = make_run().state
     assert "Left out" not in render_card(state, [])
     state.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
-    assert "- Left out: vision of the model it started from: only the text part" in render_card(state, [])
+    assert "- Left out: vision of the source model: only the text part" in render_card(state, [])
 
 
 @pytest.mark.parametrize("chat", [False, True])

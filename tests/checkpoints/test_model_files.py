@@ -319,7 +319,7 @@ def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project
 
 
 def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_training(make_run, make_model, tmp_path):
-    with pytest.raises(ModelError, match=r"ppo\.export=adapter: the policy is an object without a name"):
+    with pytest.raises(ModelError, match=r"^ppo\.export=adapter: "):
         make_run(**LORA, export="adapter")
     base = make_model("llama", name_or_path=save(tmp_path / "base", make_model("llama")))
     settings = LoraSettings(rank=2, alpha=4, target_modules="all-linear")

@@ -75,8 +75,7 @@ def test_a_training_of_one_process_is_recorded_as_that(export):
 def test_a_typed_setting_of_training_changes_no_training_and_one_line_says_so(export):
     policy = export(**TRAINED)
     found = settings_of(policy, PPOConfig(kl_coef=0.7), {"kl_coef", "seed", "device"})
-    said = f"{policy.source}: it was trained with ppo.kl_coef=0.2, and what is typed does not change that"
-    assert [line for line in found.lines() if "typed" in line and "own settings" not in line] == [said]
+    assert [line.startswith(f"{policy.source}: ") for line in found.lines() if "ppo.kl_coef=0.2" in line] == [True]
 
 
 def test_a_rule_of_confs_training_refuses_no_policy(export):
@@ -127,9 +126,8 @@ def test_the_code_that_a_policy_from_elsewhere_names_is_imported_only_if_conf_na
     policy, own = export(**turns), f"ppo.environment={__name__}:reply"
     with pytest.raises(ConfigError) as refused:
         settings_of(policy, PPOConfig(), may_import=False)
-    assert str(refused.value) == (
-        f"{policy.source} was trained with {own}. Type it (--params {own}) to import it, or ppo.environment=null"
-    )
+    for fragment in (policy.source, f"--params {own}", "ppo.environment=null"):
+        assert fragment in str(refused.value)
     named = PPOConfig(**turns)
     assert settings_of(policy, named, may_import=False).config.environment == turns["environment"]
     typed = settings_of(policy, named, {"environment"}, may_import=False).config
@@ -151,10 +149,11 @@ def test_one_line_names_what_differs_from_conf_and_nothing_is_said_of_equal_sett
     assert settings_of(policy, export.config, template={}).lines() == []
     other = settings_of(policy, replace(export.config, response_length=8, stop_token_id=None, kl_coef=0.1))
     both = "ppo.response_length=6 (conf: 8), ppo.stop_token_id=7 (conf: None)"
-    how = "To use another value, type it: --params ppo.response_length=8"
-    assert other.lines() == [f"{policy.source}: its own settings are used: {both}. {how}"]
+    [line] = other.lines()
+    assert line.startswith(f"{policy.source}: ") and both in line
+    assert line.endswith(": --params ppo.response_length=8")
     another = settings_of(policy, replace(export.config, stop_token_id=None))
-    assert another.lines()[0].endswith("type it: --params ppo.stop_token_id=null")
+    assert another.lines()[0].endswith(": --params ppo.stop_token_id=null")
 
 
 def test_auto_is_the_precision_that_it_stands_for(export):
@@ -217,16 +216,15 @@ def test_what_another_version_wrote_is_named_and_the_policy_is_used_all_the_same
     edit(policy, RECORD, ppo={**record["ppo"], "of_tomorrow": 3})
     assert settings_of(policy, export.config, template={}).lines() == []
     assert settings_of_training(policy, PPOConfig()).kl_coef == 0.2
-    assert caplog.messages == [
-        f"{policy.source}: settings that this version does not know are left out: ppo.of_tomorrow"
-    ]
+    [message] = caplog.messages
+    assert message.startswith(f"{policy.source}: ") and message.endswith(": ppo.of_tomorrow")
     edit(policy, RECORD, ppo={**record["ppo"], "kl_coef": -1})
     conf = PPOConfig()
     assert settings_of_training(policy, conf) is conf
     assert "ppo.kl_coef=-1: " in caplog.messages[-1]
     assert settings_of(policy, conf).config.response_length == 6
     edit(policy, RECORD, ppo={**record["ppo"], "min_response_length": -1})
-    with pytest.raises(ConfigError, match=r"with the settings that it was trained with: ppo\.min_response_length=-1: "):
+    with pytest.raises(ConfigError, match=r"ppo\.min_response_length=-1: "):
         settings_of(policy, conf)
 
 
@@ -234,5 +232,5 @@ def test_what_another_version_wrote_is_named_and_the_policy_is_used_all_the_same
 def test_a_damaged_file_is_refused_in_one_line(export, text):
     policy = export()
     Path(policy.source, RECORD).write_bytes(text)
-    with pytest.raises(ModelError, match=r"^.*policy: its ppo_rlhf\.json is damaged \(.*\); copy it again$"):
+    with pytest.raises(ModelError, match=r"^.*policy: its ppo_rlhf\.json .*\(.*\).*$"):
         settings_of(policy, PPOConfig())

@@ -119,4 +119,4 @@ def test_help_has_the_docstring_of_every_field(monkeypatch: pytest.MonkeyPatch):
     text = parser().format_help()
     documented = {field.name: field.metadata.get("help", "").replace("%%", "%") for field in fields(PPOConfig)}
     assert [name for name, docstring in documented.items() if len(docstring) < 10 or docstring not in text] == []
-    assert "changes beta by 20 % at most" in text  # argparse would take a single % for a placeholder
+    assert "changes beta by at most 20 %" in text  # argparse would take a single % for a placeholder

@@ -253,7 +253,7 @@ def test_a_stored_verdict_is_read_also_of_earlier_runs(stored, verdict):
 
 
 def test_a_stored_verdict_of_another_kind_is_refused():
-    with pytest.raises(DataError, match=r"^evaluation_summary: verdict is 'PPO won'; it must be one of better, worse"):
+    with pytest.raises(DataError, match=r"^evaluation_summary: .*'PPO won'.* better, worse"):
         read_verdict("PPO won")
 
 
@@ -299,10 +299,10 @@ def test_metrics_without_a_judge_leave_its_keys_out_and_the_reward_decides():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (evaluation([1, 1], prompts=["other", "prompts"]), "same prompts"),
-        (evaluation([1, 1], judge_scores=[1, 1]), "same functions"),
-        (evaluation([1, 1], rates={"polite_rate": [1, 1]}), "same functions"),
-        (evaluation([1, 1], other_judges={"strict": [1, 1]}), "same functions"),
+        (evaluation([1, 1], prompts=["other", "prompts"]), "different prompts"),
+        (evaluation([1, 1], judge_scores=[1, 1]), "different functions"),
+        (evaluation([1, 1], rates={"polite_rate": [1, 1]}), "different functions"),
+        (evaluation([1, 1], other_judges={"strict": [1, 1]}), "different functions"),
     ],
 )
 def test_evaluations_of_different_things_are_not_compared(other, message):
@@ -376,7 +376,7 @@ def test_several_responses_to_a_prompt_are_one_observation():
     assert [summary[name] for name in ("prompts", "samples_per_prompt", "wins", "losses")] == [2, 2, 1, 0]
     table = sample_pairs(policy, sft, count=9, seed=0)
     assert sorted(table["ppo_score"]) == [1.0, 1.0]  # of prompt 0 the first response, not the second
-    with pytest.raises(DataError, match="same functions"):
+    with pytest.raises(DataError, match="different functions"):
         compare_evaluations(policy, evaluation([0, 0, 1, 1], prompts=policy.prompts))
 
 
@@ -404,7 +404,7 @@ def test_pass_at_k_is_of_the_deciding_scores_with_its_error_over_prompts():
     assert (metrics["eval/pass_at_2_sft"], metrics["eval/pass_at_2_sft_se"]) == (1.0, 0.0)
     table = before_after(policy, sft, [1, 2]).set_index("measure")
     assert table.loc["pass_at_2", "ppo"] == pytest.approx(5 / 12, rel=1e-12)
-    with pytest.raises(DataError, match=r"pass_at.*evaluation\.judge gave 0\.5"):
+    with pytest.raises(DataError, match=r"pass_at.*evaluation\.judge .*0\.5"):
         before_after(evaluation([1], judge_scores=[0.5]), evaluation([1], judge_scores=[1]), [1])
 
 

@@ -28,7 +28,7 @@ KINDS = {
     "skewed": lambda noise: np.exp(2.0 * noise),
     "right or wrong": lambda noise: (noise > 0.5).astype(float),
 }
-SAID, CANNOT_BE_SAID = "fell for certain since its best evaluation", "since its best evaluation cannot be said"
+SAID, CANNOT_BE_SAID = "exploits its reward", "evaluation.iteration_prompts"
 
 
 def noisy_scores(rng, kind, evaluations, prompts, correlation=0.0) -> np.ndarray:

@@ -46,7 +46,7 @@ def test_an_evaluation_after_conf_was_edited_repeats_that_of_the_training_and_na
     assert result.exit_code == 0, result.output
     for name, table in tables(edited).items():
         pd.testing.assert_frame_equal(table, before[name], check_exact=True)
-    [said] = [line for line in caplog.messages if "its own settings are used" in line]
+    [said] = [line for line in caplog.messages if "settings are used" in line]
     for differs in ("response_length=16 (conf: 5)", "temperature=1.0 (conf: 0.3)"):
         assert f"ppo.{differs}" in said
     report = (edited / "data/test/08_reporting/report.html").read_text()

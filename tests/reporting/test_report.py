@@ -206,15 +206,15 @@ LOST = {"verdict": Verdict.WORSE}
             {"verdict": Verdict.TOO_FEW_PROMPTS, "wins": 2, "losses": 0},
             {},
             None,
-            ["2 held-out prompts were won and 0 lost"],
+            ["won 2 held-out prompts and lost 0"],
         ),
         ({"verdict": Verdict.REWARD_FELL}, {}, None, ["The reward fell"]),
         (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
         (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO loses to SFT"]),  # the means do not decide
         ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
         ({"exploits_since_best": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
-        (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["both for certain"]),
-        ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["PPO trained on 12 of the 1,512 prompts"]),
+        (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["exploits its reward"]),
+        ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["trained on 12 of the 1,512"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],

@@ -89,7 +89,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_a_run_is_not_resumed_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
     trainer = trainer_of(**given)
-    with pytest.raises(ConfigError, match=rf"(?m)^{named}: .*_000003 "):
+    with pytest.raises(ConfigError, match=rf"(?m)^{named}: .*_000003\b"):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
     assert trainer.state.iteration == 0
 
@@ -101,7 +101,7 @@ def test_a_run_resumes_with_a_reward_function_that_was_fixed(folder: Path, caplo
     trainer = trainer_of(reward=early_letters)
     with caplog.at_level("WARNING", "ppo_rlhf"):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
-    assert "The reward's functions were changed since" in caplog.text
+    assert "reward functions changed" in caplog.text
     assert trainer.state.iteration == 3
 
 

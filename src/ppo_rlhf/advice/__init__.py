@@ -1,7 +1,7 @@
-"""Tuning advice: the setting to change first, from a run's settings and metrics.
+"""Tuning advice: which setting to change first, derived from a run's settings and metrics.
 
-`rules` holds the rules as one table (those on KL are `ppo.kl_rules`), `curves` smooths a run's metrics, and `advise`
-applies the rules and writes the lines. docs/tuning.md explains every rule.
+`rules` is the table of all rules (the KL rules come from `ppo.kl_rules`), `curves` smooths a run's metrics, and
+`advise` applies the rules and writes the advice. docs/tuning.md explains every rule.
 """
 
 from ppo_rlhf.advice.advise import SHOWN, Advice, advise, in_words

@@ -1,4 +1,4 @@
-"""Apply the tuning rules to a run, and write their advice as lines."""
+"""Apply the tuning rules to a run, and write the advice as lines of text."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.kl_rules import Change, allowed
 
 ENOUGH_ITERATIONS = 10
-"""Most curves are not judged below this many iterations."""
+"""Number of iterations that most rules need before they judge a curve."""
 SHOWN = 3
-"""Settings named at a time: little should be changed at once."""
+"""Number of settings that the advice names at a time, because few settings should be changed at once."""
 
 History = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A rule that fired: the numbers it saw, and the setting to change first (None if no setting helps)."""
+    """A rule that fired.
+
+    `seen` gives the measured numbers. `change` is the setting to change first, or None if no setting helps.
+    """
 
     rule: Rule
     seen: str
     change: Change | None
 
     def __str__(self) -> str:
-        """Write it as one or two sentences."""
+        """Return the advice as one or two sentences."""
         return f"{self.seen}: {self.rule.meaning}.{f' {self.change}' if self.change else ''}"
 
 
 def advise(config: PPOConfig, history: History) -> list[Advice]:
     """Return the advice for a run, in the order of the rules.
 
-    `history` has one mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
-    iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
+    `history` has one mapping for each iteration, with `iteration` and the metrics of docs/metrics.md by key. The
+    eval/* metrics are NaN or missing in iterations without an evaluation. `history` may be unfinished or empty.
     """
     run = Run(config, history)
     return [
@@ -47,9 +50,10 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
 
 
 def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, command: str = "kedro advise") -> list[str]:
-    """Return the advice for a run as numbered lines, each setting once; and whether the run was long enough to judge.
+    """Return the advice for a run as numbered lines, with one number for each setting.
 
-    `most` is how many settings are named at most; None names all. `command` is what is typed for these lines.
+    A first line says if the run was too short to judge, or if no rule fired. At most `most` settings are named; None
+    names all settings. `command` is the command that prints these lines, which the last line repeats with --all.
     """
     lines, history = [], list(history)
     advice = advise(config, history)
@@ -57,11 +61,11 @@ def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, comm
     if iterations < ENOUGH_ITERATIONS:
         lines.append(
             f"{iterations} iteration{'' if iterations == 1 else 's'} of the policy: too early to judge the curves. "
-            f"Most rules need {ENOUGH_ITERATIONS}, some {needed}."
+            f"Most rules need {ENOUGH_ITERATIONS} iterations, some {needed}."
         )
     elif not advice:
         so_far = " so far" if iterations < needed else ""
-        lines.append(f"Nothing to change{so_far}: no tuning rule objects to the curves of {iterations} iterations.")
+        lines.append(f"Nothing to change{so_far}: no tuning rule found a problem in {iterations} iterations.")
     groups = _by_setting(advice)
     for place, (first, *others) in enumerate(groups[:most], start=1):
         lines.append(f"{place}. [{first.rule.stage.value}: {first.rule.name}] {first}")
@@ -72,10 +76,13 @@ def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, comm
 
 
 def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
-    """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
+    """Group the advice by setting.
+
+    Advice that would move a setting in the opposite direction of earlier advice is left out.
+    """
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting: str | int = place  # without a change it is a group of its own
+        setting: str | int = place  # advice without a change forms its own group
         raises = False
         if item.change is not None:
             setting = item.change.setting

@@ -1,4 +1,4 @@
-"""A run as the rules see it: its settings and its metrics, smoothed."""
+"""A run as the tuning rules see it: its settings and its smoothed metrics."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.ppo.kl_rules import KLSituation
 
 WINDOW = 10
-"""Iterations, at most, that a mean is taken over."""
+"""Largest number of iterations that a mean is taken over."""
 FIRST_RESPONSES = 64
-"""Responses that the start of a run is measured by: with fewer, the noise of one batch would count."""
+"""Number of responses that the start of a run is measured on. Fewer would let the noise of one batch decide."""
 
 
 def in_digits(value: float) -> str:
-    """Return a number with three digits, of a large one all before the point."""
+    """Return a number with three significant digits, or all digits before the point from 1000 on."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 class Run(KLSituation):
-    """The settings and the metrics of a run. Values that are not finite are left out; an unmeasured level is NaN.
+    """The settings and the metrics of a run.
 
-    Iterations in which only the critic trains (`critic_warmup_iterations`) are left out.
+    Values that are not finite are ignored, and the level of a metric that was not measured is NaN. Iterations in which
+    only the critic trains (`critic_warmup_iterations`) are left out.
 
-    `rows` has one mapping for each iteration, in any order: metrics by key, and `iteration` (from 1) if known. NaN,
+    `rows` has one mapping for each iteration, in any order, with metrics by key and `iteration` (from 1) if known. NaN,
     None and a missing key mean that the metric was not measured.
     """
 
@@ -49,37 +50,40 @@ class Run(KLSituation):
             highest_kl=self.highest("objective/kl"),
             kl_coef=self.last("objective/kl_coef"),
         )
-        # a sparse reward may begin with zeros
+        # with a sparse reward the first scores may all be 0
         self.deviation = self.start("objective/scores_std") or self.highest("objective/scores_std")
 
     def values(self, key: str) -> pd.Series:
-        """Return the metric at each iteration, NaN where it was not measured."""
+        """Return the metric at each iteration, and NaN where the metric was not measured."""
         return self._table[key] if key in self._table else pd.Series(math.nan, self._table.index, dtype=float)
 
     def last(self, key: str) -> float:
-        """Return the mean of the last window."""
+        """Return the metric's mean over the last window of iterations."""
         return float(self.values(key).tail(self.window).mean())
 
     def typical(self, key: str) -> float:
-        """Return the median of the run, which neither a large first iteration nor a decaying learning rate decides."""
+        """Return the metric's median over the run.
+
+        A large value in the first iteration or a decaying learning rate hardly changes the median.
+        """
         return float(self.values(key).median())
 
     def start(self, key: str) -> float:
-        """Return the mean over the first iterations, as few as hold `FIRST_RESPONSES` responses."""
+        """Return the metric's mean over the first iterations, just enough for `FIRST_RESPONSES` responses."""
         return float(self.values(key).head(self._start).mean())
 
     def highest(self, key: str) -> float:
-        """Return the largest mean of any window."""
+        """Return the largest mean of the metric over any window of iterations."""
         return float(self._window_means(key).max())
 
     def end(self, key: str) -> float:
-        """Return the last measured value, as of an evaluation."""
+        """Return the metric's last measured value, for example that of the last evaluation."""
         measured = self.values(key).dropna()
         return float(measured.iloc[-1]) if len(measured) else math.nan
 
     @property
     def cut_off(self) -> str:
-        """How many responses are cut off, and were at the start, in words."""
+        """Sentence with the share of truncated responses now and at the start."""
         now, first = (100.0 * level("response/truncated_fraction") for level in (self.last, self.start))
         which = "All" if now == 100.0 else f"{now:.3g}% of the"
         return f"{which} responses are cut off ({first:.3g}% at the start)"
@@ -91,7 +95,8 @@ class Run(KLSituation):
     def gain(self) -> float:
         """Rise of the score over the SFT policy's, in standard deviations of the scores at the start.
 
-        From the last evaluation if there was one, which has the same prompts and noise for both; else from training.
+        The last evaluation gives the rise if there was one, because both policies then answered the same prompts with
+        the same noise. Otherwise the training scores give the rise.
         """
         rise = self.end("eval/reward") - self.end("eval/reward_sft")
         if math.isnan(rise):
@@ -100,11 +105,11 @@ class Run(KLSituation):
 
     @property
     def walked(self) -> float:
-        """KL from the start that all updates would come to if none undid another, nats per response.
+        """KL from the SFT policy, in nats per response, that all updates would add up to if no update undid another.
 
-        Squared steps in unlike directions add up. policy/approxkl_avg is the mean over an iteration's optimiser steps,
-        each measured before it is taken: on a straight way step k of S has (k/S)^2 of the iteration's KL behind it. NaN
-        with one step an iteration, which is measured before the policy moved.
+        KLs of steps in unrelated directions add up. policy/approxkl_avg is the mean over an iteration's optimiser
+        steps, and each step is measured before it is taken: on a straight path, step k of S (k from 0) sees (k/S)^2 of
+        the iteration's KL. The value is NaN with one step per iteration, which is measured before the policy moved.
         """
         steps = self.config.num_ppo_epochs * self.config.num_mini_batches
         if steps == 1:
@@ -115,25 +120,30 @@ class Run(KLSituation):
 
     @property
     def fell(self) -> bool:
-        """Whether the score that decides the win rate fell for certain since its best evaluation, SFT's included."""
+        """Whether the score that decides the win rate fell significantly since its best evaluation (SFT's counts,
+        too).
+        """
         return self.end("eval/since_best_p") < CHANCE
 
     @property
     def succeeded(self) -> bool:
-        """Whether the verdict names PPO the winner, and that score did not fall since its best."""
+        """Whether the verdict names PPO the winner, and the deciding score did not fall since its best evaluation."""
         return self.end("eval/verdict") > 0.0 and not self.fell
 
     @property
     def judged_success(self) -> bool:
-        """Whether it is a judge of its own who says so: a reward that is exploited calls that a success.
+        """Whether the run succeeded by a judge that is not the trained reward.
 
-        A checker of answers that is both reward and judge, as GSM8K's, counts as the reward: settings do not tell a
-        checker from a reward that can be exploited, and a checker can be, for example by a guess without a reason.
+        A trained reward also rises when the policy exploits it. A function that is both reward and judge, such as
+        GSM8K's answer checker, counts as the trained reward: the settings do not show whether the function can be
+        exploited, and even a checker can be, for example by guesses without reasoning.
         """
         return self.succeeded and self.end("eval/verdict") == LEVELS[Verdict.BETTER]
 
     @property
     def rollout_gap(self) -> float:
-        """Gap between the sampler's and the trained log-probabilities: at first or at the end, the larger one."""
+        """Gap between the sampler's and the trained log-probabilities: the larger one of the first and the last
+        level.
+        """
         key = "policy/rollout_logprob_gap"
         return float(np.fmax(self.values(key).head(1).mean(), self.last(key)))

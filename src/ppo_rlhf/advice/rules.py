@@ -1,7 +1,8 @@
-"""The tuning rules as one table: the metrics a rule reads, when it fires, what that means, and the setting to change.
+"""Table of the tuning rules: the metrics that a rule reads, when it fires, what that means, and the setting to change.
 
-Rules stand in the order of their advice. docs/decisions/0019-advice-has-to-show-that-it-helps.md has the sources of
-the thresholds. A comparison with an unmeasured level (NaN) is False, so no rule fires on it.
+The rules stand in the order in which their advice is given. docs/decisions/0019-advice-has-to-show-that-it-helps.md has
+the sources of the thresholds. A comparison with the level of an unmeasured metric (NaN) is False, so no rule fires on
+an unmeasured metric.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from ppo_rlhf.ppo import kl_rules
 from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
 
 FLAT = 0.25
-"""Standard deviations of the score: two standard errors of 64 responses."""
+"""A score that changed by less counts as unchanged. In standard deviations of the score: two standard errors of a mean
+over 64 responses."""
 USUAL_EOS_PENALTY = 1.0
-"""For scores of standard deviation 1; TRL's examples have 1, too."""
+"""Usual missing_eos_penalty for scores of standard deviation 1; TRL's examples also use 1."""
 LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
-"""policy/approxkl_avg to aim at, nats per token. It grows with the square of the learning rate."""
+"""Target values of policy/approxkl_avg, in nats per token, which grows with the square of the learning rate."""
 UNDONE = 2.0
-"""Times the KL of a policy that has moved. With conf/demo the updates walk 1.0 times the KL at the end, and 66 times
-that KL under sixty times the penalty."""
+"""Updates count as undone if their KLs add up to more than UNDONE times MOVED, the KL of a policy that has moved. With
+conf/demo the updates add up to 1.0 times the final KL, and to 66 times the final KL with a sixty times larger
+penalty."""
 
 KL, KL_COEF, ENTROPY = "objective/kl", "objective/kl_coef", "objective/entropy"
 SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/reward"
@@ -34,11 +37,11 @@ DISTINCT, DISTINCT_OF_SFT = "eval/distinct_2", "eval/distinct_2_sft"
 SINCE_BEST_SCORE, SINCE_BEST_P = "eval/since_best_score", "eval/since_best_p"
 SINCE_BEST_REWARD = "eval/since_best_reward"
 SUCCESS, JUDGED_SUCCESS = "succeeded", "judged_success"
-"""Properties of a run that refute a rule."""
+"""Names of the properties of `Run` that show that a rule's finding did no harm."""
 
 
 class Stage(Enum):
-    """The order of tuning: a later stage cannot repair an earlier one."""
+    """Stages of tuning, in order. A later stage cannot fix a problem of an earlier stage."""
 
     BEFORE = "before tuning"
     KL = "KL"
@@ -49,24 +52,24 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table."""
+    """One row of the table of tuning rules."""
 
     name: str
-    stage: Stage  # when its advice comes
+    stage: Stage  # stage of tuning in which the advice is given
     reads: tuple[str, ...]  # metric keys, and settings as ppo.<name>
-    iterations: int  # fewest to judge by
+    iterations: int  # smallest number of iterations to judge by
     fires: Callable[[Run], bool]  # whether the run calls for the change
-    seen: Callable[[Run], str]  # the numbers that it fired on, the beginning of a sentence
-    meaning: str  # what they usually mean, the rest of that sentence
-    change: Callable[[Run], Change | None]  # None if no setting helps
-    refuted_by: str = ""  # property of a run that shows that what the rule fears did no harm; empty if none can
+    seen: Callable[[Run], str]  # the measured numbers, as the beginning of a sentence
+    meaning: str  # what the numbers usually mean, as the end of the sentence
+    change: Callable[[Run], Change | None]  # the setting to change, None if no setting helps
+    refuted_by: str = ""  # property of `Run` that shows that the finding did no harm; empty: none
 
 
-# Conditions of more than a line.
+# Conditions that need more than one line.
 
 
 def _rollout_mismatch(r: Run) -> bool:
-    """VLLM is left out: it computes in a type of its own."""
+    """Whether sampling and training disagree. vLLM is left out, because it computes in another data type."""
     is_half = r.config.dtype in ("bfloat16", "float16")
     return r.config.rollout_engine != "vllm" and r.rollout_gap > (0.05 if is_half else 1e-3)
 
@@ -76,9 +79,11 @@ def _stands_still(r: Run) -> bool:
 
 
 def _updates_are_undone(r: Run) -> bool:
-    """Whether a policy that stands still took updates that lead elsewhere; else they are too small to lead anywhere.
+    """Return whether later updates undid earlier ones, for a policy that has not moved; if not, the updates are too
+    small.
 
-    With one step an iteration their size is unknown: then only a penalty that is strong for the scores tells.
+    With one optimiser step per iteration the size of the updates is unknown. Then only a KL penalty that is large
+    compared with the scores counts as a sign of undone updates.
     """
     if math.isnan(r.walked):
         spread = r.config.reward_scale * (r.deviation if r.config.reward_normalisation == "none" else 1.0)
@@ -95,15 +100,18 @@ def _update_too_small(r: Run) -> bool:
 
 
 def _steps_skipped(r: Run) -> bool:
-    """The first half is left out: there the loss scale is found by skipped steps."""
+    """Return whether float16 skipped over 1 % of the steps in the second half of the run.
+
+    The first half does not count, because loss scaling skips steps there until it finds its scale.
+    """
     skipped, steps = r.values(SKIPPED), r.values(STEPS)
     half = len(skipped) // 2
-    late, taken = r.end(SKIPPED) - skipped.iloc[half], r.end(STEPS) - steps.iloc[half]
-    return r.config.dtype == "float16" and bool(late > 0.01 * (late + taken))
+    late_skipped, late_steps = r.end(SKIPPED) - skipped.iloc[half], r.end(STEPS) - steps.iloc[half]
+    return r.config.dtype == "float16" and bool(late_skipped > 0.01 * (late_skipped + late_steps))
 
 
 def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
-    """Return the row of a rule that the alarms while a run trains have, too."""
+    """Return the row for a KL rule that also raises alarms during training."""
     rule = KL_RULES[name]
     return Rule(
         f"kl_{name}",
@@ -117,16 +125,23 @@ def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
     )
 
 
-# Changes of more than a factor.
+# Changes that are not just a factor.
 
 
 def _rate_for_update(r: Run, now: float, size: float, least: float, most: float) -> Change:
-    """Bring policy/approxkl_avg from its value now to a size: it grows with the square of the learning rate."""
+    """Return the change of the learning rate that takes policy/approxkl_avg from `now` to `size`.
+
+    policy/approxkl_avg grows with the square of the learning rate. The factor stays within `least` and `most`.
+    """
     return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
 
 
 def _less_truncation(r: Run) -> Change:
-    """Penalise truncated responses, unless SFT's were as long already or a penalty is excluded."""
+    """Return a penalty on truncated responses, or longer responses.
+
+    More length is returned if over half of the SFT policy's responses were truncated already, or if other settings
+    exclude the penalty.
+    """
     now = r.config.missing_eos_penalty
     penalty = scaled(r, "missing_eos_penalty", 2.0) if now else set_to(r, "missing_eos_penalty", USUAL_EOS_PENALTY)
     if r.start(TRUNCATED) > 0.5 or not allowed(penalty, r.config):
@@ -135,7 +150,7 @@ def _less_truncation(r: Run) -> Change:
 
 
 RULES: tuple[Rule, ...] = (
-    # Before tuning: the numbers themselves are wrong.
+    # Before tuning: the measured numbers themselves are wrong.
     Rule(
         "rollout_mismatch",
         stage=Stage.BEFORE,
@@ -143,8 +158,9 @@ RULES: tuple[Rule, ...] = (
         iterations=1,
         fires=_rollout_mismatch,
         seen=lambda r: f"policy/rollout_logprob_gap is {r.rollout_gap:.3g} nats per token in {r.config.dtype}",
-        meaning="sampling and training disagree on the same tokens, as after an error in masks or positions, so KL and "
-        "ratios are wrong. If engine hf shows the gap too, the model's code is at fault",
+        meaning="sampling and training compute different log-probabilities for the same tokens, as after an error in "
+        "masks or positions, so KL and ratios are wrong. If ppo.rollout_engine=hf shows the gap, too, the model's code "
+        "is at fault",
         change=lambda r: set_to(r, "rollout_engine", "hf"),
     ),
     # KL.
@@ -158,10 +174,10 @@ RULES: tuple[Rule, ...] = (
         iterations=20,
         fires=_penalty_too_strong,
         seen=lambda r: (
-            f"KL is {r.kl:.3g} nats per response, all updates come to {r.walked:.3g}, and the score changed by "
+            f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g}, and the score changed by "
             f"{r.gain:.3g} standard deviations"
         ),
-        meaning="updates are taken, and the penalty undoes them",
+        meaning="the policy is updated, and the KL penalty undoes the updates",
         change=lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0))),
     ),
     Rule(
@@ -172,10 +188,10 @@ RULES: tuple[Rule, ...] = (
         fires=lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
         seen=lambda r: (
             f"KL is {r.kl:.3g} nats per response, more than 25% off the target of {r.config.kl_target:g}; the "
-            f"controller took the coefficient from {r.config.kl_coef:g} to {in_digits(r.last(KL_COEF))}"
+            f"controller changed the coefficient from {r.config.kl_coef:g} to {in_digits(r.last(KL_COEF))}"
         ),
-        meaning="the controller began too far off or reacts too late, or the size of the updates keeps KL from its "
-        "target",
+        meaning="the controller started too far from the right coefficient or reacts too slowly, or the size of the "
+        "updates keeps KL away from its target",
         change=kl_rules.help_controller,
         refuted_by=JUDGED_SUCCESS,
     ),
@@ -190,7 +206,7 @@ RULES: tuple[Rule, ...] = (
             f"{in_digits(r.end(SINCE_BEST_SCORE))} (by chance with probability {in_digits(r.end(SINCE_BEST_P))}), the "
             f"reward by {in_digits(r.end(SINCE_BEST_REWARD))}"
         ),
-        meaning="the policy exploits its reward; more training makes it worse",
+        meaning="the policy exploits its reward, and more training makes the exploit worse",
         change=lambda r: kl_rules.stronger_penalty(r, 2.0),
     ),
     Rule(
@@ -200,7 +216,7 @@ RULES: tuple[Rule, ...] = (
         iterations=10,
         fires=lambda r: r.end(DISTINCT) < 0.5 * r.end(DISTINCT_OF_SFT),
         seen=lambda r: f"eval/distinct_2 is {in_digits(r.end(DISTINCT))}, SFT's {in_digits(r.end(DISTINCT_OF_SFT))}",
-        meaning="stock phrases are taking over",
+        meaning="the responses repeat the same phrases",
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
@@ -241,7 +257,7 @@ RULES: tuple[Rule, ...] = (
             f"policy/approxkl_avg is {in_digits(r.typical(UPDATE))} nats per token in the median, up to "
             f"{in_digits(r.highest(UPDATE))}"
         ),
-        meaning="an iteration moves the policy far beyond its data",
+        meaning="one iteration moves the policy too far from the policy that sampled the data",
         change=lambda r: _rate_for_update(r, r.highest(UPDATE), CALM_UPDATE, least=0.1, most=0.5),
         refuted_by=SUCCESS,
     ),
@@ -252,10 +268,10 @@ RULES: tuple[Rule, ...] = (
         iterations=20,
         fires=_update_too_small,
         seen=lambda r: (
-            f"KL is {r.kl:.3g} nats per response, all updates come to {r.walked:.3g} (median of policy/approxkl_avg: "
+            f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g} (median of policy/approxkl_avg: "
             f"{in_digits(r.typical(UPDATE))} nats per token), and the score changed by {r.gain:.3g} standard deviations"
         ),
-        meaning="training is stable, and too slow to see",
+        meaning="training is stable, but too slow to show an effect",
         change=lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, least=2.0, most=10.0),
     ),
     # Epochs and clipping.
@@ -266,7 +282,7 @@ RULES: tuple[Rule, ...] = (
         iterations=10,
         fires=lambda r: r.config.num_ppo_epochs > 1 and r.typical(CLIPPED) > 0.3,
         seen=lambda r: f"policy/clipfrac_avg is {in_digits(r.typical(CLIPPED))} in the median",
-        meaning="later epochs see data that the policy has left behind",
+        meaning="later epochs train on data that no longer matches the policy",
         change=lambda r: scaled(r, "num_ppo_epochs", 0.5),
         refuted_by=SUCCESS,
     ),
@@ -277,7 +293,7 @@ RULES: tuple[Rule, ...] = (
         iterations=10,
         fires=lambda r: r.highest(VALUES_CLIPPED) > 0.6,
         seen=lambda r: f"val/clipfrac_avg reached {in_digits(r.highest(VALUES_CLIPPED))}",
-        meaning="the clip range is small for the size of the returns and holds the critic back",
+        meaning="the clipping range is too small for the size of the returns, so the critic learns slowly",
         change=lambda r: scaled(r, "cliprange_value", 2.0),
         refuted_by=SUCCESS,
     ),
@@ -289,7 +305,7 @@ RULES: tuple[Rule, ...] = (
         iterations=10,
         fires=lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
         seen=lambda r: r.cut_off,
-        meaning="the reward judges texts without an end",
+        meaning="the reward scores unfinished texts",
         change=_less_truncation,
     ),
     Rule(
@@ -299,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         iterations=10,
         fires=lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
         seen=lambda r: f"Responses went from {in_digits(r.start(LENGTH))} to {in_digits(r.last(LENGTH))} tokens",
-        meaning="the reward may pay for length (Singhal et al. 2023, arXiv:2310.03716); read samples",
+        meaning="the reward may depend on length (Singhal et al. 2023, arXiv:2310.03716); read the samples",
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
@@ -312,8 +328,8 @@ RULES: tuple[Rule, ...] = (
         seen=lambda r: (
             f"The scores' standard deviation fell to {in_digits(r.last(SPREAD))} (from {in_digits(r.highest(SPREAD))})"
         ),
-        meaning="the reward no longer tells responses apart, so there is nothing left to learn from it; stop here",
+        meaning="the reward no longer distinguishes responses, so the policy cannot learn more from it; stop training",
         change=lambda r: None,
     ),
 )
-"""All rules, in the order of their advice."""
+"""All rules, in the order in which their advice is given."""

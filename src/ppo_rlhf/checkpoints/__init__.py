@@ -1,1 +1,1 @@
-"""What a run leaves on disk, whole at any moment: training state, models, and what resuming it may change."""
+"""What a run writes to disk: checkpoints, models, model cards and records. A kill leaves no half-written checkpoint."""

@@ -1,6 +1,6 @@
-"""What a run records beside its checkpoints: evaluations, which decide which one is the best, and completions.
+"""Records that a run keeps beside its checkpoints: evaluations, which decide the best checkpoint, and completions.
 
-The evaluations are in one file, the completions of each sampled iteration in a file of JSON lines.
+All evaluations are in one JSON file. The completions of each sampled iteration are in one file of JSON lines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ RANKED_BY = ("iteration", "eval/kl", "eval/reward")
 
 
 def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
-    """Return the evaluations logged in a run's directory, oldest first, with the numbers needed; none without a log.
+    """Return the evaluations that were logged in a run's directory, oldest first, or an empty list without a log.
+
+    Each row must have numbers for the keys in `needed`.
 
     Raises:
-        CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
+        CheckpointError: The log is damaged. If a damaged log counted as empty, the next evaluation would overwrite the
+            log, and the best checkpoint would be deleted.
     """
     path = directory / EVALUATIONS
     if not path.is_file():
@@ -32,21 +35,21 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_bytes())
         if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
-            raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
+            raise TypeError(f"the log must be a list of rows with numbers for {', '.join(needed)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "
-            "checkpoint was its best, and may delete it"
+            f"{path}: damaged ({error}). Repair the file, or move it away: the run then continues, but no longer knows "
+            "which checkpoint was its best, and may delete the best checkpoint"
         ) from None
     return rows
 
 
 def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
-    """Add a row to the log; one of the same iteration is replaced.
+    """Add a row to the log of evaluations. The new row replaces a row of the same iteration.
 
     Raises:
-        CheckpointError: As `read_evaluations`.
-        OSError: It cannot be written.
+        CheckpointError: The log is damaged, see `read_evaluations`.
+        OSError: The log cannot be written.
     """
     rows = [row for row in read_evaluations(directory) if row["iteration"] != evaluation["iteration"]] + [evaluation]
     with written_whole(directory / EVALUATIONS) as draft:
@@ -54,28 +57,34 @@ def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
 
 
 def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> int | None:
-    """Return the best (`best_iteration`) of the iterations, up to `newest`, that are saved in a run's directory."""
+    """Return the best iteration (see `best_iteration`) that has a checkpoint in a run's directory.
+
+    Iterations after `newest` do not count.
+    """
     saved = {each for each in checkpoint_iterations(directory) if newest is None or each <= newest}
     rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
     return best_iteration(rows, kl_alarm)
 
 
 def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
-    """Delete a run's checkpoints but the newest `save_total_limit`, the best evaluated, and those after `newest`.
+    """Delete a run's old checkpoints, except the newest `save_total_limit` ones and the best evaluated one.
 
-    Those are kept because a run that was resumed from an earlier checkpoint replaces them when it gets there.
+    Checkpoints after iteration `newest` are kept, too: a run that was resumed from an earlier checkpoint replaces these
+    checkpoints when it reaches their iterations.
     """
     best = best_saved(directory, config.kl_alarm, newest)
-    found = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-    for iteration in found[: -config.save_total_limit]:
+    saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
+    for iteration in saved[: -config.save_total_limit]:
         if iteration != best:
             discard(directory / checkpoint_name(iteration))
 
 
 def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) -> int | None:
-    """Return the iteration with the highest judge score (else reward) of those with eval/kl ≤ kl_alarm, in nats.
+    """Return the iteration with the highest judge score, or reward without a judge, whose KL is at most kl_alarm
+    (nats).
 
-    Rows of greedy responses, whose eval/kl estimates nothing, have `TRAINING_KL`, which then counts.
+    Returns None if no KL is low enough. The KL is `TRAINING_KL` if a row has it, else eval/kl: eval/kl of greedy
+    responses does not estimate the policy's KL.
     """
     candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
     if not candidates:
@@ -85,9 +94,10 @@ def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) ->
 
 
 def write_completions(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one iteration's rows to `completions/iteration_NNNNNN.jsonl`; no rows: nothing was due.
+    """Write the completions of one iteration to `completions/iteration_NNNNNN.jsonl`; without rows write nothing.
 
-    An iteration that a resumed run repeats replaces its file. `datasets.load_dataset("json", data_files=…)` reads them.
+    If a resumed run repeats an iteration, the new file replaces the old file.
+    `datasets.load_dataset("json", data_files=…)` reads the files.
 
     Raises:
         OSError: The file cannot be written.

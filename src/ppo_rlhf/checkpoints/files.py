@@ -1,6 +1,6 @@
-"""Checkpoints as directories: whole or not there at all, checked by a manifest.
+"""Checkpoints as directories: a checkpoint is complete or does not exist, and a manifest lists its files.
 
-The content of a checkpoint is the concern of `store`.
+The module `store` defines the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _NAME = re.compile(r"iteration_(\d+)")
 
 
 def checkpoint_name(iteration: int) -> str:
-    """Return the directory name of an iteration's checkpoint; names sort in time."""
+    """Return the directory name of an iteration's checkpoint. Sorted names are in the order of iterations."""
     return f"iteration_{iteration:06d}"
 
 
 def checkpoint_iterations(run_directory: Path) -> list[int]:
-    """Return the iterations that a run has checkpoints of, ascending. A checkpoint may be damaged."""
+    """Return the iterations that have a checkpoint in a run's directory, ascending. A checkpoint may be damaged."""
     names = [_NAME.fullmatch(path.name) for path in run_directory.glob("iteration_*")]
     return sorted(int(match[1]) for match in names if match)
 
 
 def write_directory(target: Path, iteration: int, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory, add a manifest, and give it the name `target` once it is whole.
+    """Let `write` fill a temporary directory, add a manifest, and rename the complete directory to `target`.
 
-    A kill at any moment leaves earlier checkpoints whole. A checkpoint of the same name is replaced.
+    A kill at any moment leaves earlier checkpoints intact. An existing checkpoint at `target` is replaced.
 
     Raises:
         OSError: A file or directory cannot be written.
@@ -54,41 +54,42 @@ def write_directory(target: Path, iteration: int, write: Callable[[Path], None])
 
 
 def verify_checkpoint(directory: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against the manifest and return the manifest.
+    """Check every file of a checkpoint against the manifest, and return the manifest.
 
     Raises:
-        CheckpointError: A file is missing, cut off, changed or added, or belongs to another checkpoint. It is named.
+        CheckpointError: A file is missing, truncated, changed or added, or belongs to another checkpoint. The message
+            names the file.
     """
     path = directory / MANIFEST
     manifest = read_json(path)
     try:
-        form, iteration = manifest["format"], manifest["iteration"]
+        format_, iteration = manifest["format"], manifest["iteration"]
         expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a checkpoint's manifest ({error!r})") from None
-    if form != FORMAT:
-        raise CheckpointError(f"{path}: format {form}; this version reads format {FORMAT}")
+    if format_ != FORMAT:
+        raise CheckpointError(f"{path}: format {format_}; this version reads format {FORMAT}")
     match = _NAME.fullmatch(directory.name)
     if match and int(match[1]) != iteration:
         raise CheckpointError(f"{path}: belongs to iteration {iteration}, not to this directory")
-    found = {file.relative_to(directory).as_posix(): file for file in _files(directory)}
-    for name, sizes in expected.items():
-        if name not in found:
+    files = {file.relative_to(directory).as_posix(): file for file in _files(directory)}
+    for name, size_and_hash in expected.items():
+        if name not in files:
             raise CheckpointError(f"{directory / name}: missing, though the manifest lists it")
-        if sizes != _size_and_hash(found[name]):
-            raise CheckpointError(f"{found[name]}: damaged; its size or SHA-256 differs from the manifest")
-    for name, file in found.items():
-        is_hidden = any(part.startswith(".") for part in Path(name).parts)  # of a file system or a desktop
+        if size_and_hash != _size_and_hash(files[name]):
+            raise CheckpointError(f"{files[name]}: damaged; its size or SHA-256 differs from the manifest")
+    for name, file in files.items():
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)  # written by a file system or a desktop
         if name not in expected and name != MANIFEST and not is_hidden:
-            raise CheckpointError(f"{file}: not in the manifest; take it out of the checkpoint")
+            raise CheckpointError(f"{file}: not in the manifest; remove the file from the checkpoint")
     return manifest
 
 
 def verify_checkpoint_of_run(directory: Path) -> None:
-    """Check a checkpoint, and that it was written by the run whose directory it is in.
+    """Check that a checkpoint is intact, and that the run whose directory it is in wrote it.
 
     Raises:
-        CheckpointError: It is damaged, or another run wrote it.
+        CheckpointError: The checkpoint is damaged, or another run wrote it.
     """
     run = verify_checkpoint(directory).get("run")
     if run != directory.parent.name:
@@ -96,20 +97,23 @@ def verify_checkpoint_of_run(directory: Path) -> None:
 
 
 def newest_whole_checkpoint(run_directory: Path) -> Path | None:
-    """Return a run's newest whole checkpoint, None without one. A warning names each damaged one that is newer."""
+    """Return a run's newest intact checkpoint, or None. A warning names each newer checkpoint that is damaged."""
     for iteration in reversed(checkpoint_iterations(run_directory)):
         directory = run_directory / checkpoint_name(iteration)
         try:
             verify_checkpoint_of_run(directory)
         except (CheckpointError, OSError) as error:
-            log.warning("A damaged checkpoint is left out: %s", error)
+            log.warning("A damaged checkpoint is skipped: %s", error)
         else:
             return directory
     return None
 
 
 def sweep_leftovers(run_directory: Path) -> None:
-    """Delete what killed processes left half written or half deleted. Only the process that owns the run may."""
+    """Delete the half-written and half-deleted checkpoints of killed processes.
+
+    Only the process that owns the run may call this function.
+    """
     for path in run_directory.glob(draft_of("iteration_*", process="*")):
         delete(path)
 

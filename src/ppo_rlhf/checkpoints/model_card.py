@@ -1,4 +1,4 @@
-"""The model cards of policies and reward models: the README.md that the Hugging Face hub shows with a model."""
+"""Model cards of policies and reward models: the README.md that the Hugging Face hub shows for a model."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.paths import shown
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
-"""The module that lets transformers load a reward model of our own form."""
+"""Module whose import lets transformers load a reward model of this project's own architecture."""
 OF_A_CHAT = """\
-# of a chat, whose last message is the response:
+# for a chat whose last message is the response:
 # inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
 """
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
-"""Between them is the result, which an evaluation replaces."""
+"""Markers around the result, which an evaluation replaces."""
 CRITIC_TITLE = "# A critic that PPO trained"
 PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
-"""Between them is what people decided, which `human_evaluation` replaces."""
+"""Markers around the result by people, which `human_evaluation` replaces."""
 INDEXED = {
     "eval/win_rate": "Win rate over SFT",
     "eval/judge_score": "Judge's mean score",
     "eval/reward": "Mean reward",
     "eval/kl": "KL from SFT, nats per response",
 }
-"""Metrics of an evaluation in the hub's metadata, with their names there."""
+"""Evaluation metrics that the hub's metadata lists, with their names in the metadata."""
 NOT_EVALUATED = "Not evaluated yet."
 LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
-    "that exploits them. Read samples before you use the policy.",
-    "It was trained on prompts of one kind, and nothing is known about others. Its safety was not examined.",
+    "that exploits the reward or the judge. Read samples before you use the policy.",
+    "The policy was trained on prompts of one kind; its behaviour on other prompts is unknown. Its safety was not "
+    "examined.",
     "The licences and limitations of the base model and the training data also apply to this model.",
 )
 
@@ -52,9 +53,9 @@ LIMITS = (
 def render_card(
     state: TrainingState, rewards: Sequence[str], prompts: str | None = None, run_id: str | None = None
 ) -> str:
-    """Return the card of a trained policy, in Markdown with the hub's metadata in front; it has no result yet.
+    """Return the card of a trained policy as Markdown with the hub's metadata; the card has no result yet.
 
-    `rewards` says what PPO maximised, one text a term, `prompts` where the prompts of the training come from.
+    `rewards` describes the reward, one text for each term. `prompts` is the source of the training prompts.
     """
     base = state.policy.config.name_or_path or ""
     library = "peft" if state.config.export == "adapter" else "transformers"
@@ -88,10 +89,11 @@ def render_card(
 def render_reward_card(
     base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None, *, has_template: bool = False
 ) -> str:
-    """Return the card of a reward model that was trained here, in Markdown with the hub's metadata in front.
+    """Return the card of a reward model that this project trained, as Markdown with the hub's metadata.
 
-    `base` is the model whose backbone it has, `preferences` says where given ones come from, `own_form` why it is no
-    sequence classifier of transformers (None: it is one), `has_template` whether its tokenizer has a chat template.
+    `base` is the model whose backbone was used. `preferences` is the source of the user's preferences, or None.
+    `own_form` says why the model is not one of transformers' sequence classifiers, or is None if it is.
+    `has_template` is True if the tokenizer has a chat template.
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     of_a_chat = OF_A_CHAT if has_template else ""
@@ -103,7 +105,7 @@ def render_reward_card(
 
 ## Use
 
-Only differences between the scores of responses have a meaning.
+Only differences between scores of responses have a meaning.
 
 ```python
 {needed}from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -116,7 +118,8 @@ inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_ten
 
 ## Limits
 
-- It learnt from responses of one kind. Of others, and of text that was optimised for a high score, it may be wrong.
+- The model was trained on responses of one kind. Its scores may be wrong for other responses, and for text that was
+  optimised for a high score.
 - {LIMITS[-1]}
 """
 
@@ -174,16 +177,16 @@ PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTr
 
 
 def with_result(card: str, result: str) -> str | None:
-    """Return the card with its result replaced; None if the text is no card of ours."""
+    """Return the card with its result replaced, or None if this project did not write the card."""
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
 
 
 def with_people(card: str, result: str) -> str | None:
-    """Return the card with what people decided after its result, in place of what they decided before.
+    """Return the card with the result by people after the result, in place of an earlier result by people.
 
-    None if the text is no card of ours.
+    Returns None if this project did not write the card.
     """
     before, end, after = card.partition(END)
     if not end:
@@ -194,7 +197,7 @@ def with_people(card: str, result: str) -> str | None:
 
 
 def with_index(card: str, summary: Mapping[str, Any]) -> str:
-    """Return a card with the evaluation in the hub's metadata (`model-index`), in place of an earlier one."""
+    """Return a card whose hub metadata (`model-index`) has this evaluation in place of an earlier one."""
     parsed = ModelCard(card)
     data: Any = parsed.data
     data.model_name = data.model_name or "policy"
@@ -215,28 +218,28 @@ def with_index(card: str, summary: Mapping[str, Any]) -> str:
 
 
 def may_write_card(folder: Path) -> bool:
-    """Return whether no README.md is in the folder, or a card of ours."""
+    """Return whether the folder has no README.md, or a card that this project wrote."""
     card = folder / CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else BEGIN
     return BEGIN in text or CRITIC_TITLE in text
 
 
 def place(source: str) -> str:
-    """Return a hub id, or a path without the names of this machine's folders.
+    """Return a hub id unchanged, and a path without the names of this machine's folders.
 
-    Below the working directory it is relative to it; elsewhere only its last name is left.
+    A path below the working directory becomes relative to it. Of any other path only the last part is kept.
     """
-    inside = Path(shown(source)).expanduser()
-    return inside.name if inside.is_absolute() else shown(source)
+    path = Path(shown(source)).expanduser()
+    return path.name if path.is_absolute() else shown(source)
 
 
 def _left_out(policy: PreTrainedModel) -> str | None:
-    """Return what of the checkpoint that a policy was loaded from it does not have; None if it has all of it."""
+    """Return which parts of its source model a policy lacks (such as a vision tower), or None if it has all parts."""
     try:
         parts = PretrainedHandle(policy.config.name_or_path or "").left_out(policy)
-    except ModelError:  # a policy that was given as an object may have any name
+    except ModelError:  # a policy that was passed as an object may have any name
         return None
-    return f"{parts} of the model it started from: only the text part was trained and exported" if parts else None
+    return f"{parts} of the source model: only the text part was trained and exported" if parts else None
 
 
 def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:
@@ -264,7 +267,7 @@ def _usage(state: TrainingState) -> str:
     text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
     shown = f"print(generator({prompt}, do_sample=True, **sampling)[0]{text})"
     if not is_chat and drops_first_space(state.tokenizer):
-        shown = f"""# decoded together: the pipeline's own text lacks the space after the prompt
+        shown = f"""# decode the ids: the text of the pipeline lacks the space after the prompt
 ids = generator({prompt}, do_sample=True, return_tensors=True, **sampling)[0]["generated_token_ids"]
 print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
     options = {
@@ -275,7 +278,7 @@ print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
         "eos_token_id": list(sampling.stop_token_ids) or None,
     }
     arguments = ", ".join(f"{name}={value}" for name, value in options.items())
-    by_peft = state.config.export == "adapter"  # transformers itself does not read the revision of the base
+    by_peft = state.config.export == "adapter"  # transformers does not read the revision of the base model
     needed = "from peft import AutoPeftModelForCausalLM\n" if by_peft else ""
     model = "AutoPeftModelForCausalLM.from_pretrained(name)" if by_peft else "name"
     return f"""```python

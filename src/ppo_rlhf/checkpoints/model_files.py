@@ -1,12 +1,12 @@
-"""The models of a training state on disk: in a checkpoint, and as a run exports them.
+"""The models of a training state on disk: in a checkpoint, and as the exported policy.
 
-    policy/                       model directory with its tokenizer; with LoRA peft's adapter instead of the model;
-                                  generation_config.json and ppo_rlhf.json say how it was trained
-    critic.safetensors            the critic; with LoRA its trained weights, with a shared trunk its head
-    policy_average.safetensors    with ema_decay
-    frozen_weights.json           with LoRA: fingerprints of the frozen weights below the adapters
+    policy/                       the policy's model directory with its tokenizer; with LoRA only peft's adapter;
+                                  generation_config.json and ppo_rlhf.json record how the policy was trained
+    critic.safetensors            the critic; with LoRA only the trained weights, with a shared trunk only the head
+    policy_average.safetensors    only with ema_decay
+    frozen_weights.json           only with LoRA: fingerprints of the frozen weights below the adapters
 
-A checkpoint holds no frozen weights: they come from `sft_policy` and `reward_model`, as they did for the run.
+A checkpoint holds no frozen weights. A resumed run loads the frozen weights from `sft_policy` and `reward_model` again.
 """
 
 from __future__ import annotations
@@ -43,26 +43,29 @@ FROZEN = "frozen_weights.json"
 
 
 def optimizers(state: TrainingState) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimisers by the names of their files: one for policy and critic on a shared trunk, else two."""
-    found = {"policy_optimizer": state.policy_optimizer}
-    return found if state.shares_trunk else {**found, "critic_optimizer": state.critic_optimizer}
+    """Return the optimisers by the names of their files.
+
+    Policy and critic on a shared trunk have one optimiser; otherwise there are two.
+    """
+    by_name = {"policy_optimizer": state.policy_optimizer}
+    return by_name if state.shares_trunk else {**by_name, "critic_optimizer": state.critic_optimizer}
 
 
 def write_models(directory: Path, state: TrainingState) -> None:
-    """Write the policy, the critic and the policy's average below a directory.
+    """Write the policy, the critic and the average of the policy's weights to a directory.
 
     Raises:
         OSError, SafetensorError: A file cannot be written.
         RuntimeError, ValueError: A file cannot hold the weights, for example because they overlap in memory.
     """
     with quiet_transformers():
-        state.policy.save_pretrained(directory / POLICY)  # of one with an adapter only that, by `adapters.save_adapter`
+        state.policy.save_pretrained(directory / POLICY)  # with an adapter only the adapter, by `adapters.save_adapter`
     state.tokenizer.save_pretrained(directory / POLICY)
     generation_config_of(state).save_pretrained(directory / POLICY)
     (directory / POLICY / RECORD).write_text(record_of(state), encoding="utf-8")
     if has_adapter(state.critic):
         save_tensors({**trained_parameters(state.critic)}, directory / CRITIC)
-    else:  # `save_model` writes a layer that is used in several places (Zamba2) once
+    else:  # `save_model` writes a layer that is used in several places (Zamba2) only once
         save_model(state.critic, str(directory / CRITIC))
     if state.policy_average is not None:
         save_tensors(state.policy_average.weights, directory / AVERAGE)
@@ -71,7 +74,7 @@ def write_models(directory: Path, state: TrainingState) -> None:
 
 
 def read_models(directory: Path, state: TrainingState) -> None:
-    """Copy the models that `write_models` wrote into the models of a freshly made state.
+    """Copy the models that `write_models` wrote into the models of a new state.
 
     Raises:
         CheckpointError: The adapters belong to other frozen weights.
@@ -82,7 +85,7 @@ def read_models(directory: Path, state: TrainingState) -> None:
         if has_adapter(state.policy):
             load_adapter(state.policy, directory / POLICY)
         else:
-            with quiet_transformers():  # by the class of the model at hand: custom code need not be trusted again
+            with quiet_transformers():  # loaded by the policy's class, so that custom code need not be trusted again
                 policy = type(state.policy).from_pretrained(
                     directory / POLICY, dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
                 )
@@ -96,26 +99,26 @@ def read_models(directory: Path, state: TrainingState) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors to a safetensors file, which takes only contiguous ones."""
+    """Write tensors to a safetensors file, made contiguous as the format requires."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def gathered(state: TrainingState) -> TrainingState:
-    """Return a state of plain models and optimisers; one that is not sharded is returned itself.
+    """Return a state whose sharded weights and moments are gathered; a state that is not sharded is returned unchanged.
 
-    Every process calls it. The whole tensors are in the host's memory of the main process, one after the other; in the
-    other processes they have no values (device `meta`).
+    Every process must call this function. It gathers one tensor after the other into the main process's host memory.
+    The other processes get tensors without values (device `meta`).
     """
     if not shards_models():
         return state
     names = ("policy", "critic", "policy_optimizer", "critic_optimizer", "policy_average")
     parts = {name: getattr(state, name) for name in names}
-    found: list[Tensor] = [*state.policy.parameters(), *state.critic.parameters()]
+    tensors: list[Tensor] = [*state.policy.parameters(), *state.critic.parameters()]
     for optimizer in (state.policy_optimizer, state.critic_optimizer):
-        found += [moment for row in optimizer.state.values() for moment in row.values()]
-    found += [] if state.policy_average is None else state.policy_average.weights.values()
+        tensors += [moment for row in optimizer.state.values() for moment in row.values()]
+    tensors += [] if state.policy_average is None else state.policy_average.weights.values()
     copies: dict[int, Tensor] = {}
-    for tensor in found:
+    for tensor in tensors:
         if isinstance(tensor, DTensor) and id(tensor) not in copies:
             values = whole(tensor.detach()).to("cpu" if is_main_process() else "meta")
             is_weight = isinstance(tensor, nn.Parameter)
@@ -124,12 +127,11 @@ def gathered(state: TrainingState) -> TrainingState:
 
 
 def exported_policy(state: TrainingState) -> TrainedModel:
-    """Return the model that a run exports, and the average beside it if there is one.
+    """Return the policy that a run exports, with the average of its weights if there is one.
 
-    It is plain, with its adapter merged; with `export=adapter` it is saved as the adapter alone.
-
-    Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32. With it goes how PPO sampled (`training_record`). Every process calls it.
+    An adapter is merged into the weights, unless `export=adapter` saves only the adapter. Merging rounds: in float32
+    the logits change by about 1e-6 of their size. Weights that were frozen in a 16-bit type are exported in float32.
+    The result also holds the sampling settings (`training_record`). Every process must call this function.
     """
     state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
@@ -173,6 +175,6 @@ def _check_frozen_weights(directory: Path, state: TrainingState) -> None:
     for name, now in _fingerprints(state).items():
         if saved.get(name) != now:
             raise CheckpointError(
-                f"{directory}: the adapter of the {name} was trained on other frozen weights than this run has; give "
-                "the models of the checkpoint's run (sft_model_path, reward_model_path, critic_path)"
+                f"{directory}: the adapter of the {name} was trained on frozen weights that differ from this run's; "
+                "set sft_model_path, reward_model_path and critic_path to the models of the checkpoint's run"
             )

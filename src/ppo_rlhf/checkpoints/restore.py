@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: the settings that may differ, and the way the state is put in place."""
+"""Resuming from a checkpoint: which settings may differ, and how the state is restored."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ MAY_CHANGE = frozenset(
         *VLLM_FIELDS,
     }
 )
-"""Settings that a resumed run may have changed: its length, records, limits, device, micro-batches, place of vLLM.
+"""Settings that may change on resume: the run's length, records, limits, device, micro-batches and vLLM's place.
 
 `total_episodes` changes the learning-rate schedule; the device, `cuda_graphs` and the three batch settings change the
-rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the
-same.
+rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the number of processes must
+stay the same.
 """
 CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device", "cuda_graphs"}
-"""Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
+"""Settings of MAY_CHANGE whose change makes a run differ from the uninterrupted run in its last bits or more."""
 MENDABLE = "reward_functions"
-"""The part of a script's origin that a resumed run may have changed: the source of its reward functions."""
+"""Key in the origin of a script's run that may change on resume: the source code of the reward functions."""
 
 DATE = "printed_date"
-"""The part of an origin that is the date which the chat template prints; each day has another one."""
+"""Key in the origin for the date that the chat template prints, which changes every day."""
 
 
 def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the part of an origin that says which date the chat template prints today; none if it prints none."""
+    """Return the origin's entry with the date that the chat template prints today; empty if it prints no date."""
     dates = printed_dates(tokenizer) if prompts.has_chats else []
     return {DATE: ", ".join(dates)} if dates else {}
 
 
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return `name: (saved, now)` for every setting that differs.
+    """Return `name: (saved, now)` for every setting whose value differs.
 
-    A setting that was not saved had its default. A setting that this version lacks has None as its value now.
+    A setting that was not saved counts as its default. For a setting that this version lacks, `now` is None.
     """
     now = dataclasses.asdict(config)
     before = {field.name: field.default for field in dataclasses.fields(config)} | dict(saved)
@@ -80,19 +80,20 @@ def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tup
 
 
 def restore(state: TrainingState, directory: Path) -> None:
-    """Load a checkpoint into a freshly made state.
+    """Load a checkpoint into a new state.
 
-    Model paths and the origin may be unknown on one side: the pipeline has them as globals, PPOTrainer as arguments.
+    Model paths and parts of the origin may be missing in the checkpoint or in the state and are then not compared: the
+    pipeline has them as globals, PPOTrainer as arguments.
 
     Raises:
-        ConfigError: A setting or the origin differs that must not, or the batch has another size. Each has a line.
+        ConfigError: A setting that must not change differs, or the origin, or the batch size. Each has one line.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)
     saved = read_json(directory / STATE)
     changes = config_changes(saved["config"], state.config)
     refused = [
-        f"ppo.{name}: {before} in {directory}, {now} now; a resumed run keeps the settings that it began with"
+        f"ppo.{name}: {before} in {directory}, {now} now; a resumed run must keep the settings that it started with"
         for name, (before, now) in changes.items()
         if name not in MAY_CHANGE and not (name in MODEL_PATHS and None in (before, now))
     ]
@@ -102,21 +103,21 @@ def restore(state: TrainingState, directory: Path) -> None:
             f"{state.config.world_size} processes; set ppo.per_device_train_batch_size and "
             "ppo.gradient_accumulation_steps so that their product times the number of processes is the same"
         )
-    others = [name for name, now in state.origin.items() if saved["origin"].get(name, now) != now]
+    changed_origin = [name for name, now in state.origin.items() if saved["origin"].get(name, now) != now]
     refused += [
-        f"{name}: not what the run of {directory} began with; give the same, or begin a new run in another folder"
-        for name in others
+        f"{name}: differs from the run of {directory}; give the same {name}, or start a new run in another folder"
+        for name in changed_origin
         if name not in (MENDABLE, DATE)
     ]
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
     if is_main_process():
-        if MENDABLE in others:
-            log.warning("The reward's functions were changed since %s: the run continues with the new ones.", directory)
-        if DATE in others:
+        if MENDABLE in changed_origin:
+            log.warning("The reward functions changed since %s; the run continues with the new functions.", directory)
+        if DATE in changed_origin:
             log.warning(
-                "The chat template prints the date: prompts have %s from here on, where they had %s.",
+                "The chat template prints today's date: prompts contain %s from now on, and contained %s before.",
                 state.origin[DATE],
                 saved["origin"][DATE],
             )

@@ -1,14 +1,15 @@
-"""Checkpoints: all of a run's state in one directory of safetensors and JSON, whole or not there at all.
+"""Checkpoints: the complete state of a run in one directory of safetensors and JSON files.
 
     <run directory>/iteration_000010/
-        manifest.json                   run, iteration, size and SHA-256 of every other file
+        manifest.json                   the run, the iteration, and size and SHA-256 of every other file
         state.json                      counters, controllers, moments, hyperparameters, optimiser groups
         history.json                    every metric of every iteration so far
         policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
-        critic_optimizer.safetensors    not with a shared trunk, which has one optimiser
+        critic_optimizer.safetensors    missing with a shared trunk, which has only one optimiser
 
-Randomness needs no state: it is a function of seed, iteration and episode.
+A checkpoint has no state of random generators: random numbers are a function of seed, iteration and episode. A
+kill while a checkpoint is written leaves no part of it.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ STATE, HISTORY = "state.json", "history.json"
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
-    """Write the state to `<run_directory>/iteration_NNNNNN` and return this directory.
+    """Write the state to `<run_directory>/iteration_NNNNNN` and return the path of this directory.
 
-    `run_directory` is that of one run's checkpoints; it has the run's name, and is made if it is missing.
+    `run_directory` holds the checkpoints of one run and has the run's name. A missing directory is created.
 
     Raises:
-        CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.
-        TrainingError: The state is that of an interrupted update.
+        CheckpointError: The checkpoint cannot be written. Earlier checkpoints are unchanged.
+        TrainingError: An update of the state was interrupted.
     """
     state.check_whole()
     target = run_directory / checkpoint_name(state.iteration)
     try:
         write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]  # safetensors writes a page about weights that overlap
+        reason = str(error).strip().partition("\n")[0]  # safetensors' error on overlapping weights has many lines
         raise CheckpointError(f"{target}: cannot write the checkpoint: {reason}") from error
     return target
 
 
 def read_checkpoint(directory: Path, state: TrainingState) -> None:
-    """Load a checkpoint into a freshly made state of the same models and configuration.
+    """Load a checkpoint into a new state with the same models and configuration.
 
-    `resume.restore` checks the files and the configuration before. The weights are copied into the state's own
-    parameters, so the files may be deleted afterwards.
+    `resume.restore` checks the files and the configuration first. The weights are copied into the state's parameters,
+    so the files may be deleted afterwards.
 
     Raises:
         CheckpointError: The checkpoint was made for other models.

@@ -1,10 +1,11 @@
-"""How a policy was trained, beside its weights: who evaluates it, or lets it answer, does it with the same settings.
+"""Records how a policy was trained, in files beside its weights, so that later uses have the same settings.
 
-generation_config.json    what transformers knows, too: most tokens, temperature, top-k, top-p, stop tokens
-ppo_rlhf.json             every other setting of PPO but those of `HERE`, the number of processes, and what the chat
-                          template was given
+generation_config.json    settings that transformers also knows: maximum tokens, temperature, top-k, top-p, stop tokens
+ppo_rlhf.json             every other PPO setting except those in `HERE`, the number of processes, and the arguments of
+                          the chat template
 
-Evaluation and `kedro generate` take from them how responses are drawn, and the precision; report and advice name all.
+Evaluation and `kedro generate` use the recorded sampling settings and precision. Report and advice use all recorded
+settings.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DRAWN_BY = (
     "environment",
     "turn_length",
 )
-"""Fields of PPOConfig that say how responses are drawn."""
+"""Fields of PPOConfig that control how responses are sampled."""
 HERE = (
     "device",
     "compile",
@@ -57,15 +58,15 @@ HERE = (
     "overlong_prompts",
     "seed",
 )
-"""Fields that belong to a machine, a run or its prompts, not to the policy: the settings of whoever uses it count."""
+"""Fields that belong to a machine, a run or its prompts, not to the policy: the current user's settings apply."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")
-"""Fields that count where a policy only answers."""
+"""Fields that matter when a policy only generates responses."""
 OPTION = "--params"  # PPOTrainer does not read these settings
 IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p")
 
 
 def generation_config_of(state: TrainingState) -> GenerationConfig:
-    """Return how PPO sampled; with an environment `max_new_tokens` are those of a turn."""
+    """Return the sampling settings of PPO. With an environment, `max_new_tokens` is the limit of one turn."""
     sampling = state.sampling
     stops = list(sampling.stop_token_ids)
     return GenerationConfig(
@@ -93,30 +94,35 @@ def record_of(state: TrainingState) -> str:
 
 @dataclass(frozen=True)
 class TrainedSettings:
-    """The settings to use a policy with: its own where it says them, else the user's; what was typed comes first."""
+    """The settings to use a policy with.
+
+    Settings on the command line come first, then the policy's recorded settings, then the user's configuration.
+    `differing` maps each setting whose recorded value is not the configured one to both values.
+    """
 
     config: PPOConfig
-    chat_template_kwargs: Mapping[str, Any] | None  # what its chat template was given; None: it does not say
-    origin: str  # the policy
-    differing: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # its own value and conf's, by setting
-    notes: tuple[str, ...] = ()  # of its settings that are not used
+    chat_template_kwargs: Mapping[str, Any] | None  # recorded arguments of the chat template; None: no record
+    origin: str  # path or hub id of the policy
+    differing: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (recorded, configured)
+    notes: tuple[str, ...] = ()  # one sentence for each recorded setting that is not used
 
     def lines(self) -> list[str]:
-        """Return what a user must know, in a line each."""
+        """Return one line for each fact that a user must know."""
         if self.chat_template_kwargs is None:
             used = ", ".join(f"{name}={getattr(self.config, name)}" for name in ("response_length", "temperature"))
             return [
-                f"{self.origin} has no {RECORD}, which says how it was trained: the project's settings count ({used})"
+                f"{self.origin} has no {RECORD}, the record of its training; the project's settings are used: {used}"
             ]
-        said = [f"{self.origin}: {note}" for note in self.notes]
+        lines = [f"{self.origin}: {note}" for note in self.notes]
         if self.differing:
-            shown = ", ".join(f"{name}={own} (conf: {conf})" for name, (own, conf) in self.differing.items())
+            values = ", ".join(f"{name}={recorded} (conf: {conf})" for name, (recorded, conf) in self.differing.items())
             name, (_, conf) = next(iter(self.differing.items()))
-            typed = f"{name}.<name>=<value>" if name == TEMPLATE else f"{name}={'null' if conf is None else conf}"
-            said.insert(
-                0, f"{self.origin}: its own settings are used: {shown}. To use another value, type it: {OPTION} {typed}"
+            option = f"{name}.<name>=<value>" if name == TEMPLATE else f"{name}={'null' if conf is None else conf}"
+            lines.insert(
+                0,
+                f"{self.origin}: its recorded settings are used: {values}. To use another value: {OPTION} {option}",
             )
-        return said
+        return lines
 
 
 def settings_of(
@@ -127,34 +133,39 @@ def settings_of(
     *,
     may_import: bool = True,
 ) -> TrainedSettings:
-    """Return the settings to let a policy answer with: of its own those that say how responses are drawn.
+    """Return the settings with which a policy generates responses: its recorded sampling settings, else the user's.
 
-    `conf` are the user's settings, of which those `typed` for this command come before the policy's; `template` are
-    their values for the chat template, None if they were typed. The rules between settings of training do not count.
-    Unless `may_import`, the policy may not name an environment, which is Python code, that `conf` does not.
+    Rules that concern only training are not checked.
+
+    Args:
+        policy: The policy, whose record is read.
+        conf: The user's settings.
+        typed: Names of the settings that were typed for this command; they come before the record.
+        template: The user's arguments for the chat template, or None if they were typed.
+        may_import: False refuses a recorded environment, which is Python code, that `conf` does not name.
 
     Raises:
-        ModelError: The policy's file is damaged.
-        ConfigError: The settings do not go together, or the policy names an environment that it may not.
+        ModelError: The policy's record is damaged.
+        ConfigError: The settings do not go together, or the record names an environment that is refused.
     """
-    found = _read(policy)
-    if found is None:
+    record = _read(policy)
+    if record is None:
         return TrainedSettings(conf, None, policy.source)
-    own = {name: found.ppo[name] for name in (*DRAWN_BY, "dtype") if name in found.ppo and name not in typed}
-    if "environment" in typed and conf.environment != found.ppo.get("environment"):
-        own.pop("turn_length", None)  # which belongs to the environment
+    own = {name: record.ppo[name] for name in (*DRAWN_BY, "dtype") if name in record.ppo and name not in typed}
+    if "environment" in typed and conf.environment != record.ppo.get("environment"):
+        own.pop("turn_length", None)  # turn_length belongs to the recorded environment
     notes, before = [], with_dtype(conf)
     if own.get("dtype") == "float16" and resolve_device(conf.device).type == "cpu":
         notes.append(f"it was trained with ppo.dtype=float16, which needs a GPU: ppo.dtype={before.dtype} is used")
         del own["dtype"]
-    for name in sorted({each.name for each in fields(PPOConfig)} & found.ppo.keys() & {*typed} - {*USED}):
-        if getattr(conf, name) != found.ppo[name]:
-            notes.append(f"it was trained with ppo.{name}={found.ppo[name]}, and what is typed does not change that")
+    for name in sorted({each.name for each in fields(PPOConfig)} & record.ppo.keys() & {*typed} - {*USED}):
+        if getattr(conf, name) != record.ppo[name]:
+            notes.append(f"the policy was trained with ppo.{name}={record.ppo[name]}; the typed value has no effect")
     environment = own.get("environment")
     if environment not in (None, conf.environment) and not may_import:
         raise ConfigError(
-            f"{policy.source} was trained with ppo.environment={environment}. Type it ({OPTION} "
-            f"ppo.environment={environment}) to import it, or ppo.environment=null"
+            f"{policy.source} was trained with ppo.environment={environment}. Give {OPTION} "
+            f"ppo.environment={environment} to import this code, or {OPTION} ppo.environment=null"
         )
     here = {name: getattr(conf, name) for name in USED} | own
     try:
@@ -166,11 +177,11 @@ def settings_of(
             without = {e.name: e.default for e in fields(conf) if e.name in ("rollout_engine", *VLLM_FIELDS)}
             checked = PPOConfig(**{**here, **without})
             own |= without
-            notes.append("ppo.rollout_engine=static is used, since vLLM does not go with its own settings")
+            notes.append("ppo.rollout_engine=static is used, because vLLM does not work with the policy's own settings")
     except ConfigError as error:
-        where = f"{policy.source}, with the settings that it was trained with"
+        where = f"{policy.source}, with its recorded settings"
         raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from error
-    config = copy.copy(conf)  # not `replace`, which asks the rules of training
+    config = copy.copy(conf)  # not `replace`, which would check the rules of training
     for name in own:
         object.__setattr__(config, name, getattr(checked, name))
     differing: dict[str, tuple[Any, Any]] = {
@@ -178,28 +189,28 @@ def settings_of(
         for name in own
         if name in (*DRAWN_BY, "dtype") and getattr(config, name) != getattr(before, name)
     }
-    if template is not None and dict(template) != found.template:
-        differing[TEMPLATE] = (found.template, dict(template))
-    return TrainedSettings(config, found.template, policy.source, differing, tuple(notes))
+    if template is not None and dict(template) != record.template:
+        differing[TEMPLATE] = (record.template, dict(template))
+    return TrainedSettings(config, record.template, policy.source, differing, tuple(notes))
 
 
 def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig:
-    """Return the settings that a policy was trained with, for report and advice; `here` if it does not say them.
+    """Return the settings that a policy was trained with, for report and advice, or `here` without a record.
 
-    Those of a machine or a run (`HERE`) have their defaults, unless `here` has all others as the policy has them. What
-    this version does not know, or refuses, is named in a line.
+    Settings of a machine or a run (`HERE`) get their defaults, unless all other settings of `here` equal the record:
+    then `here` is returned. A line names recorded settings that this version does not know or refuses.
     """
-    if (found := _read(policy)) is None:
+    if (record := _read(policy)) is None:
         return here
     known = {each.name for each in fields(PPOConfig)} - {*HERE}
-    if unknown := sorted(found.ppo.keys() - known - {*HERE}):
+    if unknown := sorted(record.ppo.keys() - known - {*HERE}):
         names = ", ".join(f"ppo.{name}" for name in unknown)
-        say_once(f"{policy.source}: settings that this version does not know are left out: {names}")
+        say_once(f"{policy.source}: this version does not know these recorded settings, and leaves them out: {names}")
     try:
-        own = on_processes(found.processes)(**{name: found.ppo[name] for name in known & found.ppo.keys()})
+        own = on_processes(record.processes)(**{name: record.ppo[name] for name in known & record.ppo.keys()})
     except ConfigError as error:
         say_once(
-            f"{policy.source}: this version refuses the settings that it was trained with, so report names conf's: "
+            f"{policy.source}: this version refuses the recorded settings, so the report shows those of conf: "
             f"{in_one_line(error)}"
         )
         return here
@@ -209,7 +220,7 @@ def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig
 
 @dataclass(frozen=True)
 class _Record:
-    """What a policy's two files say."""
+    """Content of a policy's two files."""
 
     ppo: dict[str, Any]
     template: dict[str, Any]
@@ -217,7 +228,7 @@ class _Record:
 
 
 def _read(policy: PretrainedHandle) -> _Record | None:
-    """Return how a policy was trained; None if it does not say it."""
+    """Return the record of how a policy was trained, or None without one."""
     try:
         if (text := policy.record()) is None:
             return None
@@ -227,12 +238,12 @@ def _read(policy: PretrainedHandle) -> _Record | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{policy.source}: its {RECORD} is damaged ({in_one_line(error)}); copy it again") from error
     generation = policy.generation_config()
-    found = {name: getattr(generation, name, None) for name in IN_GENERATION_CONFIG}
-    found[_most_tokens(settings)] = generation.max_new_tokens
-    ppo = {**settings, **{name: value for name, value in found.items() if value is not None}}
+    sampling = {name: getattr(generation, name, None) for name in IN_GENERATION_CONFIG}
+    sampling[_most_tokens(settings)] = generation.max_new_tokens
+    ppo = {**settings, **{name: value for name, value in sampling.items() if value is not None}}
     return _Record(ppo, given, processes)
 
 
 def _most_tokens(settings: Mapping[str, Any]) -> str:
-    """Return the setting that `max_new_tokens` is: with an environment one generation is a turn."""
+    """Return the name of the setting that `max_new_tokens` corresponds to: with an environment that of one turn."""
     return "response_length" if settings.get("environment") is None else "turn_length"

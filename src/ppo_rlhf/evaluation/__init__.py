@@ -1,1 +1,1 @@
-"""Evaluating policies: responses to held-out prompts, SFT against PPO, best of n."""
+"""Evaluation of policies: responses to held-out prompts, comparison of SFT and PPO, and best-of-n."""

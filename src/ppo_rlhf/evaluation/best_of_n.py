@@ -13,31 +13,33 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
 
 PROMPT = "prompt_number"
-"""Column of the table of samples beside those of `PolicyEvaluation.to_frame`; the rows of a prompt are together."""
+"""Column that the table of samples adds to `PolicyEvaluation.to_frame`. Rows of one prompt are adjacent."""
 
 
 @settings_group("best_of_n")
 class BestOfNConfig:
-    """How many responses the SFT policy samples, for best-of-n and for the audit of the reward."""
+    """Number of responses that the SFT policy samples for best-of-n and for the audit of the reward."""
 
     prompts: Annotated[int, Field(ge=2)] = 128
-    """Held-out prompts, at most."""
+    """Largest number of held-out prompts."""
     samples: Annotated[int, Field(ge=2)] = 64
-    """Responses to each prompt; best-of-n is estimated up to this n."""
+    """Number of responses to each prompt. Best-of-n is estimated up to this n."""
     batch_size: Annotated[int, Field(ge=1)] = 256
-    """Responses generated at a time."""
+    """Number of responses generated at a time."""
     seed: Seed = 42
-    """Fixes the sampling noise."""
+    """Seed of the sampling noise."""
 
 
 def by_prompt(samples: pd.DataFrame, column: str) -> Tensor:
-    """Return a column of the table of samples as `[M, N]` float64, a row for each prompt."""
+    """Return a column of the table of samples as a float64 tensor `[M, N]` with one row for each prompt."""
     values = torch.tensor(samples[column].to_numpy(dtype="float64"))
     return values.reshape(samples[PROMPT].nunique(), -1)
 
 
 def best_of_n_curve(samples: pd.DataFrame) -> pd.DataFrame:
-    """Return best-of-n for n = 1, 2, 4, … and N: its KL (nats, an upper bound), mean reward, and mean judge score."""
+    """Return a table of best-of-n for n = 1, 2, 4, … and N: KL (nats, an upper bound), mean reward, mean judge
+    score.
+    """
     rewards = by_prompt(samples, "reward")
     largest = rewards.shape[1]
     ns = [*(2**k for k in range(largest.bit_length()) if 2**k < largest), largest]

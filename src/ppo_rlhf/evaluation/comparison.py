@@ -1,6 +1,6 @@
 """Comparison of two policies that answered the same prompts: win rate, its interval, diversity, and the eval/* metrics.
 
-Pure arithmetic on what `evaluation.policy.Evaluator` measured; no model is run here.
+The functions compute on the measurements of `evaluation.policy.Evaluator` and run no model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ MIN_PROMPTS = 10
 CONFIDENCE = 0.95
 _Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
 EXTREMES = 3
-"""Widest wins, and as many losses, that a table of samples shows besides its random rows."""
+"""Number of widest wins, and of widest losses, that a table of samples has in addition to its random rows."""
 
 
 class Verdict(StrEnum):
-    """What a comparison found about our policy; summaries and tags keep the value, the report says it in words."""
+    """Result of a comparison for our policy. Summaries and tags store the value; `reporting.wording` gives the
+    words.
+    """
 
     BETTER = "better"
     WORSE = "worse"
     REWARD_ROSE = "reward_rose"
-    """The judge is the reward that was trained: a higher reward need not be a better policy."""
+    """The trained reward was the judge, so the higher reward does not show that the policy is better."""
     REWARD_FELL = "reward_fell"
     NO_CLEAR_DIFFERENCE = "no_clear_difference"
     TOO_FEW_PROMPTS = "too_few_prompts"
@@ -47,7 +49,7 @@ LEVELS = {
     Verdict.REWARD_FELL: -0.5,
     Verdict.WORSE: -1.0,
 }
-"""The verdict as the metric eval/verdict."""
+"""Value of the metric eval/verdict for each verdict."""
 SENTENCES_OF_EARLIER_RUNS = {
     "PPO beats SFT": Verdict.BETTER,
     "PPO loses to SFT": Verdict.WORSE,
@@ -56,14 +58,14 @@ SENTENCES_OF_EARLIER_RUNS = {
     "No clear difference between PPO and SFT": Verdict.NO_CLEAR_DIFFERENCE,
     "Too few held-out prompts to tell PPO and SFT apart": Verdict.TOO_FEW_PROMPTS,
 }
-"""What summaries kept before they kept the value."""
+"""Sentences that summaries of older versions stored instead of the value."""
 
 
 def read_verdict(stored: str) -> Verdict:
-    """Return the verdict of a stored summary, which in earlier runs is a sentence.
+    """Return the verdict of a stored summary, in which older versions stored a sentence.
 
     Raises:
-        DataError: If it is neither a value of `Verdict` nor one of those sentences.
+        DataError: `stored` is neither a value of `Verdict` nor one of `SENTENCES_OF_EARLIER_RUNS`.
     """
     if stored in SENTENCES_OF_EARLIER_RUNS:
         return SENTENCES_OF_EARLIER_RUNS[stored]
@@ -74,7 +76,7 @@ def read_verdict(stored: str) -> Verdict:
 
 
 class WinRate(NamedTuple):
-    """Share of prompts on which ours beats theirs, ties counted half, with the ends of its 95 % interval."""
+    """Share of prompts that our policy wins, with ties counted as half, and the ends of its 95 % interval."""
 
     rate: float
     low: float
@@ -84,13 +86,15 @@ class WinRate(NamedTuple):
 def outcomes(
     policy: PolicyEvaluation, sft: PolicyEvaluation, ours: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return [N, n]: 1 where our i-th response to a prompt beats their i-th, 0 where it loses, 1/2 for a tie.
+    """Return outcomes [N, n]: 1 where our i-th response to a prompt beats their i-th response, 0 for a loss, 1/2 for a
+    tie.
 
-    `ours` and `theirs` are the scores of the policy's and of SFT's responses, one each. Responses of the same tokens
-    are a tie whatever their scores: a model scores one text differently in another batch.
+    `ours` and `theirs` are the scores of the policy's and of SFT's responses, one score for each response. Responses
+    with the same tokens are a tie whatever their scores, because rounding makes a model's score of a text depend on the
+    batch.
 
     Raises:
-        DataError: If the two are not responses to the same prompts, or a score is not finite.
+        DataError: The two evaluations have different prompts, or a score is not finite.
     """
     _check_comparable(policy, sft)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
@@ -99,26 +103,27 @@ def outcomes(
 
 
 def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
-    """Return the mean of outcomes [N, n] over N prompts, and its interval.
+    """Return the win rate and its interval from outcomes [N, n] of N prompts.
 
-    The interval is that of Agresti and Coull (1998), widened to prompts that are worth any share: with z the normal
-    quantile, z² / 2 won and z² / 2 lost prompts are added, and it is mean ± z · deviation / √number of all of them.
-    Without ties it is theirs. Unlike a bootstrap's it covers near 0 and 1, and of prompts that all went one way.
+    The interval generalises that of Agresti and Coull (1998) to prompts whose mean outcome is any number from 0 to 1.
+    With the normal quantile z, it adds z² / 2 won and z² / 2 lost prompts; the interval is then mean ± z · standard
+    deviation / √number of prompts. Without ties it equals the interval of Agresti and Coull. Unlike a bootstrap
+    interval it keeps its coverage near 0 and 1, and when all prompts are won or all are lost.
     """
-    worth_N = outcomes.mean(axis=1)
-    number = len(worth_N) + _Z2
-    centre = (worth_N.sum() + _Z2 / 2.0) / number
-    variance = (np.square(worth_N).sum() + _Z2 / 2.0) / number - centre**2
+    outcomes_N = outcomes.mean(axis=1)
+    number = len(outcomes_N) + _Z2
+    centre = (outcomes_N.sum() + _Z2 / 2.0) / number
+    variance = (np.square(outcomes_N).sum() + _Z2 / 2.0) / number - centre**2
     half = math.sqrt(_Z2 * variance / number)
-    return WinRate(float(worth_N.mean()), low=float(max(0.0, centre - half)), high=float(min(1.0, centre + half)))
+    return WinRate(float(outcomes_N.mean()), low=float(max(0.0, centre - half)), high=float(min(1.0, centre + half)))
 
 
 def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return the `verdict`, by which report, model card, terminal, champion and advice go, with what it rests on.
+    """Return the `verdict` that report, model card, terminal, champion and advice use, with the numbers behind it.
 
-    A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate is on one side of
-    one half, and the sign test finds chance an unlikely cause. Of several responses to a prompt, the policy that wins
-    more pairs wins the prompt. `by_trained_reward` says that the reward that was trained is the judge.
+    A winner is named only if there are at least `MIN_PROMPTS` prompts, the whole interval of the win rate is on one
+    side of one half, and the sign test gives chance a probability of at most 5 %. With several responses to a prompt,
+    the policy that wins more pairs wins the prompt. `by_trained_reward` is True if the trained reward is the judge.
     """
     decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
     several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
@@ -126,7 +131,7 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
 
 
 def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return what `conclude` does, without `samples_per_prompt`, of outcomes [N, n]."""
+    """Return the result of `conclude` for outcomes [N, n], without `samples_per_prompt`."""
     rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
     prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
     if prompts < MIN_PROMPTS:
@@ -144,23 +149,24 @@ def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Return the probability that equal policies differ by this much or more: the exact two-sided sign test.
+    """Return the probability that equal policies differ by this much or more (exact two-sided sign test).
 
-    Six prompts that all go one way have 0.03, five 0.06.
+    The probability is 0.03 if one policy wins all of six prompts, and 0.06 if one policy wins all of five.
     """
     return min(1.0, 2.0 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def standard_error(values_N: NDArray[np.float64]) -> float:
-    """Return the standard error of a mean over prompts: s / sqrt(N), s with N − 1; NaN of a single prompt."""
+    """Return the standard error of a mean over N prompts: s / sqrt(N), s with denominator N − 1; NaN for one prompt."""
     return float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if len(values_N) > 1 else math.nan
 
 
 def distinct_n(completions: Sequence[str], n: int) -> float:
-    """Return different n-grams over all n-grams of all completions together, in words split at whitespace.
+    """Return the number of different n-grams divided by the number of n-grams, over the words of all completions.
 
-    0 when no completion has n words. The value falls with the number of words, so compare only policies that answered
-    the same number of prompts. Source: Li et al. 2016 (arXiv:1510.03055), pooled over the corpus.
+    Words are split at whitespace. The result is 0 if no completion has n words. The value falls with the number of
+    words, so compare only policies that answered the same number of prompts. Source: Li et al. 2016 (arXiv:1510.03055),
+    pooled over the corpus.
     """
     ngrams = [
         tuple(words[start : start + n])
@@ -171,9 +177,9 @@ def distinct_n(completions: Sequence[str], n: int) -> float:
 
 
 def measure_prompts(evaluation: PolicyEvaluation, pass_at: Sequence[int] = ()) -> dict[str, NDArray[np.float64]]:
-    """Return one number a prompt [N] of each measure: the mean over its responses, and pass@k for each k.
+    """Return the values [N] of each measure, one for each prompt: the mean over the prompt's responses, or pass@k.
 
-    Responses to one prompt are alike, so a standard error is one over prompts.
+    Responses to one prompt are correlated, so standard errors must be computed over prompts.
 
     Raises:
         DataError: `pass_at` is given, and a deciding score is neither 0 nor 1.
@@ -196,12 +202,12 @@ def measure_prompts(evaluation: PolicyEvaluation, pass_at: Sequence[int] = ()) -
 
 
 def check_right_or_wrong(evaluation: PolicyEvaluation) -> None:
-    """Raise `DataError` if a score that decides the win rate is neither 1 nor 0."""
-    others = evaluation.deciding_scores[~np.isin(evaluation.deciding_scores, (0.0, 1.0))]
-    if others.size:
+    """Raise `DataError` if a score that decides the win rate is neither 0 nor 1."""
+    invalid = evaluation.deciding_scores[~np.isin(evaluation.deciding_scores, (0.0, 1.0))]
+    if invalid.size:
         source = "evaluation.judge" if JUDGE_COLUMN in evaluation.judges else "the reward"
         raise DataError(
-            f"evaluation.pass_at needs answers that are right (1) or wrong (0), and {source} gave {others[0]:g}. Set "
+            f"evaluation.pass_at needs scores of 1 (right) or 0 (wrong), but {source} returned {invalid[0]:g}. Set "
             "evaluation.judge to a function that returns 0 or 1, or leave pass_at empty."
         )
 
@@ -209,13 +215,13 @@ def check_right_or_wrong(evaluation: PolicyEvaluation) -> None:
 def compare_evaluations(
     policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Return the eval/* metrics of a policy against the SFT policy it started from.
+    """Return the eval/* metrics that compare a policy with the SFT policy that it started from.
 
-    The win rate is by the judge if both were judged, else by the reward; each further judge has one of its own.
-    Standard errors, `eval/<name>_se`, are over prompts; of a single prompt there are none.
+    The judge decides the win rate if there is one, else the reward. Each further judge has its own win rate. Standard
+    errors `eval/<name>_se` are over prompts, and are missing if there is only one prompt.
 
     Raises:
-        DataError: If the two did not answer the same prompts, or were not judged and rated by the same functions, or
+        DataError: The two policies answered different prompts, or different functions judged or rated them, or
             `pass_at` is given and a deciding score is neither 0 nor 1.
     """
     _check_comparable(policy, sft)
@@ -227,7 +233,7 @@ def compare_evaluations(
         metrics |= {f"eval/win_rate{name}{end}": value for end, value in rates}
     measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
     for name, values in measured.items():
-        if name == "truncated_fraction":  # only in the table before and after
+        if name == "truncated_fraction":  # appears only in the table `before_after`
             continue
         sides = {f"eval/{name}": values}
         if name not in ("kl", "response_length"):
@@ -241,11 +247,11 @@ def compare_evaluations(
 
 
 def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()) -> pd.DataFrame:
-    """Return the table before and after, one row a measure.
+    """Return the table that compares SFT and PPO, with one row for each measure.
 
-    Columns: `measure`, the means `sft` and `ppo`, and the standard errors over prompts of the two, `sft_se` and
-    `ppo_se`, and of their difference, `change_se`: both answered the same prompts, so it is that of the differences by
-    prompt. Errors are NaN of distinct-n, which is no mean over prompts.
+    Columns: `measure`, the means `sft` and `ppo`, and the standard errors over prompts `sft_se`, `ppo_se` and
+    `change_se`. `change_se` is the standard error of the differences on each prompt, because both policies answered the
+    same prompts. The standard errors of distinct-n are NaN, because distinct-n is not a mean over prompts.
     """
     _check_comparable(policy, sft)
     before, after = measure_prompts(sft, pass_at), measure_prompts(policy, pass_at)
@@ -267,11 +273,12 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
 
 
 def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int, seed: int) -> pd.DataFrame:
-    """Return both policies' responses to some prompts, side by side; of several responses to a prompt the first.
+    """Return a table with both policies' responses to some prompts, and only the first response to each prompt.
 
-    First `count` prompts drawn at random, then of the rest the widest wins and the widest losses, `EXTREMES` of each.
-    Columns: `chosen` (why the row is here), `outcome` (win, tie or loss of the policy), `prompt`, `sft_response`,
-    `ppo_response`, `sft_score`, `ppo_score` (what decides the win rate), `ppo_kl` (nats).
+    The first `count` rows are drawn at random. The other rows are the widest wins and the widest losses among the
+    remaining prompts, `EXTREMES` of each. Columns: `chosen` (how the row was chosen), `outcome` (win, tie or loss of
+    the policy), `prompt`, `sft_response`, `ppo_response`, `sft_score` and `ppo_score` (the scores that decide the win
+    rate), `ppo_kl` (nats).
     """
     _check_comparable(policy, sft)
     first = np.arange(0, len(policy.prompts), policy.samples_per_prompt)
@@ -298,7 +305,7 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
 
 
 def _outcome(margin: float) -> str:
-    """Return win, tie or loss of the policy."""
+    """Return `win`, `tie` or `loss`, as seen from the policy."""
     if margin > 0:
         return "win"
     return "loss" if margin < 0 else "tie"
@@ -307,14 +314,14 @@ def _outcome(margin: float) -> str:
 def _margins(
     policy: PolicyEvaluation, sft: PolicyEvaluation, ours: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return by how much each of our responses scores higher; 0 where theirs has the same tokens."""
+    """Return our score minus theirs for each response, and 0 where both responses have the same tokens."""
     same = [our == their for our, their in zip(policy.response_ids, sft.response_ids, strict=True)]
     return np.where(same, 0.0, ours - theirs)
 
 
 def _check_comparable(policy: PolicyEvaluation, sft: PolicyEvaluation) -> None:
     if policy.prompts != sft.prompts:
-        raise DataError("evaluation: the two policies did not answer the same prompts in the same order; evaluate both")
+        raise DataError("evaluation: the two policies answered different prompts, or in another order; evaluate both")
     judged, judged_sft = ((e.judges.keys(), e.rates.keys(), e.samples_per_prompt) for e in (policy, sft))
     if judged != judged_sft:
-        raise DataError("evaluation: the two policies were not judged and rated by the same functions; evaluate both")
+        raise DataError("evaluation: different functions judged or rated the two policies; evaluate both")

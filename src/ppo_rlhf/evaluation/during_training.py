@@ -1,4 +1,4 @@
-"""Evaluation while PPO trains: the policy against SFT, and against its own best so far, on held-out prompts."""
+"""Evaluation during training: compares the policy with SFT and with its best evaluation so far on held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_rlhf.runtime.names import TRAINING_KL
 
 
 def is_due(state: TrainingState) -> bool:
-    """Return whether to evaluate now: every `eval_interval` iterations, after the last one, and when asked for."""
+    """Return whether to evaluate now: every `eval_interval` iterations, after the last iteration, and on request."""
     return state.finished or state.evaluation_asked or state.iteration % state.config.eval_interval == 0
 
 
@@ -32,9 +32,9 @@ def evaluator_of(
     evaluation: EvaluationConfig,
     judge: ResolvedJudge,
 ) -> Evaluator:
-    """Return what evaluates during training: one response to each of the first held-out prompts.
+    """Return the evaluator for evaluations during training: one response to each of the first held-out prompts.
 
-    `trained` is how training draws responses; `evaluation` may ask for another temperature.
+    `trained` holds the sampling settings of training. `evaluation` may set another temperature.
     """
     first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
     return Evaluator(
@@ -59,10 +59,11 @@ def evaluate_iteration(
     by_trained_reward: bool,
     is_greedy: bool = False,
 ) -> tuple[dict[str, Any], PolicyEvaluation]:
-    """Evaluate the policy under fixed noise; return the row of the run's log, and the evaluation itself.
+    """Evaluate the policy with fixed sampling noise; return the row for the run's log and the evaluation.
 
-    `sft` is the evaluation of SFT by the same evaluator, `earlier` the log, of which a resumed run's rows of this and
-    later iterations are left out. `is_greedy` says that responses are: their KL is no estimate of the policy's.
+    `sft` is the evaluation of SFT by the same evaluator. `earlier` is the run's log; rows of this and later iterations,
+    which a resumed run repeats, are ignored. `is_greedy` means greedy responses, whose KL does not estimate the
+    policy's KL, so the row also gets the KL of training (`TRAINING_KL`).
     """
     evaluated = evaluator.evaluate(state.policy, reference_policy, captures=state.captures, against=sft)
     metrics = compare_evaluations(evaluated, sft)

@@ -1,4 +1,4 @@
-"""Two policies compared by people: win rate, interval and verdict by person and together, and the judge beside them."""
+"""Comparison of two policies by people: win rate, interval and verdict, and how often the judge agrees."""
 
 from __future__ import annotations
 
@@ -23,57 +23,60 @@ def compare_by_people(
     theirs: str = "SFT",
     agreement: float | None = None,
 ) -> dict[str, Any]:
-    """Return verdict, metrics and each person's win rate; no name of a person.
+    """Return the verdict, the metrics and each person's win rate, without any person's name.
 
     Args:
-        worths: For each pair what it is worth to our policy by person: 1, 0, or ½ for a tie; empty: unanswered.
-        judged: For each pair what it is worth to our policy by the judge; empty: no judge.
-        prompts: For each pair its prompt; None: all are different.
-        ours: The name of the policy whose win rate is given.
-        theirs: The name of the other one.
-        agreement: Krippendorff's alpha of the answers, None if no pair was answered twice.
+        worths: For each pair the outcomes by person: 1 if our policy won, 0 if it lost, ½ for a tie. Empty for a pair
+            that nobody answered.
+        judged: For each pair the outcome by the judge; empty without a judge.
+        prompts: The prompt of each pair; None if all prompts differ.
+        ours: Name of the policy whose win rate is computed.
+        theirs: Name of the other policy.
+        agreement: Krippendorff's alpha of the answers, or None if no pair was answered twice.
 
     Returns:
-        `verdict` on ours, as of `conclude` (None: nobody has answered); `ours`, `theirs`; `metrics`, `human/*`;
-        `by_person`, in an order that tells nothing, with `pairs`, `win_rate`, `low` and `high`; `pairs`, `answered`,
-        `prompts` (of answered pairs), `people`. A pair that several people answered is worth their mean, and so is a
-        prompt of several pairs: responses to one prompt are alike, so intervals and verdict are over prompts. How often
-        judge and people agree counts pairs of which people on the whole prefer one side; where the judge has a tie it
-        agrees half.
+        A dictionary with `verdict` (as in `conclude`; None if nobody answered), `ours`, `theirs`, `metrics`
+        (`human/*`), `by_person` (rows with `pairs`, `win_rate`, `low` and `high`, in an order that does not reveal
+        names), and the counts `pairs`, `answered`, `prompts` (of answered pairs) and `people`; with answers also
+        `wins`, `losses` and `judged`.
+
+        The outcome of a pair is the mean over people, and the outcome of a prompt is the mean over its pairs.
+        Responses to one prompt are correlated, so intervals and verdict are over prompts. The agreement of judge and
+        people counts only pairs in which people on average prefer one side; a tie of the judge counts as half.
     """
     asked = range(len(worths)) if prompts is None else prompts
-    answered = [(of, each) for of, each in zip(asked, worths, strict=True) if each]
-    people = sorted({person for _, each in answered for person in each})
+    answered = [(prompt, by_name) for prompt, by_name in zip(asked, worths, strict=True) if by_name]
+    people = sorted({person for _, by_name in answered for person in by_name})
     common: dict[str, Any] = {
         "ours": ours,
         "theirs": theirs,
         "pairs": len(worths),
         "answered": len(answered),
-        "prompts": len({of for of, _ in answered}),
+        "prompts": len({prompt for prompt, _ in answered}),
         "people": len(people),
     }
     if not answered:
         return {"verdict": None, "metrics": {}, "by_person": [], **common}
-    together = _by_prompt((of, float(np.mean([*each.values()]))) for of, each in answered)
+    together = _by_prompt((prompt, float(np.mean([*by_name.values()]))) for prompt, by_name in answered)
     concluded = conclude_outcomes(together, by_trained_reward=False)
     metrics = _rate("win_rate", together)
     metrics |= {f"{PREFIX}pairs": float(len(answered)), f"{PREFIX}people": float(len(people))}
     if agreement is not None:
         metrics[f"{PREFIX}agreement"] = agreement
     decided = []
-    for of, each, judge in zip(asked, worths, judged or [None] * len(worths), strict=True):
-        mean = float(np.mean([*each.values()])) if each else 0.5
+    for prompt, by_name, judge in zip(asked, worths, judged or [None] * len(worths), strict=True):
+        mean = float(np.mean([*by_name.values()])) if by_name else 0.5
         if judge is not None and mean != 0.5:
             by_people = 1.0 if mean > 0.5 else 0.0
-            decided.append((of, 1.0 - abs(by_people - judge)))
+            decided.append((prompt, 1.0 - abs(by_people - judge)))
     if decided:
         metrics |= _rate("judge_agreement", _by_prompt(decided))
     by_person = []
     for person in people:
-        told = [(of, each[person]) for of, each in answered if person in each]
-        own = win_rate(_by_prompt(told))
-        by_person.append({"pairs": len(told), "win_rate": own.rate, "low": own.low, "high": own.high})
-    by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # not by name
+        answers = [(prompt, by_name[person]) for prompt, by_name in answered if person in by_name]
+        rate = win_rate(_by_prompt(answers))
+        by_person.append({"pairs": len(answers), "win_rate": rate.rate, "low": rate.low, "high": rate.high})
+    by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # an order that does not depend on names
     return {
         "verdict": concluded["verdict"],
         "metrics": metrics,
@@ -86,11 +89,11 @@ def compare_by_people(
 
 
 def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
-    """Return the mean of each prompt's values, [N, 1]."""
-    of_prompt: dict[Hashable, list[float]] = {}
+    """Return the mean of each prompt's values as an array [N, 1]."""
+    by_prompt: dict[Hashable, list[float]] = {}
     for prompt, value in values:
-        of_prompt.setdefault(prompt, []).append(value)
-    return np.array([[np.mean(each)] for each in of_prompt.values()])
+        by_prompt.setdefault(prompt, []).append(value)
+    return np.array([[np.mean(each)] for each in by_prompt.values()])
 
 
 def _rate(name: str, outcomes: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: responses to held-out prompts under fixed noise, scored, judged, measured for drift."""
+"""Evaluation of one policy: responses to held-out prompts with fixed noise, their rewards, judge scores and KL."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import on_main
 
 NOISE_STREAM = "evaluation"
-"""Every evaluation draws the same uniforms, so two policies that are equal give equal responses."""
+"""Name of the random stream of evaluations. Every evaluation uses the same random numbers, so equal policies give
+equal responses."""
 
 JUDGE = "evaluation.judge"
 JUDGE_COLUMN = "judge_score"
-"""Column of the deciding judge's scores; `judge_score_<name>` has another judge's."""
+"""Column with the scores of the judge that decides the win rate; `judge_score_<name>` has those of a further judge."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
 _TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
@@ -54,7 +55,7 @@ def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
 
 def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
     for name in judges:
-        # eval/win_rate_low, eval/judge_score_sft and the like exist
+        # metrics such as eval/win_rate_low and eval/judge_score_sft exist already
         taken = f"_{name}".endswith((*_TAKEN_ENDINGS, "_low", "_high"))
         check_metric_name(name, "a judge", f"eval/{JUDGE_COLUMN}_{name}_sft_se", taken=taken, snake_case=True)
     return judges
@@ -62,54 +63,59 @@ def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
 
 @settings_group("evaluation")
 class EvaluationConfig:
-    """What policies are evaluated with; the same for SFT and PPO, during training and at its end."""
+    """How policies are evaluated. The settings are the same for SFT and PPO, during training and afterwards."""
 
     judge: Judge | None = None
-    """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate; or
-    a language model, a mapping with the settings of `llm`. None: the reward decides."""
+    """What decides the win rate: `module:name` of a function `judge(prompts, completions, **columns) -> list[float]`,
+    or a language model, given as a mapping with the settings of `llm`. None: the reward decides."""
     judges: Annotated[dict[str, Judge], AfterValidator(_check_judge_names)] = field(default_factory=dict)
-    """Further judges of either kind, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
-    `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
+    """Further judges, functions or language models, by name. Each judge has a mean score `eval/judge_score_<name>` and
+    a win rate `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
     rates: Annotated[dict[str, Reference], AfterValidator(_check_rate_names)] = field(default_factory=dict)
-    """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
-    response, and `eval/<name>` is the mean."""
+    """Further functions with the same signature, by the name of their metric. Each function returns 0, 1 or a share for
+    each response, and `eval/<name>` is the mean."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    """Of the responses that are evaluated; 0 takes the most probable token each time (greedy). None: ppo.temperature.
-    """
+    """Sampling temperature of the evaluated responses. 0 is greedy decoding. None uses ppo.temperature."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Responses to each held-out prompt in the final evaluation. Standard errors and intervals stay over prompts; PPO's
-    i-th response is compared with SFT's i-th. Evaluations during training take one."""
+    """Number of responses to each held-out prompt in the final evaluation. PPO's i-th response is compared with SFT's
+    i-th response. Standard errors and intervals are over prompts. Evaluations during training sample one response."""
     pass_at: list[Annotated[int, Field(ge=1)]] = field(default_factory=list)
-    """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. What
-    decides the win rate must then give 1 (right) or 0 (wrong)."""
+    """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. The
+    function that decides the win rate must then return 1 (right) or 0 (wrong)."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
-    """Held-out prompts of an evaluation during training, at most; the final one uses all of them. With fewer, the last
-    point of each curve is of another sample, and distinct-n, which falls as responses are added, jumps there."""
+    """Largest number of held-out prompts in an evaluation during training. The final evaluation uses all held-out
+    prompts. If that is more, the last point of each curve comes from another sample of prompts, and distinct-n, which
+    falls with the number of responses, jumps at the last point."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Responses generated, and scored, at a time."""
+    """Number of responses generated or scored at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
-    """Prompts whose two responses are shown side by side, drawn at random; the widest wins and losses come on top."""
+    """Number of random prompts whose two responses are shown side by side, in addition to the widest wins and
+    losses."""
     prompts_path: str | None = None
-    """Where the prompts come from, for the model card."""
+    """Source of the prompts, for the model card."""
     seed: Seed = 42
-    """Fixes the sampling noise and the choice of samples."""
+    """Seed of the sampling noise and of the choice of samples."""
 
     def __post_init__(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0.0:
             raise ConfigError(
                 f"evaluation.samples_per_prompt={self.samples_per_prompt} with evaluation.temperature=0 would repeat "
-                "one greedy response. Set a temperature above 0, or samples_per_prompt=1."
+                "one greedy response. Set evaluation.temperature above 0, or evaluation.samples_per_prompt to 1."
             )
         if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
             raise ConfigError(
-                f"evaluation.pass_at={self.pass_at}: pass@k needs k responses to a prompt or more, and "
-                f"evaluation.samples_per_prompt is {self.samples_per_prompt}. Set it to {max(self.pass_at)} or more."
+                f"evaluation.pass_at={self.pass_at}: pass@k needs at least k responses to a prompt, but "
+                f"evaluation.samples_per_prompt is {self.samples_per_prompt}. Set evaluation.samples_per_prompt to "
+                f"{max(self.pass_at)} or more."
             )
         if len(set(self.pass_at)) < len(self.pass_at):
-            raise ConfigError(f"evaluation.pass_at={self.pass_at}: a value is there twice. Name each once.")
+            raise ConfigError(f"evaluation.pass_at={self.pass_at}: a value is repeated. Give each value once.")
 
     def sampling(self, trained: SamplingSettings) -> SamplingSettings:
-        """Return how responses are drawn, given how training draws them; greedy ones keep the KL's temperature."""
+        """Return the sampling settings of an evaluation, given those of training.
+
+        Greedy responses keep the temperature of training for their KL.
+        """
         if self.temperature is None:
             return trained
         if self.temperature == 0.0:
@@ -119,22 +125,22 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ResolvedJudge:
-    """The functions that judge responses, found and imported."""
+    """The imported functions that judge responses."""
 
     judge: RewardFunction | None  # None: the reward decides the win rate
     rates: Mapping[str, RewardFunction]
-    description: str  # who decides the win rate, as it reads in a sentence
-    judges: Mapping[str, RewardFunction] = field(default_factory=dict)  # further ones, with win rates of their own
+    description: str  # who decides the win rate, in words that fit into a sentence
+    judges: Mapping[str, RewardFunction] = field(default_factory=dict)  # further judges, each with its own win rate
     reference: str | LLMJudgeConfig | None = None  # the judge's `module:name`, or the settings of a language model
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
-    """Find who judges: the judge that is set, else the reward.
+    """Import the functions that judge responses. Without a judge the reward decides the win rate.
 
-    The user's own modules are looked for from the project's path; None is the current directory.
+    Python looks for the user's modules in `project_path`; None is the current directory.
 
     Raises:
-        RewardError: If a named function cannot be imported.
+        RewardError: A function cannot be imported.
     """
     judge = config.judge
     description = "the reward, as evaluation.judge is not set" if judge is None else f"the judge {judge}"
@@ -149,21 +155,21 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
 
 @dataclass
 class PolicyEvaluation:
-    """One policy's n responses to each of N prompts, and everything measured on them.
+    """One policy's n responses to each of N prompts, with all measurements.
 
-    Arrays are [N x n], in the order of prompts; the responses to one prompt stand together.
+    Arrays have shape [N x n], in the order of prompts. Responses to one prompt are adjacent.
     """
 
-    prompts: list[str]  # of each response: a prompt with n responses is there n times
+    prompts: list[str]  # [N x n], so a prompt with n responses is listed n times
     completions: list[str]
-    response_ids: list[list[int]]  # tokens of each response; one that stopped ends in its stop token
+    response_ids: list[list[int]]  # tokens of each response, with the stop token if it stopped
     rewards: NDArray[np.float64]  # weighted sum of the reward's components, before any shaping or penalty
-    judges: dict[str, NDArray[np.float64]]  # scores by column; `JUDGE_COLUMN` only if a judge decides the win rate
+    judges: dict[str, NDArray[np.float64]]  # scores by column; has `JUDGE_COLUMN` only if a judge decides the win rate
     rates: dict[str, NDArray[np.float64]]
     kl: NDArray[np.float64]  # k1 against the reference: log pi - log pi_ref summed over the sampled tokens, nats
-    lengths: NDArray[np.int64]  # tokens that the policy wrote, stop tokens included
+    lengths: NDArray[np.int64]  # number of tokens that the policy wrote, including stop tokens
     terminated: NDArray[np.bool_]  # True where the response ended in a stop token
-    samples_per_prompt: int = 1  # n, the responses to each prompt
+    samples_per_prompt: int = 1  # n, the number of responses to each prompt
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
@@ -171,14 +177,14 @@ class PolicyEvaluation:
         return self.judges.get(JUDGE_COLUMN, self.rewards)
 
     def by_prompt(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return one value a response as [N, n], a row for each prompt."""
+        """Return values [N x n] as [N, n], with one row for each prompt."""
         return values.reshape(-1, self.samples_per_prompt)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row a response.
+        """Return a table with one row for each response.
 
-        A rate's column has its name. `judge_score` is there only if judged, `sample` (from 0, of each prompt) only
-        where prompts have several responses.
+        The column of a rate has the rate's name. The column `judge_score` exists only with a judge, and the column
+        `sample` (from 0 for each prompt) only if prompts have several responses.
         """
         columns: dict[str, object] = {"prompt": self.prompts}
         if self.samples_per_prompt > 1:
@@ -189,7 +195,7 @@ class PolicyEvaluation:
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PolicyEvaluation:
-        """Return the evaluation that `to_frame` made the table of."""
+        """Return the evaluation from a table that `to_frame` made."""
 
         def numbers(name: str) -> NDArray[np.float64]:
             return frame[name].to_numpy(dtype=np.float64)
@@ -211,17 +217,17 @@ class PolicyEvaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Lets policies answer prompts under fixed noise and measures the responses; processes share the work."""
+    """Samples responses of policies with fixed noise and measures them. All processes share the work."""
 
-    tokenizer: PreTrainedTokenizerBase  # turns responses into the text that functions see
+    tokenizer: PreTrainedTokenizerBase  # decodes responses into text for the reward functions and judges
     prompts: PromptDataset
     scorer: RewardScorer
     judge: ResolvedJudge
-    config: PPOConfig  # its rollout engine and precision are used
-    sampling: SamplingSettings  # length, temperature, truncation and stop tokens of the responses
-    seed: int  # fixes the noise: two policies evaluated with one seed get the same
+    config: PPOConfig  # only the rollout engine and the precision are used
+    sampling: SamplingSettings  # length, temperature, top-k, top-p and stop tokens of the responses
+    seed: int  # seed of the noise: two policies evaluated with one seed get the same noise
     batch_size: int = 64
-    samples_per_prompt: int = 1  # each has noise of its own
+    samples_per_prompt: int = 1  # each response has different noise
 
     def evaluate(
         self,
@@ -232,17 +238,20 @@ class Evaluator:
         captures: Captures | None = None,
         against: PolicyEvaluation | None = None,
     ) -> PolicyEvaluation:
-        """Return the evaluation of a policy; without a reference policy it is its own, and its KL 0.
+        """Return the evaluation of a policy. Without a reference policy the KL is 0, as for SFT itself.
 
-        The models compute on `device`; None is where the policy is. `captures` are those of the policy's run, if it
-        trains. `against` is the evaluation of the reference policy, for judges that compare two responses.
+        The models compute on `device`; None uses the policy's device. `captures` are the CUDA graphs of the policy's
+        run if the policy is in training. `against` is the evaluation of the reference policy, for judges that compare
+        two responses.
 
         Raises:
             DataError: There are no prompts.
-            RewardError: A function does not return one finite number per response.
+            RewardError: A function does not return one finite number for each response.
         """
         if len(self.prompts) == 0:
-            raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
+            raise DataError(
+                "evaluation: there are no held-out prompts; raise prompts.held_out_share or set evaluation_prompts_path"
+            )
         prompts = self.prompts.select([row for row in range(len(self.prompts)) for _ in range(self.samples_per_prompt)])
         uniforms_NT = episode_uniforms(self.seed, NOISE_STREAM, 0, len(prompts), self.sampling.response_length)
         device = device or policy.device
@@ -257,7 +266,7 @@ class Evaluator:
                     compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)
                 )
-                kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens
+                kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # 0 off the response tokens
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
         scored, completions = self.scorer.score(batch), list(batch.completions)
 
@@ -287,9 +296,11 @@ class Evaluator:
 
 
 def check_vocabularies(policy: PretrainedHandle, sft_policy: PretrainedHandle) -> None:
-    """Raise `ModelError` if the policies have different vocabularies, so that the same tokens are other prompts."""
+    """Raise `ModelError` if the policies' vocabularies differ, so that the same token ids would be different
+    prompts.
+    """
     if not same_vocabulary(policy.tokenizer(), sft_policy.tokenizer()):
         raise ModelError(
-            f"policy_path: {policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so "
-            "they cannot answer the same prompts. Set sft_model_path to the model that it was trained from."
+            f"policy_path: {policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so they "
+            f"cannot answer the same prompts. Set sft_model_path to the model that {policy.source} was trained from."
         )

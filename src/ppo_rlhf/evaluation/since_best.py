@@ -1,4 +1,4 @@
-"""Whether scores on the same prompts changed by more than chance: since an evaluation's best, or SFT's, predecessor."""
+"""Tests whether scores on the same prompts changed by more than chance since the best earlier evaluation or SFT."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from numpy.typing import NDArray
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 
 CHANCE = 0.05
-"""A change that chance makes less often than this is certain."""
+"""Significance level: a change counts as significant if its probability by chance is lower."""
 RESAMPLES = 4_999
-"""Patterns of signs that are drawn, if there are more: their share is 1 in 5000 at least."""
+"""Largest number of sign patterns that the test draws. The smallest probability it can find is then 1 in 5000."""
 SCORES = "scores"
-"""Key in the log of evaluations: each prompt's deciding score, of a row that was the best when it was made."""
+"""Key in the log of evaluations for the deciding scores by prompt. Only rows that were the best so far have the key."""
 
 
 def by_chance(changes_N: NDArray[np.float64]) -> float:
-    """Return the probability of a mean change this large or larger if nothing but noise changed.
+    """Return the probability of a mean change this large or larger if only noise changed the scores [N].
 
-    The sign-flip test (Fisher 1935, The Design of Experiments, section 21): noise makes each prompt's change as likely
-    as its opposite, whatever the scores' distribution. A single prompt tells nothing: 1. A share of drawn patterns is
-    1 in 5000 at least, too much for a fall that is held against many evaluations: there the bound on it counts.
+    The sign-flip test (Fisher 1935, The Design of Experiments, section 21) uses that noise makes each prompt's change
+    as likely as its opposite, whatever the distribution of scores. The result is 1 for a single prompt. Drawn sign
+    patterns give at least 1 in 5000, which is too coarse for a change that is tested against many evaluations, so the
+    result is the smaller one of the drawn share and the bound `at_most`.
     """
     if len(changes_N) < 2:
         return 1.0
-    from scipy.stats import permutation_test  # takes a second, which every start would pay
+    from scipy.stats import permutation_test  # imported here, because the import takes a second
 
     kind: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
     drawn = permutation_test((changes_N,), np.mean, n_resamples=RESAMPLES, batch=1000, rng=0, **kind).pvalue
@@ -37,11 +38,12 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
 
 
 def at_most(changes_N: NDArray[np.float64]) -> float:
-    """Return a bound on the share of all patterns of signs with a mean as large or larger; 2⁻ⁿ if all n changes rose.
+    """Return an upper bound on the share of sign patterns whose mean is as large or larger; 2⁻ⁿ if all n changes are >
+    0.
 
     Chernoff (1952, The Annals of Mathematical Statistics 23, 493-507): with the signs s_i, P(Σ s_i x_i ≥ Σ x_i) is at
-    most E exp(t Σ (s_i - 1) x_i), the product of (1 + exp(-2 t x_i)) / 2, for every t ≥ 0. The least of them is about
-    z √(2π) times the share, for a mean of z standard errors.
+    most E exp(t Σ (s_i - 1) x_i), the product of (1 + exp(-2 t x_i)) / 2, for every t ≥ 0. The function minimises over
+    t. For a mean of z standard errors the minimum is about z √(2π) times the share.
     """
     if changes_N.sum() <= 0.0:
         return 1.0
@@ -57,7 +59,7 @@ def at_most(changes_N: NDArray[np.float64]) -> float:
 
 
 def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
-    """Return whether the reward rose from SFT's and the judge's score fell, both for certain (tested on two sides)."""
+    """Return whether the reward rose and the judge's score fell compared with SFT, both significantly (two-sided)."""
     if JUDGE_COLUMN not in policy.judges:
         return False
     changes = (policy.rewards - sft.rewards, sft.deciding_scores - policy.deciding_scores)
@@ -65,16 +67,16 @@ def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
 
 
 def exploits_since_best(history: pd.DataFrame) -> bool:
-    """Return whether, by a run's last evaluation, the deciding score fell since its best and the reward did not.
+    """Return whether the deciding score fell from its best to a run's last evaluation while the reward did not fall.
 
-    It asks for half of `CHANCE`, as `exploits_reward` does: the report's sentence goes by either.
+    The level is half of `CHANCE`, as in `exploits_reward`, because the report's sentence depends on either function.
     """
     last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
     return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())
 
 
 def least_since_best_p(history: pd.DataFrame) -> float:
-    """Return the least `eval/since_best_p` that a run's last evaluation could have had; 0 without evaluations."""
+    """Return the lowest `eval/since_best_p` that was possible in a run's last evaluation; 0 without evaluations."""
     least = history.get("eval/since_best_p_min", pd.Series(dtype=float)).dropna()
     return float(least.iloc[-1]) if len(least) else 0.0
 
@@ -82,11 +84,12 @@ def least_since_best_p(history: pd.DataFrame) -> float:
 def since_best(
     policy: PolicyEvaluation, sft: PolicyEvaluation, earlier: Sequence[Mapping[str, Any]]
 ) -> dict[str, float | list[float]]:
-    """Return the metrics `eval/since_best_*` of an evaluation while training; with `SCORES` if it is the best so far.
+    """Return the metrics `eval/since_best_*` of an evaluation during training, and `SCORES` if it is the best so far.
 
-    The best of SFT's evaluation and the run's `earlier` rows has the highest mean of the score that decides the win
-    rate. The probability of a fall from it is multiplied by the number of evaluations that it was chosen from
-    (Bonferroni), however they are correlated. A fall on each of n prompts has 2⁻ⁿ before that: no fall has less.
+    The best evaluation has the highest mean of the deciding score among SFT's evaluation and the run's `earlier` rows.
+    The probability of a fall from the best evaluation is multiplied by the number of evaluations that it was chosen
+    from (Bonferroni), which holds for any correlation. Before that factor the lowest possible probability is 2⁻ⁿ, for a
+    fall on each of n prompts.
     """
     first = {SCORES: sft.deciding_scores, "eval/reward": sft.rewards.mean()}
     best = max((first, *(row for row in earlier if SCORES in row)), key=lambda row: np.mean(row[SCORES]))

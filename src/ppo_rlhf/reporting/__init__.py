@@ -1,1 +1,1 @@
-"""The report: charts, page, wording, and responses token by token."""
+"""The report of a run: its charts, page and wording, and the token view of sample responses."""

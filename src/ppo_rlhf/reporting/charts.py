@@ -1,7 +1,7 @@
-"""Charts of a run as plotly figures, for the report, Kedro-Viz and MLflow.
+"""Plotly charts of a run, for the report, Kedro-Viz and MLflow.
 
-Text and grid are grey on a transparent background, so one figure suits light and dark pages. Values are passed as
-lists: plotly stores arrays in a binary form that older viewers cannot read.
+Text and grid are grey on a transparent background, so that one figure suits light and dark pages. Values are passed as
+lists, because plotly stores arrays in a binary form that older viewers cannot read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 
 MAX_POINTS = 400
-"""Longer curves are thinned to this many points, which keeps the page light."""
+"""Largest number of points of a curve. Longer curves are thinned, which keeps the page small."""
 COLOURS = ("#2f6fde", "#d9822b")
 _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
@@ -30,12 +30,12 @@ _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 
 
 @settings_group("reporting.expected_curve")
 class ExpectedCurve:
-    """A curve from elsewhere, such as a published run, that the report draws beside the run's own."""
+    """A reference curve, for example from a published run, that the report draws beside the run's own curve."""
 
     metric: str
-    """Metric of which it is the curve, such as eval/judge_score (docs/metrics.md)."""
+    """Metric that the curve shows, such as eval/judge_score (docs/metrics.md)."""
     label: str
-    """What it is called in the chart, such as the run's source."""
+    """Name of the curve in the chart, such as the source of the published run."""
     points: Annotated[list[tuple[float, float]], Field(min_length=1)]
     """Pairs of iteration and value."""
 
@@ -48,11 +48,11 @@ class Panel:
     unit: str
     curves: Mapping[str, str]  # metric key and label of each curve
     explanation: str
-    band: tuple[str, str] | None = None  # metric keys of the lower and upper end of a shaded band
-    level: float | None = None  # a dashed horizontal line, drawn once a curve comes near it
-    limit: str | None = None  # the setting of PPO that is the level
+    band: tuple[str, str] | None = None  # metric keys of the lower and upper edge of a shaded band
+    level: float | None = None  # value of a dashed horizontal line, drawn once a curve comes near
+    limit: str | None = None  # PPO setting whose value is the level
     y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})  # settings of plotly's y axis
-    expected: ExpectedCurve | None = None  # a curve from elsewhere, drawn dotted
+    expected: ExpectedCurve | None = None  # a reference curve, drawn dotted
 
 
 PANELS = (
@@ -60,7 +60,7 @@ PANELS = (
         "Score",
         "reward before the KL penalty",
         {"objective/scores": "mean"},
-        "PPO raises it (shaded: 5th to 95th percentile). It should climb, then level off. Compare the samples.",
+        "PPO raises the score (shaded: 5th to 95th percentile). It should rise, then level off. Compare the samples.",
         band=("objective/scores_p05", "objective/scores_p95"),
         y_axis={},
     ),
@@ -68,14 +68,14 @@ PANELS = (
         "KL from SFT",
         "nats per response",
         {"objective/kl": "mean over responses"},
-        "The price of the reward. Beyond ppo.kl_warning (dashed) a policy often exploits its reward.",
+        "How far the policy has moved from SFT. Above ppo.kl_warning (dashed) a policy often exploits its reward.",
         limit="kl_warning",
     ),
     Panel(
         "Held-out win rate",
         "ties count half",
         {"eval/win_rate": "win rate"},
-        "Against SFT, on prompts never trained on (shaded: 95% interval). SFT's own level is one half (dashed).",
+        "PPO against SFT on prompts that PPO never trained on (shaded: 95% interval). One half (dashed) means equal.",
         band=("eval/win_rate_low", "eval/win_rate_high"),
         level=0.5,
         y_axis={"autorangeoptions": {"include": [0.4, 1.0]}},
@@ -84,86 +84,86 @@ PANELS = (
         "Entropy",
         "nats per token",
         {"objective/entropy": "mean over tokens"},
-        "How undecided the policy is. It falls as the policy settles; a fall to 0 means one stock answer.",
+        "How random the policy is. Entropy falls during training; entropy near 0 means that all responses are alike.",
     ),
     Panel(
         "Clip fraction",
         "share of tokens",
         {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
-        "Tokens whose update was clipped. Above about 0.3 the steps are too large.",
+        "Share of tokens whose update was clipped. Above about 0.3 the updates are too large.",
     ),
     Panel(
         "Explained variance",
         "of the returns",
         {"val/explained_variance": "critic"},
-        "How well the critic predicts the return: 1 is perfect, 0 is no better than a constant. The axis ends at −1.",
+        "How well the critic predicts the return: 1 is perfect, 0 is as good as a constant. The axis ends at −1.",
         y_axis={"autorangeoptions": {"include": [0.0, 1.0], "clipmin": -1.0}},
     ),
     Panel(
         "Policy loss",
         "clipped surrogate",
         {"loss/policy_avg": "mean over the iteration"},
-        "Its level means little; look for jumps.",
+        "The level of the policy loss means little; look for jumps.",
         y_axis={},
     ),
     Panel(
         "Value loss",
         "half squared error",
         {"loss/value_avg": "mean over the iteration"},
-        "It should fall as the critic learns.",
+        "The value loss should fall as the critic learns.",
     ),
     Panel(
         "Update size",
         "nats per token",
         {"policy/approxkl_avg": "one iteration's update"},
-        "Approximate KL between the policy before and after one iteration's update.",
+        "Approximate KL between the policy before and after the update of one iteration.",
     ),
     Panel(
         "Response length",
         "tokens",
         {"response/length": "mean over responses"},
-        "A drift to one end often means that the reward pays for length.",
+        "A steady rise or fall often means that the reward depends on length.",
     ),
     Panel(
         "Cut off",
         "share of responses",
         {"response/truncated_fraction": "no stop token"},
-        "Responses that reached the length limit before they ended.",
+        "Responses that reached the length limit before a stop token.",
     ),
     Panel(
         "Gradient norm",
         "before clipping",
         {"policy/grad_norm": "policy", "value/grad_norm": "value"},
-        "Spikes point to unstable batches.",
+        "Spikes show unstable batches.",
     ),
 )
 
 
 def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> list[Panel]:
-    """Return the panels that the history has numbers for, each with only the curves that it has numbers for.
+    """Return the panels and curves that the history has numbers for.
 
-    An expected curve has a panel of its own, the first one, where its metric was measured.
+    An expected curve gets its own panel, the first one, if its metric was measured.
     """
-    panels, found = [*PANELS], []
+    panels, shown = [*PANELS], []
     if expected is not None:
-        explanation = f"Dotted: {expected.label}. Both should have the same height at the same iteration."
+        explanation = f"Dotted: {expected.label}. Both curves should have similar values at the same iteration."
         own, title = {expected.metric: "this run"}, "Beside the expected curve"
         panels.insert(0, Panel(title, expected.metric, own, explanation, y_axis={}, expected=expected))
     for panel in panels:
         curves = {key: label for key, label in panel.curves.items() if np.isfinite(column(history, key)).any()}
         if curves:
             level = panel.level if panel.limit is None else getattr(ppo, panel.limit)
-            found.append(replace(panel, curves=curves, level=level))
-    return found
+            shown.append(replace(panel, curves=curves, level=level))
+    return shown
 
 
 def column(history: pd.DataFrame, key: str) -> NDArray[np.float64]:
-    """Return a metric's column, NaN where it was not measured."""
+    """Return the values of a metric by iteration, NaN where the metric was not measured."""
     return pd.to_numeric(history.reindex(columns=[key])[key], errors="coerce").to_numpy(dtype=np.float64)
 
 
 def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
-    """Return one panel as a figure of its own."""
+    """Return one panel as a separate figure."""
     figure = go.Figure()
     _draw(figure, panel, history)
     drawn = len(panel.curves) if panel.expected is None else len(panel.curves) + 1
@@ -186,7 +186,7 @@ def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCur
 
 
 def score_distribution(sft_scores: Sequence[float], ppo_scores: Sequence[float], score_label: str) -> go.Figure:
-    """Return the histograms of both policies' scores on the held-out prompts, one over the other."""
+    """Return overlaid histograms of both policies' scores on the held-out prompts."""
     figure, edges = go.Figure(), np.histogram_bin_edges([*sft_scores, *ppo_scores], bins=30)
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     for name, scores, colour in (("SFT", sft_scores, COLOURS[1]), ("PPO", ppo_scores, COLOURS[0])):
@@ -200,7 +200,7 @@ def score_distribution(sft_scores: Sequence[float], ppo_scores: Sequence[float],
 
 
 def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -> None:
-    """Add a panel's band, curves and level to a figure, or to the cell of a grid of figures."""
+    """Add a panel's band, curves and level to a figure, or to one cell of a figure with several plots."""
     if panel.band is not None:
         x, low = _points(history, panel.band[0])
         _, high = _points(history, panel.band[1])
@@ -228,12 +228,12 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
         figure.add_scatter(x=x, y=y, name="expected", mode="lines+markers", line=dots, **cell)
     if panel.level is not None and highest > 0.6 * panel.level:
         figure.add_hline(panel.level, line={"dash": "dash", "color": GREY, "width": 1}, **cell)
-    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are whole numbers
+    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are integers
     figure.update_yaxes(panel.y_axis, **cell)
 
 
 def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
-    """Return the measured points of a curve, thinned if there are many."""
+    """Return the measured points of a curve, at most MAX_POINTS of them."""
     y = column(history, key)
     keep = np.flatnonzero(np.isfinite(y))
     if len(keep) > MAX_POINTS:
@@ -242,7 +242,7 @@ def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
 
 
 def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
-    """Give a figure the look of the report: grey on transparent, so that it suits light and dark pages."""
+    """Give a figure the report's style: grey on transparent, which suits light and dark pages."""
     figure.update_layout(
         template="none",
         height=height,
@@ -252,7 +252,7 @@ def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
         paper_bgcolor=_TRANSPARENT,
         plot_bgcolor=_TRANSPARENT,
         font={"color": GREY, "size": 11},
-        dragmode=False,  # a finger on a chart scrolls the page
+        dragmode=False,  # so that a finger on a chart scrolls the page
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False)
     figure.update_yaxes(gridcolor=_GRID, zeroline=False)

@@ -1,6 +1,6 @@
-"""The report as one self-contained page: plotly's script is in the page, and nothing is fetched.
+"""The report as one self-contained HTML page, which contains plotly's script and loads nothing from the network.
 
-Jinja escapes every text that a model, a data file or a configuration wrote.
+Jinja escapes all text from models, data files and configuration.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from ppo_rlhf.reporting.charts import column
 from ppo_rlhf.reporting.wording import write_number, write_share
 
 PLOTLY = Path(__file__).parent / "plotly" / "plotly-basic.min.js"
-"""A quarter of the script that Python's plotly brings; it has bars and scatters, all that the charts use."""
+"""plotly.js with only the chart types that the report uses, a quarter of the size of the script in Python's plotly."""
 MAX_TEXT = 2_000
-"""Characters of a prompt or response that the page shows; the table of samples holds all."""
+"""Largest number of characters of a prompt or response on the page; the table of samples has the full text."""
 
 
 def render_page(**content: object) -> str:
-    """Return the page as HTML text; `content` has the names that `report.html` uses.
+    """Return the page as HTML. `content` gives the variables of the template `report.html`.
 
     Raises:
-        jinja2.UndefinedError: A name is missing.
+        jinja2.UndefinedError: `content` lacks a variable of the template.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ppo_rlhf.reporting", "."),
@@ -39,20 +39,20 @@ def render_page(**content: object) -> str:
 
 
 def embed(figure: go.Figure) -> Markup:
-    """Return a figure as a part of the page; plotly escapes markup in the figure's texts."""
+    """Return a figure as an HTML fragment. plotly escapes markup in the figure's texts."""
     config = {"displayModeBar": False, "responsive": True}
     return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=config))
 
 
 def shorten(text: str, *, keep_end: bool = False) -> str:
-    """Return at most MAX_TEXT characters from the start, or from the end."""
+    """Return the first MAX_TEXT characters of a text, or the last ones with `keep_end`."""
     if len(text) > MAX_TEXT:
         return f"… {text[-MAX_TEXT:]}" if keep_end else f"{text[:MAX_TEXT]} …"
     return text if text.strip() else "(empty)"
 
 
 def training_note(history: pd.DataFrame) -> str:
-    """Return how long the training was."""
+    """Return the length of the training in words: iterations, episodes and time."""
     episodes, seconds = column(history, "episode"), float(np.nansum(column(history, "time/iteration_s")))
     note = f"{len(history):,} iterations"
     if np.isfinite(episodes).any():

@@ -1,4 +1,4 @@
-"""Numbers and findings of a run in words, the same on the page and in the terminal."""
+"""Wording of a run's numbers and results, the same in the report and in the terminal."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 @dataclass(frozen=True)
 class Measure:
-    """How one row of the table before and after is written."""
+    """Format of one row in the table that compares SFT and PPO."""
 
     label: str
     unit: str = ""
     decimals: int = 2
-    is_share: bool = False  # shares are written in per cent
+    is_share: bool = False  # write the value in per cent
 
     @property
     def heading(self) -> str:
-        """The label, and the unit if there is one."""
+        """The label, with the unit in parentheses if there is one."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
@@ -53,7 +53,7 @@ _VERDICTS = {
 
 
 def measure(name: str) -> Measure:
-    """Return how a measure is written; any other name is a rate from the user's own judge."""
+    """Return the format of a measure. An unknown name is the name of one of the user's rate functions."""
     if name.startswith(f"{JUDGE_COLUMN}_"):
         return Measure(f"Judge score, {name.removeprefix(f'{JUDGE_COLUMN}_')}")
     if name.startswith("pass_at_"):
@@ -63,7 +63,7 @@ def measure(name: str) -> Measure:
 
 
 def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]]:
-    """Return each measure with its values for SFT and PPO and the change, as text, each with its standard error."""
+    """Return one row for each measure: SFT's value, PPO's value and the change as text, with standard errors."""
     rows = []
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
@@ -75,9 +75,9 @@ def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]
 
 
 def write_value(shown: Measure, value: float, standard_error: float = math.nan) -> str:
-    """Return the value with the decimals and the unit sign of its measure, and ± its standard error if there is one.
+    """Return a value as text in the format of its measure, followed by ± the standard error if there is one.
 
-    An error of exactly 0 is left out: nothing varied.
+    A standard error of exactly 0 is left out, because then all values were equal.
     """
     scale, parts = 100.0 if shown.is_share else 1.0, [value, *([standard_error] if standard_error > 0.0 else [])]
     text = " ± ".join(write_number(scale * part, shown.decimals) for part in parts)
@@ -85,7 +85,10 @@ def write_value(shown: Measure, value: float, standard_error: float = math.nan) 
 
 
 def write_change(shown: Measure, before: float, after: float, standard_error: float = math.nan) -> str:
-    """Return the difference with its sign, and ± its standard error if there is one; shares differ in points."""
+    """Return the difference with its sign, followed by ± the standard error if there is one.
+
+    Differences of shares are in percentage points.
+    """
     scale = 100.0 if shown.is_share else 1.0
     change = (after - before) * scale
     if not math.isfinite(change):
@@ -98,7 +101,7 @@ def write_change(shown: Measure, before: float, after: float, standard_error: fl
 
 
 def write_share(value: float, decimals: int = 1) -> str:
-    """Return a share in [0, 1] in per cent."""
+    """Return a share in [0, 1] as a percentage."""
     return f"{write_number(100.0 * value, decimals)}%"
 
 
@@ -110,13 +113,16 @@ def write_number(value: float, decimals: int) -> str:
 def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compared: str = "held-out prompts") -> str:
     """Return a stored verdict (`evaluation.comparison.read_verdict`) in words, without a full stop.
 
-    `ours` and `theirs` are the names of the two policies, `compared` says what there were too few of.
+    `ours` and `theirs` are the names of the two policies, and `compared` names what was compared.
     """
     return _VERDICTS[read_verdict(verdict)].format(ours=ours, theirs=theirs, compared=compared)
 
 
 def say_result_by_people(summary: Mapping[str, Any]) -> str:
-    """Return in one to three sentences what `evaluation.people.compare_by_people` found, with the judge's name."""
+    """Return the result of `evaluation.people.compare_by_people` in one to three sentences.
+
+    `summary` must also have the name of the `judge` if the judge was compared with people.
+    """
     ours, theirs, metrics = summary["ours"], summary["theirs"], summary["metrics"]
     if summary["verdict"] is None:
         return f"Nobody has compared {ours} and {theirs} yet."
@@ -130,7 +136,8 @@ def say_result_by_people(summary: Mapping[str, Any]) -> str:
         text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
     if f"{PREFIX}judge_agreement" in metrics:
         agreed = _by_people(metrics, "judge_agreement")
-        text += f" Of {summary['judged']} pairs in which people prefer a side, {summary['judge']} agrees on {agreed}."
+        pairs = f"{summary['judged']} pairs in which people prefer a side"
+        text += f" {summary['judge']} agrees with people on {agreed} of {pairs}."
     return text
 
 
@@ -140,80 +147,86 @@ def _by_people(metrics: Mapping[str, float], name: str) -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """Return the result in one sentence, from the node `compare_policies`'s `evaluation_summary`."""
+    """Return the result in one sentence. `summary` is the dataset `evaluation_summary`."""
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
     prompts, samples = summary["prompts"], summary.get("samples_per_prompt", 1)
     pairs = "" if samples == 1 else f"{prompts * samples:,} pairs of responses to "
-    others = []
+    other_judges = []
     for key, value in summary.items():
         if key.startswith("eval/win_rate_") and not key.endswith(("_low", "_high")):
             ends = f"{write_share(summary[f'{key}_low'])} to {write_share(summary[f'{key}_high'])}"
-            others.append(f" {key.removeprefix('eval/win_rate_')} {write_share(value)} ({ends})")
+            other_judges.append(f" {key.removeprefix('eval/win_rate_')} {write_share(value)} ({ends})")
     better = "scores higher" if summary["by_trained_reward"] else "is the better one"
     return (
         f"PPO's response {better} on {rate} of {pairs}{prompts:,} held-out prompts "
         f"(95% interval {low} to {high}; ties count half), decided by {summary['decided_by']}."
-        + (f" By other judges:{','.join(others)}." if others else "")
+        + (f" By other judges:{','.join(other_judges)}." if other_judges else "")
     )
 
 
 def remarks(
     summary: Mapping[str, Any], before_after: pd.DataFrame, reward_model_accuracy: float | None = None
 ) -> list[str]:
-    """Return one sentence for each problem in the result, as the node `compare_policies` summed it up.
+    """Return one sentence for each problem in the result.
 
-    The tuning advice (docs/tuning.md) judges KL, clipping, the critic, diversity and lengths, and says which setting to
-    change. Remarks judge only the result itself, and a reward model that was trained here by its accuracy on held-out
-    pairs.
+    `summary` and `before_after` come from the node `compare_policies`. `reward_model_accuracy` is the accuracy on
+    held-out pairs of a reward model that this run trained. The tuning advice (docs/tuning.md), not the remarks, judges
+    KL, clipping, the critic, diversity and lengths, and says which setting to change.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     verdict = read_verdict(summary["verdict"])
     exploits = summary.get("exploits_reward") and verdict not in (Verdict.BETTER, Verdict.REWARD_ROSE)
-    found = []
+    problems = []
     if verdict == Verdict.NO_CLEAR_DIFFERENCE:
-        found.append(
+        problems.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
-            "prompts (prompts.held_out_share, prompts.max_held_out) narrow it."
+            "prompts (prompts.held_out_share, prompts.max_held_out) make the interval narrower."
         )
     elif verdict == Verdict.TOO_FEW_PROMPTS:
-        found.append(
-            f"{summary['wins']} held-out prompts were won and {summary['losses']} lost: equal policies would differ by "
-            f"that much with probability {sign_test(summary['wins'], summary['losses']):.2g}, and below {MIN_PROMPTS} "
-            "prompts no winner is named. More held-out prompts (prompts.held_out_share, evaluation_prompts_path) can "
-            "tell the two policies apart."
+        problems.append(
+            f"PPO won {summary['wins']} held-out prompts and lost {summary['losses']}. Equal policies would differ by "
+            f"that much with probability {sign_test(summary['wins'], summary['losses']):.2g}, and with fewer than "
+            f"{MIN_PROMPTS} prompts no winner is named. More held-out prompts (prompts.held_out_share, "
+            "evaluation_prompts_path) can tell the two policies apart."
         )
     elif verdict in (Verdict.WORSE, Verdict.REWARD_FELL) and not exploits:
-        found.append(f"{say_verdict(verdict)}. Look at the KL curve and the samples first.")
+        problems.append(f"{say_verdict(verdict)}. Look at the KL curve and the samples first.")
     if exploits:
-        found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
+        problems.append(
+            "The reward rose and the judge's score fell, both significantly: the policy exploits its reward."
+        )
     elif summary.get("exploits_since_best"):
-        found.append("The judge's score fell for certain since its best evaluation: the policy exploits its reward.")
+        problems.append(
+            "The judge's score fell significantly since its best evaluation: the policy exploits its reward."
+        )
     elif f"eval/{JUDGE_COLUMN}" in summary and (least := summary.get("since_best_p_min", 0.0)) >= CHANCE / 2.0:
-        found.append(
-            "Whether the judge's score fell since its best evaluation cannot be said: with so few prompts in so many "
-            f"evaluations while training, even a fall on every prompt could be chance, with probability {least:.2g}. "
-            "Each further held-out prompt (evaluation.iteration_prompts, prompts.held_out_share) halves it."
+        problems.append(
+            "The evaluations during training had too few prompts to show whether the judge's score fell since its best "
+            f"evaluation: even a fall on every prompt would happen by chance with probability {least:.2g}. Each "
+            "further held-out prompt (evaluation.iteration_prompts, prompts.held_out_share) halves this probability."
         )
     if trained := summary.get("trained_prompts"):
-        found.append(f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: they are not held-out.")
+        problems.append(
+            f"PPO trained on {trained:,} of the {summary['prompts']:,} evaluation prompts: they are not held-out."
+        )
     if verdict == Verdict.REWARD_ROSE:
-        found.append(
-            "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
-            "evaluation.judge to another function, and read the samples."
+        problems.append(
+            "The reward that PPO was trained on also decides the win rate, so the win rate cannot show that PPO "
+            "exploits the reward. Set evaluation.judge to another function, and read the samples."
         )
     grammatical = means.get("grammatical_rate")
     if grammatical is not None and grammatical["ppo"] < 0.95 * grammatical["sft"]:
-        found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
+        problems.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
     if reward_model_accuracy is not None and reward_model_accuracy < RELIABLE_ACCURACY:
-        found.append(
-            f"The reward model is right on only {write_share(reward_model_accuracy)} of its held-out pairs: PPO can "
-            "raise such a reward without better text."
+        problems.append(
+            f"The reward model is right on only {write_share(reward_model_accuracy)} of its held-out pairs, so PPO can "
+            "raise the reward without writing better text."
         )
-    return found
+    return problems
 
 
 def result_section(headline: str, before_after: pd.DataFrame, notes: Sequence[str]) -> str:
-    """Return the result in Markdown: the sentence, the table before and after, and the notes."""
+    """Return the result in Markdown: the headline, the table that compares SFT and PPO, and the notes."""
     rows = [f"| {' | '.join([shown.heading, *values])} |" for shown, *values in table_rows(before_after)]
     table = ["| Held-out mean ± standard error | SFT | PPO | change |", "|---|---:|---:|---:|", *rows]
     return "\n\n".join([headline, "\n".join(table), *notes])

@@ -1,6 +1,6 @@
-"""The token view as HTML that fetches nothing: each token coloured by one of its numbers, with all of them at hand.
+"""The token view as self-contained HTML. One of a token's numbers sets its colour, and a tooltip shows all numbers.
 
-Jinja escapes every text that a model or a data file wrote. The script gets only numbers.
+Jinja escapes all text from models and data files. The page's script gets only numbers.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from ppo_rlhf.reporting.token_view.samples import TokenSample, TokenSamples
 
 
 class Quantity(NamedTuple):
-    """A number of each token, as the view names it."""
+    """A quantity that the view shows for each token."""
 
-    name: str  # in TokenSample's numbers
+    name: str  # key in TokenSample's `numbers`
     label: str
-    meaning: str = ""  # of the colours; a quantity without one is no choice
+    meaning: str = ""  # meaning of the colours; a quantity without a meaning cannot be chosen for colouring
 
 
 QUANTITIES = (
     Quantity(
         "advantage",
         "Advantage",
-        "Blue: better than the critic expected, so PPO makes it more probable. Orange: worse.",
+        "Blue: the token was better than the critic expected, so PPO makes the token more probable. Orange: worse.",
     ),
-    Quantity("reward", "Reward", "What GAE sums up: the KL penalty at each token, and the score at the last."),
-    Quantity("kl", "KL", "log π − log π_ref, in nats. Blue: more probable than under SFT; orange: less."),
-    Quantity("value", "Value", "The rewards still to come, as the critic expected them before the token."),
+    Quantity("reward", "Reward", "Input of GAE: the KL penalty at each token, plus the score at the last token."),
+    Quantity("kl", "KL", "log π − log π_ref, in nats. Blue: the token is more probable than under SFT; orange: less."),
+    Quantity("value", "Value", "The critic's prediction of all remaining rewards, made before the token."),
     Quantity("return", "Return"),
     Quantity("entropy", "Entropy"),
     Quantity("logprob", "log π"),
     Quantity("reference_logprob", "log π_ref"),
 )
 LEAST_SCALE = 1e-3
-"""The end of the colour scale at least: rounding, as in the KL before the first update, gets no colour."""
+"""Smallest end of a colour scale, so that rounding errors (as in the KL before the first update) get no colour."""
 MAX_PROMPT = 600
-"""Characters from a prompt's end that are shown."""
+"""Number of characters from a prompt's end that are shown."""
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {9: "⇥\t", 10: "⏎", 13: "␍", 127: "␡"}
 PART_OF_A_CHARACTER = "◌"
 
 
 def render_view(iterations: Sequence[TokenSamples]) -> Markup:
-    """Return the samples of one or several iterations as a part of a page; colours mean the same in all of them."""
+    """Return the samples of one or several iterations as an HTML fragment with one colour scale for all."""
     return Markup(_render("view.html", iterations))
 
 
 def render_page(iterations: Sequence[TokenSamples]) -> str:
-    """Return the samples of one or several iterations as a page of their own."""
+    """Return the samples of one or several iterations as a whole HTML page."""
     return _render("page.html", iterations)
 
 
@@ -68,15 +68,15 @@ def _render(template: str, iterations: Sequence[TokenSamples]) -> str:
 
 
 def _largest(iterations: Sequence[TokenSamples], name: str) -> float:
-    """Return the largest finite magnitude of a quantity, at least LEAST_SCALE."""
+    """Return the largest finite absolute value of a quantity, but at least LEAST_SCALE."""
     numbers = (x for shown in iterations for sample in shown["samples"] for x in sample["numbers"][name])
     return max([LEAST_SCALE, *(abs(x) for x in numbers if math.isfinite(x))])
 
 
 def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
-    """Yield each token's text and its numbers in the order of QUANTITIES, as the view's script reads them.
+    """Yield each token's text and its numbers, joined by spaces in the order of QUANTITIES.
 
-    A token of an environment has no numbers.
+    The numbers of an environment's token are an empty text.
     """
     columns = [sample["numbers"][quantity.name] for quantity in QUANTITIES]
     for text, is_policy, *numbers in zip(sample["tokens"], sample["is_policy"], *columns, strict=True):
@@ -84,7 +84,7 @@ def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
 
 
 def _visible(text: str) -> str:
-    """Return a token's text with a sign for what cannot be seen: control characters, and spaces if it has no more."""
+    """Return a token's text with visible signs for control characters, and for spaces if the text has only spaces."""
     if not text:
         return PART_OF_A_CHARACTER
     if text.isspace():

@@ -1,4 +1,4 @@
-"""Sample responses of one iteration, token by token, as plain data: what a JSON file holds and the view shows."""
+"""Sample responses of one iteration, token by token, as plain data for a JSON file and the token view."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
 
 LIMIT = 6
-"""Responses of an iteration that are shown."""
+"""Number of responses of an iteration that are shown."""
 
 
 class TokenSample(TypedDict):
     """One response of n tokens."""
 
     prompt: str
-    tokens: list[str]  # n texts; concatenated they are the response
-    is_policy: list[bool]  # n: True where the policy wrote the token, False in an environment's reply
-    score: float  # as given by the rewards
-    terminated: bool  # whether a stop token ended it
-    numbers: dict[str, list[float]]  # quantity -> n numbers
+    tokens: list[str]  # n texts whose concatenation is the response
+    is_policy: list[bool]  # n flags: True if the policy wrote the token, False in an environment's reply
+    score: float  # raw score of the reward
+    terminated: bool  # whether a stop token ended the response
+    numbers: dict[str, list[float]]  # n numbers for each quantity
 
 
 class TokenSamples(TypedDict):
     """Some responses of one iteration, from the highest score to the lowest."""
 
     iteration: int
-    responses: int  # of the iteration, of which these are some
+    responses: int  # number of all responses of the iteration
     samples: list[TokenSample]
 
 
 def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
-    """Return the best response, the worst one and others between them, in equal steps of rank: `limit` at most."""
+    """Return at most `limit` responses, from the best to the worst score in equal steps of rank."""
     rollouts = experience.rollouts
     quantities = {  # each [B, T] or wider
         "reward": experience.rewards,
