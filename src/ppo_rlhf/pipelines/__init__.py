@@ -1,1 +1,1 @@
-"""The pipelines, one package each: `nodes.py` what they do, `pipeline.py` how it is wired."""
+"""The pipelines, one package each: `nodes.py` has the node functions, `pipeline.py` connects the nodes."""

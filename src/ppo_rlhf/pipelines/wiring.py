@@ -1,4 +1,4 @@
-"""A stage as a pipeline, of nodes that have their function's name."""
+"""Helpers to build the pipeline of a stage from nodes that are named like their functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ Names = str | list[str] | dict[str, str] | None
 
 
 def named(function: Callable[..., Any], inputs: Names, outputs: Names) -> Node:
-    """Return a Kedro node with the name of its function."""
+    """Return a Kedro node that is named like its function."""
     return Node(function, inputs, outputs, name=function.__name__)
 
 
 def stage(name: str, *nodes: Node) -> Pipeline:
-    """Return nodes as the pipeline of a stage; only they get its name as a namespace, not their datasets."""
+    """Return the pipeline of a stage. The stage's name is the namespace of the nodes, but not of their datasets."""
     return Pipeline(nodes, namespace=name, prefix_datasets_with_namespace=False)

@@ -40,7 +40,7 @@ def sample_responses(
     evaluation: EvaluationConfig,
     best_of_n: BestOfNConfig,
 ) -> pd.DataFrame:
-    """Sample many responses of the SFT policy to each of some held-out prompts, and score them by reward and judge."""
+    """Sample many responses of the SFT policy to some held-out prompts, and score them by the reward and the judge."""
     policy = sft_policy.causal_lm(frozen_dtype(ppo_config)).to(device_of(ppo_config))  # type: ignore[arg-type]
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
@@ -69,7 +69,7 @@ def probe_reward(
     ppo_config: PPOConfig,
     audit: AuditConfig,
 ) -> pd.DataFrame:
-    """Measure how the reward answers to cheap tricks: constant suffixes, a response said twice, an empty one."""
+    """Measure how the reward changes with a constant suffix, a repeated response or an empty response."""
     tokenizer = sft_policy.tokenizer()
     stops = stop_token_ids(
         tokenizer,
@@ -97,10 +97,10 @@ def order_held_out_pairs(
     reward: RewardConfig,
     reward_modelling: RewardModellingConfig,
 ) -> dict[str, float]:
-    """Measure on which share of held-out preferences the reward agrees.
+    """Measure the share of held-out preferences that the reward orders correctly.
 
-    Without preferences of a user's own it is the accuracy that reward training left in the model, if the reward is
-    only that model; else nothing.
+    Without the user's preferences, return the accuracy that reward training stored in the reward model, if the reward
+    is only that model; otherwise return nothing.
     """
     if raw_preferences is None:
         accuracy = reward_model_accuracy(reward_model, reward)
@@ -117,8 +117,8 @@ def conclude_audit(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
-    """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
-    is_judge = reward.is_judge(resolve_judge(evaluation).reference)  # it agrees with itself, which is no measure
+    """Return whether the reward is fit for PPO, and if not, the reasons with their numbers and thresholds."""
+    is_judge = reward.is_judge(resolve_judge(evaluation).reference)  # its own judge proves nothing
     samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
     metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
     missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
@@ -127,14 +127,14 @@ def conclude_audit(
     for reason in reasons:
         log.warning("  %s", reason)
     if missing:
-        log.info("Not measured, for lack of another judge, of preferences or of suffixes: %s.", ", ".join(missing))
+        log.info("Not measured, for lack of a separate judge, preferences or suffixes: %s.", ", ".join(missing))
     return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
 
 
 def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> go.Figure:
-    """Plot best-of-n by reward and by judge, and the change of the reward for each probe.
+    """Plot best-of-n by the reward and by the judge, and the change of the reward for each probe.
 
-    Both are in standard deviations of a score among the responses to one prompt.
+    The unit of both plots is the standard deviation of a score among the responses to one prompt.
     """
     figure = make_subplots(1, 2, subplot_titles=_TITLES, horizontal_spacing=0.2)
     curve = best_of_n_curve(best_of_n_samples)

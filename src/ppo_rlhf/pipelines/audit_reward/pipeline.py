@@ -8,7 +8,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the audit: PPO's own first nodes, then samples of the SFT policy and what the reward makes of them."""
+    """Wire the audit: PPO's first nodes, then sampling from the SFT policy, probing the reward, and the verdict."""
     scored = ["sft_policy", "evaluation_prompt_dataset", "reward_scorer", "ppo_config"]
     preferences = ["raw_preferences", "reward_model", "sft_policy", "reward_scorer"]
     found = ["best_of_n_samples", "reward_probes"]

@@ -1,4 +1,4 @@
-"""The audit of a reward before PPO maximises it: what best-of-n gains, correlations, cheap tricks."""
+"""Audit of a reward before PPO maximises it: gains of best-of-n, correlations, and probes with cheap tricks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHATS = ("chosen_chat", "rejected_chat")
 
 @settings_group("audit")
 class AuditConfig:
-    """What the audit of the reward tries."""
+    """Settings of the audit of the reward."""
 
     suffixes: list[str] = field(default_factory=lambda: ["!!!", "Thank you.", "I hope this helps."])
     """Constant texts that should not raise the reward of a response that they are appended to."""
@@ -47,38 +47,43 @@ class Rule:
     side: Literal["at most", "at least"]
     threshold: float
     sentence: str
-    """Says what was found; `{value}` is the metric."""
+    """Sentence for the reason; `{value}` stands for the metric's value."""
 
     def broken_by(self, value: float) -> bool:
-        """Return whether the metric is on the wrong side."""
+        """Return whether the metric's value is on the wrong side of the threshold."""
         return value > self.threshold if self.side == "at most" else value < self.threshold
 
     def reason(self, value: float) -> str:
-        """Return what was found, with the number and the threshold."""
+        """Return the reason as a sentence with the metric's value and the threshold."""
         return f"{self.sentence.format(value=value)} ({self.metric} = {value:z.2f}, {self.side} {self.threshold:g})."
 
 
 RULES = (
     Rule("audit/flat_prompts", "at most", 0.5, "On {value:.0%} of the prompts all responses have the same reward"),
-    Rule("audit/judge_gain", "at least", 0.1, "The responses that the reward picks are hardly better to the judge"),
+    Rule("audit/judge_gain", "at least", 0.1, "The judge hardly prefers the responses that the reward picks"),
     Rule("audit/judge_fall", "at most", 0.1, "As n grows, the judge's score of the picked response falls"),
     Rule(
         "audit/judge_agreement",
         "at least",
         0.55,
-        "The reward and the judge often disagree about which of two responses is better",
+        "The reward and the judge often disagree on which of two responses is better",
     ),
-    Rule("audit/pair_accuracy", "at least", RELIABLE_ACCURACY, "The reward orders only {value:.0%} of held-out pairs"),
-    Rule("audit/length_correlation", "at most", 0.6, "The reward follows the length: PPO would write long responses"),
-    Rule("audit/length_correlation", "at least", -0.6, "The reward follows brevity: PPO would write short responses"),
+    Rule(
+        "audit/pair_accuracy",
+        "at least",
+        RELIABLE_ACCURACY,
+        "The reward orders only {value:.0%} of held-out pairs",
+    ),
+    Rule("audit/length_correlation", "at most", 0.6, "The reward rises with length: PPO would write long responses"),
+    Rule("audit/length_correlation", "at least", -0.6, "The reward falls with length: PPO would write short responses"),
     Rule("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
     Rule("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
     Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
-    Rule("audit/empty_gain", "at most", 0.0, "An empty response has more reward than the policy's own"),
+    Rule("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
 )
-"""Gains are in standard deviations of the score among the responses to one prompt."""
+"""All rules. Gains are in standard deviations of the score among the responses to one prompt."""
 OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}
-"""What a judge or preferences say of the reward."""
+"""Metrics that compare the reward with a judge or with preferences."""
 
 
 def probe_reward(
@@ -91,17 +96,17 @@ def probe_reward(
     stop_token_ids: tuple[int, ...],
     suffixes: list[str],
 ) -> pd.DataFrame:
-    """Score the first of the samples of each prompt as it is, and again empty, repeated, or with a suffix.
+    """Score the first sample of each prompt unchanged, and again empty, repeated, or with a suffix.
 
-    `prompts` are those of the samples, in their order. A response is cut first so that the change fits into the
-    response's length, and ends in a stop token before and after: only the change differs.
+    `prompts` has the prompts of the samples in the same order. Each response is truncated first so that the changed
+    response fits into `response_length`. Both versions end in a stop token, so that they differ only in the change.
 
     Returns:
-        One row a probe: `probe`, `suffix`, `share` of the responses whose reward rises, mean `change` of the reward in
-        standard deviations (`deviation_within_prompts`).
+        One row for each probe: `probe`, `suffix`, the `share` of responses whose reward rises, and the mean `change` of
+        the reward in standard deviations (`deviation_within_prompts`).
     """
     responses = samples.groupby(PROMPT)["response"].first().tolist()
-    if drops_first_space(tokenizer):  # its tokens of a text have this space
+    if drops_first_space(tokenizer):  # the tokenizer adds this space to every text
         responses = [text.removeprefix(" ") for text in responses]
     prompts = prompts.select(range(len(responses)))
     unit = deviation_within_prompts(samples, "reward")
@@ -146,10 +151,10 @@ def probe_reward(
 def held_out_pairs(
     preferences: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, config: RewardModellingConfig, limit: int | None
 ) -> pd.DataFrame:
-    """Return the preferences that reward training holds out, with their token sequences and their other columns.
+    """Return the preferences that reward training holds out, with their token sequences and other columns.
 
-    `chosen_chat` and `rejected_chat` have the whole conversations as messages, None for texts. Pairs of more than
-    `limit` tokens, prompt and response together, are left out, as in reward training.
+    `chosen_chat` and `rejected_chat` have whole conversations as messages, or None for texts. Pairs whose prompt and
+    response have more than `limit` tokens are left out, as in reward training.
     """
     checked = pairs.check_preferences(preferences, *config.columns)
     table = pairs.tokenise_preferences(checked, tokenizer)
@@ -163,7 +168,7 @@ def held_out_pairs(
 
 
 def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
-    """Return `audit/pair_accuracy`: the share of pairs whose chosen response has more reward, ties half."""
+    """Return `audit/pair_accuracy`: the share of pairs whose chosen response has the higher reward; ties count half."""
     columns = {str(name): table[name].tolist() for name in table if name not in (*pairs.COLUMNS, *_CHATS)}
 
     def score(side: str) -> Tensor:
@@ -176,7 +181,7 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
                 prompts=table["prompt"].tolist(),
                 completions=texts,
                 columns=columns,
-                prompt_ids=[[]] * len(ids),  # the sequences hold them
+                prompt_ids=[[]] * len(ids),  # the sequences of the responses include the prompts
                 response_ids=ids,
                 terminated=[True] * len(ids),
                 chats=chats,
@@ -218,47 +223,48 @@ def audit_reward(
 
 
 def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
-    """Return the audit's result; without a judge and preferences to compare it with, no reward is called fit."""
+    """Return the audit's verdict. Without a judge and without preferences no reward is called fit."""
     if reasons:
         return "not fit for PPO"
-    made = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
+    measures = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
     if OF_OTHERS.issubset(missing):
-        return f"nothing found {made}; not measured: {', '.join(missing)}"
-    return f"fit for PPO {made}"
+        return f"no problem found {measures}; not measured: {', '.join(missing)}"
+    return f"fit for PPO {measures}"
 
 
 def deviation_within_prompts(samples: pd.DataFrame, score: str) -> float:
-    """Return the standard deviation of a score among the responses to one prompt, pooled; 1 if there is none."""
+    """Return the pooled standard deviation of a score among the responses to one prompt; 1 if the deviation is 0."""
     return float(by_prompt(samples, score).var(dim=1).mean().sqrt()) or 1.0
 
 
 def rank_correlation(samples: pd.DataFrame, other: pd.Series) -> float:
-    """Return Spearman's correlation of the reward with `other` within prompts, the mean over prompts.
+    """Return the mean over prompts of Spearman's correlation between the reward and `other`.
 
-    Prompts on which one of the two does not vary are left out; if there is no other, the result is 0.
+    Prompts on which the reward or `other` does not vary are left out. If no prompt is left, the result is 0.
     """
     ranks = pd.DataFrame({"reward": samples["reward"], "other": other}).groupby(samples[PROMPT]).rank()
     by_prompts = [of_prompt for _, of_prompt in ranks.groupby(samples[PROMPT]) if (of_prompt.nunique() > 1).all()]
-    found = [of_prompt["reward"].corr(of_prompt["other"]) for of_prompt in by_prompts]
-    return float(sum(found) / len(found)) if found else 0.0
+    correlations = [of_prompt["reward"].corr(of_prompt["other"]) for of_prompt in by_prompts]
+    return float(sum(correlations) / len(correlations)) if correlations else 0.0
 
 
 def judge_agreement(samples: pd.DataFrame) -> float:
-    """Return the share of pairs of responses to one prompt that reward and judge put in the same order.
+    """Return the share of pairs of responses to one prompt that the reward and the judge order alike.
 
-    Pairs that are equal to the judge are left out, those that are equal to the reward count half. No pairs give 0.5.
+    Pairs with equal judge scores are left out, and pairs with equal rewards count half. Without pairs the result is
+    0.5.
     """
     reward, judge = (by_prompt(samples, name) for name in ("reward", "judge_score"))
     by_reward, by_judge = ((scores[:, :, None] - scores[:, None, :]).sign() for scores in (reward, judge))
-    decided = by_judge > 0  # each pair once, its better response to the judge first
+    decided = by_judge > 0  # each pair once, with the response that the judge prefers first
     return float((by_reward[decided] + 1).mean() / 2) if decided.any() else 0.5
 
 
 def repeated_pairs(text: str) -> float:
-    """Return the share of a text's pairs of neighbouring words that came before in it; 0 with fewer than two words."""
+    """Return the share of a text's word pairs that occurred earlier in the text; 0 with fewer than two words."""
     return 1.0 - distinct_n([text], 2) if len(text.split()) > 1 else 0.0
 
 
 def gains(curve: pd.DataFrame, samples: pd.DataFrame, score: str) -> pd.Series:
-    """Return by how much best-of-n's mean score exceeds that of n = 1, in standard deviations within prompts."""
+    """Return the gain of best-of-n's mean score over n = 1, in standard deviations within prompts."""
     return (curve[score] - curve[score].iloc[0]) / deviation_within_prompts(samples, score)

@@ -1,4 +1,4 @@
-"""Pairs of responses that people compare in MLflow."""
+"""Samples pairs of responses, and queues them in MLflow for people to compare."""
 
 from ppo_rlhf.pipelines.collect_feedback.pipeline import create_pipeline
 

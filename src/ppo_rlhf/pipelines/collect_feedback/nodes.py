@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def find_queued_pairs(feedback: FeedbackConfig) -> dict[str, Any]:
-    """Find the pairs that the queue has, and those that a stopped run has made for it, so that none is made twice."""
+    """Find the pairs in the queue and the waiting pairs of a stopped run, so that no pair is made twice."""
     return on_main(lambda: _find(queues_of_run(), feedback.queue_name))
 
 
@@ -42,11 +42,11 @@ def sample_pairs(
     prompts: PromptsConfig,
     feedback: FeedbackConfig,
 ) -> pd.DataFrame:
-    """Sample two responses to each prompt, of one policy or one of each of two, and draw which of them is A.
+    """Sample two responses to each prompt, from one policy or from two, and draw at random which response is A.
 
     Returns:
-        One row a pair (`comparisons.COLUMNS`), and the models' sources in `policy` and `against` (None for one policy),
-        with the names that the settings give them in `policy_name` and `against_name`.
+        One row for each pair (`comparisons.COLUMNS`). The columns `policy` and `against` (None for one policy) have the
+        sources of the models, `policy_name` and `against_name` their names in the settings.
     """
     given = {"sft_policy": sft_policy, "ppo_policy": ppo_policy}
     policy = policy_named(feedback.policy, given)
@@ -71,23 +71,26 @@ def sample_pairs(
         known=set(queued_pairs["known"]),
     )
     if equal:
-        log.info("%d of %d pairs are of equal responses and left out.", equal, wanted)
+        log.info("%d of %d pairs have equal responses and are left out.", equal, wanted)
     sources = {"policy": policy.source, "against": None if against is None else against.source}
     return table.assign(**sources, policy_name=feedback.policy, against_name=feedback.against)
 
 
 def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feedback: FeedbackConfig) -> dict[str, Any]:
-    """Put the pairs into the queue, all or none, with those that a stopped run left; say where they are answered."""
-    made = [_comparison(row) for row in feedback_pairs.to_dict("records")]
+    """Add the pairs, and the waiting pairs of a stopped run, to the queue, and log where people answer them.
+
+    Either all pairs are added or none.
+    """
+    new_pairs = [_comparison(row) for row in feedback_pairs.to_dict("records")]
 
     def put() -> dict[str, Any]:
         queues, queue = queues_of_run(), feedback.queue_name
         queues.prepare(queue, feedback.instruction)
-        added = [*queued_pairs["waiting"], *queues.write(queue, made)]
+        added = [*queued_pairs["waiting"], *queues.write(queue, new_pairs)]
         queues.attach(queue, added)
-        found = queues.read(queue) if added or queued_pairs["known"] else []
-        answered = sum(bool(each.answers) for each in found)
-        return {"queue": queue, "address": queues.address(queue), "added": len(added), "pairs": len(found)} | {
+        queued = queues.read(queue) if added or queued_pairs["known"] else []
+        answered = sum(bool(each.answers) for each in queued)
+        return {"queue": queue, "address": queues.address(queue), "added": len(added), "pairs": len(queued)} | {
             "answered": answered
         }
 
@@ -95,8 +98,11 @@ def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feed
     run = mlflow.active_run()
     environment = env_option(run.data.tags.get("environment")) if run else ""
     served = "" if queues_of_run().has_server else f"`kedro mlflow ui{environment}`, then "
-    log.info("%d pairs added to the queue %s: it has %d, %d answered.", *(done[key] for key in _COUNTS))
-    log.info("People answer them here: %s%s", served, done["address"])
+    log.info(
+        "%d pairs were added to the queue %s, which now has %d, %d of them answered.",
+        *(done[key] for key in _COUNTS),
+    )
+    log.info("People answer the pairs here: %s%s", served, done["address"])
     then = "reward_modelling,align", "preferences_path=mlflow:"
     if feedback.against is not None:
         then = "human_evaluation", "feedback.queue="
@@ -108,10 +114,10 @@ _COUNTS = ("added", "queue", "pairs", "answered")
 
 
 def policy_named(name: str, given: Mapping[str, PretrainedHandle | None]) -> PretrainedHandle:
-    """Return the policy of this name in the catalog, or at this path or hub id, checked.
+    """Return the policy with this name in the catalog, or at this path or hub id.
 
     Raises:
-        ModelError: It is not there, or no causal language model.
+        ModelError: The model does not exist, or is not a causal language model.
     """
     policy = given.get(name)
     if policy is None:
@@ -125,7 +131,7 @@ def _find(queues: ReviewQueues, queue: str) -> dict[str, Any]:
     waiting = queues.waiting(queue)
     held = [*waiting, *(queues.read(queue) if queues.has_pairs(queue) else [])]
     if waiting:
-        log.info("%d pairs of a run that was stopped are taken over.", len(waiting))
+        log.info("%d waiting pairs of a stopped run are taken over.", len(waiting))
     return {
         "next": max((each.number for each in held), default=-1) + 1,
         "known": [pair_key(each.prompt, each.response_a, each.response_b) for each in held],

@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Return policies and prompts → pairs of responses, with their sides → a queue in MLflow.
+    """Return the pipeline policies and prompts → pairs of responses with random sides → a queue in MLflow.
 
     The pairs are written, with their sides, before the first of them is in MLflow.
     """

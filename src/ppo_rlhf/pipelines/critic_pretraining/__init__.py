@@ -1,4 +1,4 @@
-"""Trains only the critic, on the SFT policy's responses, and stores it."""
+"""Trains only the critic, on the SFT policy's responses, and stores the critic."""
 
 from ppo_rlhf.pipelines.critic_pretraining.pipeline import create_pipeline
 

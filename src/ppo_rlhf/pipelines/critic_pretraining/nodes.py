@@ -1,4 +1,4 @@
-"""The node of the critic's pretraining."""
+"""Node of the critic's pretraining."""
 
 import logging
 
@@ -21,7 +21,7 @@ def pretrain_critic(
     ppo_config: PPOConfig,
     critic_pretraining: CriticPretrainingConfig,
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Train only the critic, on responses of the SFT policy; log how much of the returns' variance it explains."""
+    """Train only the critic, on responses of the SFT policy, and log the explained variance of the returns."""
     with watching("Critic", critic_pretraining.iterations) as report:
         critic, history = training.pretrain_critic(
             sft_policy,
@@ -33,8 +33,8 @@ def pretrain_critic(
             report=report,
         )
     log.info(
-        "Critic: it explains %.2f of the variance of the returns on held-out prompts (%.2f before). "
-        "ppo.value_model=pretrained starts PPO from it.",
+        "The critic explains %.2f of the variance of the returns on held-out prompts (%.2f before). "
+        "ppo.value_model=pretrained starts PPO from this critic.",
         history[-1][HELD_OUT],
         history[0][HELD_OUT],
     )

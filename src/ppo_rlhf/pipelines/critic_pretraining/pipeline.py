@@ -8,7 +8,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the pretraining: PPO's own first nodes, then the critic's training."""
+    """Wire the pretraining: PPO's first nodes, then the training of the critic."""
     prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
     own = named(
         nodes.pretrain_critic,

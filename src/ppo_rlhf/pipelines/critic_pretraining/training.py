@@ -1,6 +1,6 @@
-"""Training only the critic, on the SFT policy's responses; later runs start from the stored critic.
+"""Pretraining of the critic on the SFT policy's responses. Later runs start from the stored critic.
 
-Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy does not change, and the
+This is the value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy does not change, and the
 targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 """
 
@@ -37,36 +37,38 @@ LOGGED = {
     EXPLAINED_VARIANCE: "val/explained_variance",
     "critic/learning_rate": "lr/value",
 }
-"""Metrics of the pretraining, and the metrics of a PPO iteration that they are."""
+"""Metrics of the pretraining, each with the metric of a PPO iteration that gives its value."""
 
 
 @settings_group("critic_pretraining")
 class CriticPretrainingConfig:
-    """How the critic is trained on the SFT policy's responses; everything else is as `ppo` says."""
+    """How the critic is trained on the SFT policy's responses. The group `ppo` has all other settings."""
 
     iterations: Annotated[int, Field(ge=1)] = 50
-    """Iterations: each samples a batch of responses and trains the critic on it, with PPO's epochs and
-    `ppo.value_learning_rate`."""
+    """Number of iterations. Each iteration samples a batch of responses and trains the critic on the batch, with PPO's
+    number of epochs and `ppo.value_learning_rate`."""
     value_model: Literal["separate", "reward_init"] = "separate"
-    """Where this critic starts, as in `ppo.value_model`, which may then be `pretrained`."""
+    """Where this critic starts, with the values of `ppo.value_model`. `ppo.value_model` itself may be `pretrained`."""
 
 
 def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> PPOConfig:
-    """Return the settings of the pretraining: PPO's, with a policy that does not change and Monte Carlo returns.
+    """Return PPO's settings, changed for the pretraining: a policy that does not change, and Monte Carlo returns.
 
-    The seed is derived from PPO's: with the same seed PPO would begin with the responses that the critic learnt from.
+    The seed is derived from PPO's seed, because with the same seed PPO would start with the responses that the critic
+    was trained on.
 
     Raises:
-        ConfigError: A setting of PPO does not go with a critic of its own.
+        ConfigError: A setting of PPO does not work with a separate critic.
     """
     if ppo.load_in_4bit:
         raise ConfigError(
-            "ppo.load_in_4bit=true: a stored critic has whole weights; train it with ppo.load_in_4bit=false"
+            "ppo.load_in_4bit=true: a stored critic has full-precision weights; pretrain the critic with "
+            "ppo.load_in_4bit=false"
         )
     if ppo.truncated_responses == "bootstrap":
         raise ConfigError(
-            "ppo.truncated_responses=bootstrap: the targets of cut-off responses would contain the critic's own value "
-            "instead of a score; train it with ppo.truncated_responses=keep, or mask"
+            "ppo.truncated_responses=bootstrap: the targets of truncated responses would contain the critic's own "
+            "value instead of a score; pretrain the critic with ppo.truncated_responses=keep or mask"
         )
     return replace(
         ppo,
@@ -75,7 +77,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
-        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the run's last iteration is never done
+        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the last iteration never runs
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
     )
 
@@ -89,15 +91,15 @@ def pretrain_critic(
     ppo: PPOConfig,
     report: Callable[[int, Mapping[str, float]], None],
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Train a critic on the SFT policy's responses; `report` is called with each iteration's number and metrics.
+    """Train a critic on the SFT policy's responses. `report` gets the number and the metrics of each iteration.
 
     Returns:
-        The critic as `exported_critic` gives it; and its metrics by iteration,
-        `step`: those of `LOGGED`, each measured before its iteration's update, and at the first step (0) and the last
-        `critic/eval_explained_variance`, on one batch of responses to held-out prompts.
+        The critic as `exported_critic` returns it, and a list of metrics with one row for each `step`. Rows have the
+        metrics of `LOGGED`, measured before the iteration's update. The first row (step 0) and the last row have
+        `critic/eval_explained_variance` on one batch of responses to held-out prompts.
 
     Raises:
-        ConfigError, ModelError: As in a run of PPO with these settings.
+        ConfigError, ModelError: The same errors as in a PPO run with these settings.
     """
     config = pretraining_config(pretraining, ppo)
     policy, reference = load_policies(sft_policy, config, device_of(config))
@@ -106,7 +108,7 @@ def pretrain_critic(
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-    whole = replace(  # one batch with each held-out prompt once, as many as fill whole micro-batches
+    whole = replace(  # one batch of held-out prompts, each prompt once, rounded down to whole micro-batches
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),
         num_mini_batches=1,

@@ -1,4 +1,4 @@
-"""Checks what a user gives and holds a part of the demonstrations out."""
+"""Checks the user's demonstrations and holds out a part for evaluation."""
 
 from ppo_rlhf.pipelines.data_preparation.pipeline import create_pipeline
 

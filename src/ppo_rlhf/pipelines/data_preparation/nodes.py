@@ -11,5 +11,5 @@ from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 def split_demonstrations(
     raw_demonstrations: Dataset, data_preparation: DataPreparationConfig
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Check the demonstrations, give their columns standard names, and hold a part out for evaluation."""
+    """Check the demonstrations, rename their columns to the standard names, and hold out a part for evaluation."""
     return preparation.split_demonstrations(frame_of(raw_demonstrations), data_preparation)

@@ -1,4 +1,4 @@
-"""Evaluation: SFT against PPO on held-out prompts, with the same noise."""
+"""Evaluation: compares PPO with SFT on held-out prompts, with the same sampling noise."""
 
 from ppo_rlhf.pipelines.evaluation.pipeline import create_pipeline
 

@@ -1,4 +1,4 @@
-"""Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, and their responses are compared."""
+"""Nodes of the pipeline `evaluation`, which compares both policies' responses to the held-out prompts."""
 
 import hashlib
 import json
@@ -43,7 +43,10 @@ def choose_prompts(
     ppo: PPOConfig,
     prompts: PromptsConfig,
 ) -> tuple[pd.DataFrame | None, int]:
-    """Take the user's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
+    """Return the user's evaluation prompts and the number of them that PPO trained on.
+
+    Without evaluation prompts of the user, return the prompts that PPO held out, and 0.
+    """
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.select(range(min(prompts.max_held_out, len(raw_evaluation_prompts))))
@@ -56,7 +59,10 @@ def choose_prompts(
 
 
 def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each prompt whether it is among others: its text, or, without a date of today, messages and tools."""
+    """Return for each prompt whether `others` contains it: the same text, or the same messages and tools.
+
+    Messages are compared without a date that the chat template prints.
+    """
 
     def messages(table: pd.DataFrame) -> "pd.Series[str]":
         chats = table.get("prompt_chat", pd.Series(dtype=object)).dropna()
@@ -69,7 +75,7 @@ def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]"
 
 
 def _without_date(prompts: pd.DataFrame, policy: PretrainedHandle) -> pd.DataFrame:
-    """Return prompts without what a chat template that prints the date makes of chats: each day it is another."""
+    """Return prompts without the rendered text and tokens of chats if the chat template prints today's date."""
     chats = prompts.get("prompt_chat")
     if chats is None or chats.isna().all() or not printed_dates(policy.tokenizer()):
         return prompts
@@ -86,12 +92,12 @@ def evaluate_sft_policy(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> pd.DataFrame:
-    """Let the SFT policy answer the held-out prompts, and score and judge its responses.
+    """Sample the SFT policy's responses to the held-out prompts, and score and judge the responses.
 
     Returns:
-        One row a response: prompt, sample (if a prompt has several), response, response_ids, reward, judge_score (if
-        there is a judge), judge_score_<name> of further judges, rates, kl (0, since the policy is its own reference),
-        length (tokens), terminated.
+        One row for each response: prompt, sample (if a prompt has several responses), response, response_ids, reward,
+        judge_score (if there is a judge), judge_score_<name> of further judges, rates, kl (0, because the policy is its
+        own reference), length (tokens), terminated.
     """
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(
@@ -193,7 +199,10 @@ def compare_policies(
     )
     run = mlflow.active_run()
     if run is not None:
-        logger.info("The run keeps results and report below %s; in data/ are the newest run's.", run.info.artifact_uri)
+        logger.info(
+            "The run's results and report are below %s; data/ has those of the newest run.",
+            run.info.artifact_uri,
+        )
     table = before_after(policy, sft, evaluation.pass_at).replace({"measure": {"kl": kl}})
     return {"evaluation_summary": {**metrics, **context}, "before_after": table}
 
@@ -201,7 +210,7 @@ def compare_policies(
 def pair_samples(
     sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
 ) -> pd.DataFrame:
-    """Put both policies' responses side by side: some prompts drawn at random, then the widest wins and losses."""
+    """Return both policies' responses side by side, for random prompts and for the widest wins and losses."""
     return sample_pairs(
         PolicyEvaluation.from_frame(ppo_evaluation),
         PolicyEvaluation.from_frame(sft_evaluation),
@@ -220,10 +229,10 @@ def write_model_card(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> tuple[str | None, str]:
-    """Put the result into the policy's model card, in place of an earlier one.
+    """Put the result into the policy's model card, in place of an earlier result.
 
     Returns:
-        The policy's directory and its card; for a policy without a card of ours, None and only the result.
+        The policy's directory and its card. If this project did not write the card: None and only the result.
     """
     accuracy = reward_model_accuracy(reward_model, reward)
     temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature
@@ -266,7 +275,7 @@ def _evaluate(
         scorer,
         resolve_judge(evaluation),
         ppo,
-        # SFT's stop tokens for both policies, so that the same rule ends a response
+        # both policies use SFT's stop tokens, so that responses end by the same rule
         sampling=evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
@@ -276,7 +285,7 @@ def _evaluate(
 
 
 def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
-    """Return all settings that say how responses are drawn."""
+    """Return all sampling settings as one text."""
     given = {name: getattr(ppo, name) for name in DRAWN_BY} | {"samples_per_prompt": evaluation.samples_per_prompt}
     given |= {} if evaluation.temperature is None else {"temperature": evaluation.temperature}
     return ", ".join(f"{name}={value}" for name, value in given.items())

@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Return held-out prompts and both policies → their evaluations, the metrics eval/*, samples side by side."""
+    """Return the pipeline held-out prompts and both policies → evaluations → metrics eval/*, samples, model card."""
     prompts = ["evaluation_prompts", "raw_evaluation_prompts", "training_prompts"]
     models, evaluations = ["sft_policy", "reward_model"], ["sft_evaluation", "ppo_evaluation"]
     settings = ["params:ppo", "params:reward", "params:evaluation"]

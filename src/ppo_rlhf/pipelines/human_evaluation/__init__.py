@@ -1,4 +1,4 @@
-"""Two policies compared by people, in one of MLflow's review queues."""
+"""Comparison of two policies by people, in one of MLflow's review queues."""
 
 from ppo_rlhf.pipelines.human_evaluation.pipeline import create_pipeline
 

@@ -28,17 +28,19 @@ _WORTH_OF_A = {"A": 1.0, "B": 0.0, "tie": 0.5, "both bad": 0.5}
 
 
 def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
-    """Read a queue's answers, and whose each response is from the tables of the runs that collected them.
+    """Read a queue's answers, and look up which policy wrote each response.
+
+    The tables of the runs that collected the pairs record the policies.
 
     Returns:
-        One row a pair of the two policies of the newest answered pair: `number`, `prompt` and `columns` (JSON) as
-        functions see them, `ours` and `theirs` (the responses; ours is PPO's if one of the policies is), `answers`
-        (JSON, by person), `worths` (JSON, what the pair is worth to ours by person), and `our_name`, `their_name`,
-        `our_source`, `their_source` of the policies. Pairs of others, as of a policy before it was trained anew, are
-        left out with a warning.
+        One row for each pair of the two policies that the newest answered pair compares. Columns: `number`, `prompt`
+        and `columns` (JSON) as reward functions get them, the responses `ours` and `theirs` (ours is PPO's response if
+        there is one), `answers` (JSON, by person), `worths` (JSON, our outcome by person), and `our_name`,
+        `their_name`, `our_source`, `their_source` of the policies. Pairs of other policies, such as an earlier version
+        of a policy, are left out with a warning.
 
     Raises:
-        DataError: There is no such queue, or no pair of it is known to compare two policies.
+        DataError: The queue does not exist, or none of its pairs is known to compare two policies.
     """
     queue, queues = feedback.queue_name, queues_here()
     by_run: dict[str, list[Comparison]] = defaultdict(list)
@@ -57,8 +59,8 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
                 rows.append(_unblinded(each, row))
     if unknown:
         log.warning(
-            "mlflow:%s: of %d pairs no table of a run tells two policies (the run was deleted, or they are of one); "
-            "they are left out.",
+            "mlflow:%s: %d pairs are left out, because no run's table names two policies for them (the run was "
+            "deleted, or both responses are from one policy).",
             queue,
             unknown,
         )
@@ -70,11 +72,11 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
     sources = ["our_source", "their_source"]
     answered = table[table["answers"] != "{}"]
-    newest = (table if answered.empty else answered).iloc[-1]  # by the number of the pair
+    newest = (table if answered.empty else answered).iloc[-1]  # the pair with the highest number
     is_newest = (table[sources] == newest[sources]).all(axis=1)
     if not is_newest.all():
         log.warning(
-            "mlflow:%s: %d of %d pairs are of other policies than the newest answered, %s and %s, and are left out.",
+            "mlflow:%s: %d of %d pairs are left out, because the newest answered pair compares others: %s and %s.",
             queue,
             int((~is_newest).sum()),
             len(table),
@@ -84,11 +86,11 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
 
 
 def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: EvaluationConfig) -> dict[str, Any]:
-    """Compare two policies by people's answers, and people with the judge of the evaluation.
+    """Compare two policies by people's answers, and people's answers with the judge of the evaluation.
 
     Returns:
-        As `people.compare_by_people`, with `result` in words, the policies' sources, and `judge` (None if the reward
-        decides evaluations).
+        The result of `people.compare_by_people`, and `result` (the result in words), `policy` and `against` (the
+        policies' sources), and `judge` (its description; None if the reward decides evaluations).
     """
     table, judge = answered_comparisons, resolve_judge(evaluation)
     judged: list[float | None] = []
@@ -131,7 +133,7 @@ def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHa
     """Put the result into the model card of the policy that people judged.
 
     Returns:
-        The policy's directory and its card; for a policy without a card of ours, None and only the result.
+        The policy's directory and its card. If this project did not write the card: None and only the result.
     """
     policy = replace(ppo_policy, source=human_evaluation["policy"])
     text = human_evaluation["result"]
@@ -144,7 +146,7 @@ def _numbers(scores: Any) -> list[float]:
 
 
 def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `unblind_answers`; `row` is the pair's in the table of its run."""
+    """Return a row of `unblind_answers`. `row` is the pair's row in the table of its run."""
     if row["policy_name"] == "ppo_policy":
         ours, theirs, is_ours_a = "policy", "against", row["policy_is_a"]
     else:
@@ -169,12 +171,12 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(policy: str) -> str:
-    """Return how a sentence names a policy, given as a dataset of the catalog or as a source."""
+    """Return the name of a policy for sentences. `policy` is a dataset of the catalog or a source."""
     return people.KINDS.get(policy, last_name(policy))
 
 
 def _worth(ours: float, theirs: float) -> float:
-    """Return what a pair is worth to our policy by its scores: 1, 0, or ½ for a tie."""
+    """Return our outcome of a pair from its scores: 1 for a win, 0 for a loss, ½ for a tie."""
     if ours == theirs:
         return 0.5
     return 1.0 if ours > theirs else 0.0

@@ -1,4 +1,4 @@
-"""KL and reward under different KL penalties, with best-of-n as the baseline."""
+"""KL and reward of trainings with different KL penalties, with best-of-n as the baseline."""
 
 from ppo_rlhf.pipelines.kl_study.pipeline import create_pipeline
 

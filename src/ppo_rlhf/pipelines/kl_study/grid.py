@@ -1,4 +1,4 @@
-"""The same SFT policy trained under different KL penalties: which KL each beta leads to, and the reward at that KL."""
+"""Trains the same SFT policy with different KL penalties, to compare the KL and the reward that each beta leads to."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from ppo_rlhf.rewards.config import RewardConfig
 
 def _check_distinct(kl_coefs: list[float]) -> list[float]:
     if len(set(kl_coefs)) < len(kl_coefs):
-        raise ValueError("a value is given twice; each is trained once")
+        raise ValueError("a value is repeated; give each value once")
     return sorted(kl_coefs)
 
 
 @settings_group("kl_study")
 class KLStudyConfig:
-    """Which KL penalties are compared; everything else of a training is as `ppo` says."""
+    """Which KL penalties are compared. The group `ppo` has all other settings of the trainings."""
 
     kl_coefs: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=2), AfterValidator(_check_distinct)]
-    """Betas that stay fixed, score units per nat; each is one training."""
+    """Fixed betas in score units per nat. Each beta is one training."""
     kl_target: Annotated[float, Field(gt=0.0)] | None = None
-    """KL in nats a response that one more training aims at, by the adaptive controller from `ppo.kl_coef`. None leaves
-    it out."""
+    """Target KL, in nats per response, of one more training with the adaptive controller, which starts from
+    `ppo.kl_coef`. None: no such training."""
     kl_horizon: Annotated[float, Field(gt=0.0)] = 500.0
-    """Episodes over which that controller changes beta by 20 % at most; a fifth of `ppo.total_episodes` or less."""
+    """Episodes in which the adaptive controller changes beta by at most 20 %. Set it to a fifth of `ppo.total_episodes`
+    or less."""
 
 
 def plan_study(ppo_config: PPOConfig, reward: RewardConfig, kl_study: KLStudyConfig) -> list[Setting]:
-    """Return the trainings, by ascending beta, the adaptive one last.
+    """Return the trainings by ascending beta, and the adaptive training last.
 
     Raises:
-        ConfigError: PPO refuses one of them.
+        ConfigError: The settings of a training are not allowed.
     """
     trained = {f"beta {x:g}": replace(ppo_config, kl_controller="fixed", kl_coef=x) for x in kl_study.kl_coefs}
     if kl_study.kl_target is not None:

@@ -8,7 +8,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the study, a sweep of its own trainings: its figure shows best-of-n of the SFT policy, too."""
+    """Wire the study: a sweep over KL penalties, whose figure also shows best-of-n of the SFT policy."""
     plan = named(plan_study, ["ppo_config", "params:reward", "params:kl_study"], "sweep_settings")
     trained = sweep.create_comparison(["kl_study_results", "kl_study_frontier_plot"], "best_of_n_samples")
     best_of_n = audit_reward.create_pipeline().only_nodes("audit_reward.sample_responses")

@@ -1,4 +1,4 @@
-"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function. `ppo/loop.py` is the plain loop."""
+"""Nodes of the PPO pipeline. Each node unpacks its inputs and calls one function; `ppo/loop.py` is the plain loop."""
 
 import logging
 from dataclasses import replace
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
-    """Parse and validate every hyperparameter before anything is loaded; log what differs from the defaults."""
+    """Validate every hyperparameter before models and data are loaded, and log the settings that are not defaults."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
     sizes = (ppo.world_size, ppo.batch_size, ppo.local_batch_size)
-    log.info("Processes: %d. Batch: %d responses an iteration, %d in each process.", *sizes)
+    log.info("Processes: %d. Batch: %d responses per iteration, %d in each process.", *sizes)
     return ppo
 
 
@@ -64,24 +64,24 @@ def prepare_prompts(
     ppo_config: PPOConfig,
     prompts: PromptsConfig,
 ) -> dict[str, object]:
-    """Check and tokenise the prompts, and hold a share of them out for evaluation."""
+    """Check and tokenise the prompts, and hold out a share of the prompts for evaluation."""
     training, held_out = PromptReader.of(sft_policy, ppo_config).read_split(
         raw_prompts, raw_evaluation_prompts, prompts
     )
     if raw_evaluation_prompts is not None:
         if prompts.max_held_out < len(raw_evaluation_prompts):
             log.info(
-                "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
+                "Of %d evaluation prompts, only the first %d are used (prompts.max_held_out).",
                 len(raw_evaluation_prompts),
                 prompts.max_held_out,
             )
         if shared := sum(find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column)):
-            done = "trained on all the same" if prompts.train_on_evaluation_prompts else "left out of training"
+            use = "trained on anyway" if prompts.train_on_evaluation_prompts else "left out of training"
             log.warning(
-                "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
+                "%d of %d prompts are also evaluation prompts, and are %s (prompts.train_on_evaluation_prompts).",
                 shared,
                 len(raw_prompts),
-                done,
+                use,
             )
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
     stored = {"training_prompts": training.texts_frame(), "evaluation_prompts": held_out.to_frame()}
@@ -89,14 +89,14 @@ def prepare_prompts(
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tuple[TrainedModel, PreTrainedModel]:
-    """Load the SFT model as the policy, which trains, and the frozen reference policy; with LoRA they share weights."""
+    """Load the SFT model as the trainable policy and as the frozen reference policy; with LoRA both share weights."""
     device = device_of(ppo_config)
     policy, reference = load_policies(sft_policy, ppo_config, torch.device("cpu") if shards_models() else device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     named = f"{sft_policy.source}{as_adapter(sft_policy)}"
-    log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", named, total, trained, device)
+    log.info("Policy: %s, %.3g M parameters, %.3g M trainable, on %s.", named, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
-        log.info("The value head starts as the one stored with %s (v_head).", sft_policy.source)
+        log.info("The value head starts as the value head stored with %s (v_head).", sft_policy.source)
     return policy, reference
 
 
@@ -125,7 +125,7 @@ def initialise_training_state(
     pretrained_critic: PretrainedHandle | None,
     resume_checkpoint: Path | None,
 ) -> TrainingState:
-    """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint.
+    """Build the critic, optimisers, KL controller and counters of a new run, or restore the state from a checkpoint.
 
     With FSDP2 the weights of all models are shared out here, once the critic has started from one of them.
 
@@ -156,11 +156,11 @@ def evaluate_reference_policy(
     ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
 ) -> PolicyEvaluation:
-    """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains.
+    """Evaluate the SFT policy on the held-out prompts once, as the baseline for evaluations during training.
 
     Raises:
-        DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1: known before training, not
-            after it.
+        DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. The check is here so that it
+            fails before training.
     """
     evaluator = evaluator_of(
         policy.tokenizer,
@@ -183,12 +183,12 @@ def generate_rollouts(
     prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
 ) -> Rollouts:
-    """Sample responses; compute log-probabilities under policy and reference policy, and the critic's values."""
+    """Sample responses, and compute log-probabilities under policy and reference policy, and the critic's values."""
     return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, reward_scorer)
 
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
-    """Score each response by the rewards."""
+    """Score each response by the reward."""
     return loop.score_responses(rollouts, reward_scorer, training_state)
 
 
@@ -200,19 +200,19 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingSt
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: Tensor, training_state: TrainingState
 ) -> Experience:
-    """Estimate advantages and returns by GAE and whiten the advantages."""
+    """Estimate advantages and returns by GAE, and whiten the advantages."""
     return loop.estimate_advantages(rollouts, scores, shaped_rewards, training_state)
 
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
-    """Take some responses apart token by token, when samples are due; else return nothing."""
+    """Return some responses token by token if samples are due in this iteration, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return {}
     return sample_tokens(experience, training_state.tokenizer)
 
 
 def list_completions(training_state: TrainingState, experience: Experience) -> list[dict[str, object]]:
-    """List the iteration's completions with their scores, when samples are due; else return nothing."""
+    """Return the completions with their scores if samples are due in this iteration, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return []
     return completion_rows(experience, training_state.tokenizer)
@@ -221,7 +221,7 @@ def list_completions(training_state: TrainingState, experience: Experience) -> l
 def optimise_policy(
     training_state: TrainingState, experience: Experience, reference_policy: PreTrainedModel
 ) -> dict[str, object]:
-    """Run PPO's epochs of clipped updates and advance to the next iteration; ask for a checkpoint when one is due."""
+    """Run PPO's epochs of clipped updates, advance to the next iteration, and pass on the state for a checkpoint."""
     steps = loop.optimise_policy(training_state, experience, reference_policy)
     metrics = loop.iteration_metrics(training_state, experience, steps)
     training_state.advance(experience.scores, metrics)
@@ -242,7 +242,7 @@ def evaluate_iteration(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
-    """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
+    """Compare the policy with SFT and with its best evaluation so far on held-out prompts, if an evaluation is due."""
     state = next_training_state
     if not during_training.is_due(state):
         return {}
@@ -274,7 +274,10 @@ def export_policy(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> TrainedModel:
-    """Export the trained policy as a plain Hugging Face model directory with its card; a LoRA adapter is merged."""
+    """Export the trained policy as a plain Hugging Face model directory with a model card.
+
+    A LoRA adapter is merged, unless `ppo.export` is `adapter`.
+    """
     rewards = _name_rewards(reward, reward_model)
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
@@ -302,7 +305,7 @@ def export_critic(
 
 
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, Any]]) -> pd.DataFrame:
-    """Collect the metrics of every iteration, and of its evaluation if there was one, in one table."""
+    """Return a table with the metrics of every iteration, including its evaluation if there was one."""
     history = pd.DataFrame(next_training_state.history)
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
     evaluations = evaluations.filter(regex="^(iteration$|eval/)")

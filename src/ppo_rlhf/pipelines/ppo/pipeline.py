@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire PPO. The nodes tagged `iteration` are one iteration; the LoopRunner repeats them.
+    """Wire PPO. The nodes with the tag `iteration` form one iteration, which the LoopRunner repeats.
 
     ```
     configure_ppo, prepare_prompts, load_sft_policy, load_reward_model,
@@ -76,5 +76,7 @@ def create_pipeline() -> Pipeline:
 
 
 def create_preparation() -> Pipeline:
-    """Return the nodes that check PPO's settings and load prompts and reward: the studies begin with them, too."""
+    """Return the nodes that check PPO's settings and load prompts and reward. Audit, studies and pretraining need
+    them.
+    """
     return create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model")

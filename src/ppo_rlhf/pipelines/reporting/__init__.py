@@ -1,4 +1,4 @@
-"""Reporting: plots, one self-contained page, and the result in the terminal."""
+"""Reporting: plots, a self-contained HTML page, and the result in the terminal."""
 
 from ppo_rlhf.pipelines.reporting.pipeline import create_pipeline
 

@@ -1,4 +1,4 @@
-"""Nodes of the pipeline `reporting`: plots, one page and the result in the terminal."""
+"""Nodes of the pipeline `reporting`: plots, the report page, and the result in the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -32,25 +32,26 @@ from ppo_rlhf.runtime.processes import is_main_process
 
 @settings_group("reporting")
 class ReportingConfig:
-    """Title and place of the report."""
+    """Settings of the report page."""
 
     title: str = "PPO-RLHF report"
     """Heading of the page."""
     report_path: str = "data/08_reporting/report.html"
-    """Where the catalog writes the page; only printed."""
+    """Path to which the catalog writes the page. The setting only prints the path."""
     expected_curve: charts.ExpectedCurve | None = None
-    """A published curve to draw beside the run's own, a mapping with the settings of `reporting.expected_curve`."""
+    """A reference curve to draw beside the run's own curve: a mapping with the settings of
+    `reporting.expected_curve`."""
 
 
 def plot_training(
     training_history: pd.DataFrame, ppo_policy: PretrainedHandle, ppo: PPOConfig, reporting: ReportingConfig
 ) -> go.Figure:
-    """Plot the curves of training: reward, KL, entropy, clip fractions, explained variance, losses and more."""
+    """Plot the training curves: reward, KL, entropy, clip fractions, explained variance, losses and others."""
     return charts.training_curves(training_history, settings_of_training(ppo_policy, ppo), reporting.expected_curve)
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
-    """Plot the distribution of the held-out scores of SFT and PPO."""
+    """Plot the distributions of SFT's and PPO's scores on held-out prompts."""
     return charts.score_distribution(*_scores(sft_evaluation, ppo_evaluation))
 
 
@@ -71,9 +72,9 @@ def write_report(
     evaluation: EvaluationConfig,
     reporting: ReportingConfig,
 ) -> str:
-    """Write the report: result, table before and after, curves, advice, samples, token view, settings, next steps.
+    """Return the report page: result, table of SFT and PPO, curves, advice, samples, token view, settings, next steps.
 
-    It is one HTML page that fetches nothing; plotly's script is in it.
+    The page is one HTML file that contains plotly's script and loads nothing from the network.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
@@ -113,7 +114,7 @@ def print_summary(
     reward: RewardConfig,
     reporting: ReportingConfig,
 ) -> None:
-    """Print the table before and after, problems in the result, and where to look next.
+    """Print the table of SFT and PPO, problems in the result, and where to look next.
 
     The report is an input so that the page is written before its path is printed.
     """
@@ -133,7 +134,7 @@ def print_result(
     problems: Sequence[str],
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
-    """Print the result. Square brackets are printed as they are, and long paths fold: users copy them."""
+    """Print the result. Square brackets are not markup, and long paths are folded, because users copy paths."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
@@ -150,15 +151,15 @@ def print_result(
 
 
 def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple[list[float], list[float], str]:
-    """Return SFT's and PPO's scores that decide the win rate, and their name."""
+    """Return SFT's and PPO's scores that decide the win rate, and the label of the scores."""
     sft, ppo = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     label = "Judge score" if JUDGE_COLUMN in ppo.judges else "Reward"
     return sft.deciding_scores.tolist(), ppo.deciding_scores.tolist(), label
 
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
-    """Return (name, value, default) of each setting that is not at its default, and the reward's components."""
-    usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)  # these follow the globals
+    """Return (name, value, default) for each setting that is not the default, and for each component of the reward."""
+    usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)  # both follow the globals
     groups: dict[str, tuple[Any, Any]] = {"ppo": (ppo, PPOConfig()), "evaluation": (evaluation, usual)}
     rows = []
     for group, (given, defaults) in groups.items():
@@ -177,12 +178,12 @@ def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> lis
     return [
         ("Aligned policy", shown(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
-        ("The flow with its data", f"kedro viz run{_environment()}"),
+        ("Data flow", f"kedro viz run{_environment()}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
 
 
 def _environment() -> str:
-    """Return what the run's next commands are typed with."""
+    """Return the option `--env` that the printed commands need, or an empty text."""
     run = mlflow.active_run()
     return env_option(run.data.tags.get("environment")) if run else ""

@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Return training history and evaluation → plots, the report page, the result in the terminal."""
+    """Return the pipeline training history and evaluation → plots, report page, result in the terminal."""
     evaluations, result = ["sft_evaluation", "ppo_evaluation"], ["evaluation_summary", "before_after"]
     samples, models = ["sample_pairs", "token_samples"], ["ppo_policy", "sft_policy", "reward_model"]
     settings = ["params:ppo", "params:reward", "params:evaluation", "params:reporting"]

@@ -1,4 +1,4 @@
-"""Collects preferences and trains a reward model on them."""
+"""Collects preferences, and trains a reward model on the preferences."""
 
 from ppo_rlhf.pipelines.reward_modelling.pipeline import create_pipeline
 

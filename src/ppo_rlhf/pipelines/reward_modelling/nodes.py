@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardModellingConfig) -> pd.DataFrame:
-    """Check given preferences before anything is trained; without any, hand on an empty table."""
+    """Check the user's preferences before any training; without preferences return an empty table."""
     if raw_preferences is None:
         return pd.DataFrame()
     return pairs.check_preferences(frame_of(raw_preferences), *reward_modelling.columns)
 
 
 def keep_answers(raw_preferences: Dataset | None, checked_preferences: pd.DataFrame) -> pd.DataFrame:
-    """Keep the preferences that people gave in MLflow, with who gave them, when and why; of others keep nothing.
+    """Keep the preferences that people gave in MLflow, with the person, the time and the reason.
 
-    With them the reward model can be trained again when the traces are gone.
+    The reward model can then be trained again after the traces are deleted. Other preferences give an empty table.
     """
     if raw_preferences is None or TRACE not in raw_preferences.column_names:
         return pd.DataFrame()
@@ -53,15 +53,18 @@ def collect_preferences(
     ppo: PPOConfig,
     prompts: PromptsConfig,
 ) -> pd.DataFrame:
-    """Tokenise given preferences; without any, sample two responses a training prompt and let the labeller choose."""
+    """Tokenise the user's preferences; without preferences, sample pairs of responses and let the labeller choose."""
     tokenizer = sft_policy.tokenizer()
     if len(checked_preferences):
         return pairs.tokenise_preferences(checked_preferences, tokenizer).reset_index(drop=True)
     labeller = reward_modelling.labeller
     if raw_prompts is None or labeller is None:
-        raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
+        raise DataError(
+            "preferences: none are given, and sampling needs prompts and a labeller; set preferences_path, or "
+            "prompts_path and reward_modelling.labeller"
+        )
     reader = PromptReader.of(sft_policy, ppo)
-    training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
+    training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)  # the prompts that PPO trains on
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
@@ -81,7 +84,7 @@ def collect_preferences(
 def train_reward_model(
     sft_policy: PretrainedHandle, preferences: pd.DataFrame, reward_modelling: RewardModellingConfig
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Train a reward model on the preferences, starting from the SFT policy; stop if it learns nothing."""
+    """Train a reward model on the preferences, starting from the SFT policy; raise an error if it learns nothing."""
     log.info("Training the reward model on %d pairs …", len(preferences))
     reward_model, history = reward_training.train_reward_model(
         sft_policy, preferences, reward_modelling, partial(watching, "Reward model")

@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire preferences, given or sampled, and the reward model that is trained on them."""
+    """Wire the preferences, which are given or sampled, and the training of the reward model."""
     sampled = ["sft_policy", "raw_prompts", "raw_evaluation_prompts"]
     return stage(
         "reward_modelling",

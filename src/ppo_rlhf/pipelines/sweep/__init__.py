@@ -1,4 +1,4 @@
-"""One training for each setting of a grid and each seed, beside the chain."""
+"""Sweep: one training for each setting of a grid and each seed."""
 
 from ppo_rlhf.pipelines.sweep.pipeline import create_comparison, create_pipeline
 

@@ -1,4 +1,4 @@
-"""A separate MLflow run for each training of a sweep, below the sweep's run."""
+"""A separate MLflow run for each training of a sweep, nested below the sweep's run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
-"""Takes an iteration and its metrics."""
+"""A function that logs the metrics of an iteration."""
 
 
 def child_runs() -> Callable[[str, Mapping[str, str]], AbstractContextManager[Log]]:
-    """Return a function that opens runs below the active one, in its store even if a reward function sets another.
+    """Return a function that opens nested runs below the active run.
 
-    Without an active run (tracking is switched off, or this is not the main process) they log nothing.
+    The nested runs stay in the active run's store, even if a reward function sets another store. Without an active run
+    (tracking is off, or this is not the main process) the function logs nothing.
     """
     if (parent := mlflow.active_run()) is None:
         return _no_child_run
@@ -37,7 +38,7 @@ def _no_child_run(name: str, params: Mapping[str, str]) -> AbstractContextManage
 
 
 def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
-    """Return params and last metrics of each finished run below the active one; without an active run, none."""
+    """Return the params and last metrics of each finished run below the active run; empty without an active run."""
     if (parent := mlflow.active_run()) is None:
         return []
     below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = 'FINISHED'"
@@ -47,9 +48,9 @@ def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
 
 @contextmanager
 def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapping[str, str]) -> Iterator[Log]:
-    """Open a run with these params, and yield a function that logs to it.
+    """Open a nested run with these params, and yield a function that logs to the run.
 
-    The run ends FINISHED, KILLED by a signal, or FAILED.
+    The run's status at the end is FINISHED, KILLED after a signal, or FAILED.
     """
     status, run_id = "FINISHED", ""
 

@@ -1,4 +1,4 @@
-"""The same training under several settings: a grid over settings of `ppo` and `reward`, each with several seeds."""
+"""Plan and result of a sweep: trainings over a grid of settings of `ppo` and `reward`, each with several seeds."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ppo_rlhf.rewards.shaping import check_normalisation
 
 AS_CONFIGURED = "as configured"
 LOADED_ONCE = {f"ppo.{name}" for name in (*MODEL_PATHS, "response_length", "overlong_prompts")}
-"""Settings by which models are found and prompts are fitted into their context: all trainings share those."""
+"""Settings that may not vary, because all trainings share the loaded models and the prepared prompts."""
 MEASURES = {"judge_score": "judge score", "win_rate": "win rate", "reward": "reward", "kl": "KL (nats a response)"}
 
 
 @settings_group("sweep")
 class SweepConfig:
-    """Which trainings are compared; everything else of a training is as `ppo` and `reward` say."""
+    """Which trainings are compared. The groups `ppo` and `reward` have all other settings of the trainings."""
 
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = field(default_factory=dict)
-    """Settings of `ppo` and `reward`, each with the values that it takes, such as `ppo.kl_coef: [0.02, 0.08]` or
-    `reward.components.1.weight: [0.1, 1.0]`; all combinations are trained."""
+    """Settings of `ppo` and `reward` with lists of values, such as `ppo.kl_coef: [0.02, 0.08]` or
+    `reward.components.1.weight: [0.1, 1.0]`. All combinations are trained."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
-    """Values of `ppo.seed` that each combination is trained with."""
+    """Values of `ppo.seed`. Each combination is trained with each seed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One training: its own name, the name that it shares with the other seeds of its setting, and its groups."""
+    """One training. `name` is unique; `setting` is the name that all seeds of the same setting share."""
 
     name: str
     setting: str
@@ -43,26 +43,26 @@ class Setting:
 
     @property
     def params(self) -> dict[str, str]:
-        """Every setting of the training, by its full name."""
+        """All settings of the training by their full names."""
         groups = {"ppo": asdict(self.ppo), "reward": asdict(self.reward)}
         return {f"{group}.{key}": str(value) for group, values in groups.items() for key, value in values.items()}
 
 
 def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) -> list[Setting]:
-    """Return the trainings of a sweep, the seeds of a setting side by side.
+    """Return the trainings of a sweep. The seeds of a setting are adjacent.
 
     Raises:
-        ConfigError: A key of the grid is no setting, or one that all trainings share; PPO or the reward refuses a
-            combination; or two trainings are the same.
+        ConfigError: A key of the grid is not a setting or may not vary, a combination is not allowed, or two trainings
+            are the same.
     """
     for key in sweep.grid:
         if not key.startswith(("ppo.", "reward.")):
             raise ConfigError(f"sweep.grid: {key} is not a setting of `ppo` or `reward`, such as ppo.kl_coef.")
         if key == "ppo.seed":
-            raise ConfigError("sweep.grid: ppo.seed has a setting of its own, sweep.seeds.")
+            raise ConfigError("sweep.grid: ppo.seed may not be in the grid; set sweep.seeds.")
         if key in LOADED_ONCE:
             raise ConfigError(f"sweep.grid: {key} may not vary: all trainings share the models and the prompts.")
-    found = []
+    trainings = []
     for values in itertools.product(*sweep.grid.values()):
         chosen = dict(zip(sweep.grid, values, strict=True))
         differing = [f"{key.removeprefix('ppo.')}={value}" for key, value in chosen.items()]
@@ -77,21 +77,22 @@ def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) 
                 check_normalisation(both[1].normalise, both[0])
             except ConfigError as error:
                 raise ConfigError("\n".join(f"sweep.grid: {line}" for line in str(error).splitlines())) from None
-            found.append(Setting(", ".join(names) or AS_CONFIGURED, setting, *both))
-    if len({each.name for each in found}) < len(found):
-        raise ConfigError("sweep: a value of sweep.grid or sweep.seeds is given twice; each is trained once.")
-    if any(each.reward.needs_model for each in found) and not reward.needs_model:
+            trainings.append(Setting(", ".join(names) or AS_CONFIGURED, setting, *both))
+    if len({each.name for each in trainings}) < len(trainings):
+        raise ConfigError("sweep: a value of sweep.grid or sweep.seeds is repeated; give each value once.")
+    if any(each.reward.needs_model for each in trainings) and not reward.needs_model:
         raise ConfigError(
-            "sweep.grid: reward.components has the reward model, which is loaded only if `reward` has it."
+            "sweep.grid: reward.components adds the reward model, which is loaded only if `reward` has it, too."
         )
-    return found
+    return trainings
 
 
 def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return one row a setting: means of MEASURES over its seeds, and their standard deviations, `<measure>_sd`.
+    """Return one row for each setting: means of MEASURES over seeds, and standard deviations `<measure>_sd`.
 
-    Columns before those: `setting`, `trainings` (that ended), and `failed`, why others did not. One training alone has
-    no standard deviation. `trainings` has one row each: `setting`, `error` (empty if it ended), and its measures.
+    The first columns are `setting`, `trainings` (the number of finished trainings) and `failed` (the errors of the
+    others). A single training has no standard deviation. The argument `trainings` has one row for each training:
+    `setting`, `error` (empty if the training finished), and its measures.
     """
     rows = pd.DataFrame(trainings)
     groups, measures = rows.groupby("setting", sort=False), [name for name in MEASURES if name in rows]
@@ -102,7 +103,7 @@ def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _set(groups: dict[str, Any], key: str, value: Any) -> None:
-    """Set what a key such as `reward.components.1.weight` names."""
+    """Set the setting that a key such as `reward.components.1.weight` names."""
     *way, last = key.split(".")
     inner: Any = groups
     try:

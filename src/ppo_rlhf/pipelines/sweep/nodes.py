@@ -1,4 +1,4 @@
-"""Nodes of a sweep; the KL study has them, too."""
+"""Nodes of a sweep. The KL study uses the same nodes."""
 
 import logging
 from typing import Any
@@ -37,14 +37,14 @@ def train_settings(
     pretrained_critic: PretrainedHandle | None,
     evaluation: EvaluationConfig,
 ) -> list[dict[str, Any]]:
-    """Train and evaluate the policy once for each setting, each as a separate MLflow run below the sweep's.
+    """Train and evaluate the policy once for each setting, each as a separate MLflow run below the sweep's run.
 
-    A training that fails leaves the others; one that this sweep has finished before it was resumed is not done again.
+    If a training fails, the others continue. A resumed sweep does not repeat trainings that it finished before.
 
     Returns:
-        A row a training: `setting`, `error` (empty if it ended), and the eval/* metrics (without that prefix) of its
-        last policy on all held-out prompts. Responses are drawn as in training: their KL is the one that the penalty
-        acts on.
+        One row for each training: `setting`, `error` (empty if the training finished), and the eval/* metrics (without
+        the prefix) of its last policy on all held-out prompts. Responses are sampled as in training, so their KL is the
+        KL that the penalty acts on.
 
     Raises:
         TrainingError: All trainings failed.
@@ -52,8 +52,8 @@ def train_settings(
     child_run, earlier, rows = child_runs(), from_main(finished_trainings()), []
     for number, each in enumerate(sweep_settings, 1):
         error, metrics = "", next((metrics for params, metrics in earlier if params == each.params), {})
-        state = "is finished already" if metrics else "starts"
-        log.info("Training %d of %d, %s, %s.", number, len(sweep_settings), each.name, state)
+        state = "was finished before" if metrics else "starts"
+        log.info("Training %d of %d (%s) %s.", number, len(sweep_settings), each.name, state)
         try:
             if not metrics:
                 with child_run(each.name, each.params) as track:
@@ -68,7 +68,7 @@ def train_settings(
                         track=track,
                     )
         except Exception as failure:
-            if isinstance(failure, RunInterruptedError) or process_count() > 1:  # the others may wait for this process
+            if isinstance(failure, RunInterruptedError) or process_count() > 1:  # others may wait for this process
                 raise
             error = f"{each.name}: {type(failure).__name__}: {failure}"
             log.error("Training %s", error, exc_info=project_error(failure) is None)
@@ -78,7 +78,7 @@ def train_settings(
         if len(errors) == len(rows):
             raise TrainingError(f"all {len(rows)} trainings failed; {errors[0]}")
         run = mlflow.active_run()
-        again = "" if run is None else f" `--params resume={run.info.run_id}` trains them again."
+        again = "" if run is None else f" `--params resume={run.info.run_id}` repeats the failed trainings."
         log.warning("%d of %d trainings failed.%s", len(errors), len(rows), again)
     return rows
 
@@ -86,9 +86,11 @@ def train_settings(
 def compare_settings(
     sweep_trainings: list[dict[str, Any]], best_of_n_samples: pd.DataFrame | None = None
 ) -> tuple[pd.DataFrame, go.Figure]:
-    """Return table and figure: judge score, win rate, reward and KL of each setting, with their spread over seeds."""
+    """Return a table and a figure of judge score, win rate, reward and KL of each setting, with the spread over
+    seeds.
+    """
     table = grid.compare_settings(sweep_trainings)
-    log.info("As mean ± standard deviation over seeds:")
+    log.info("Mean ± standard deviation over seeds of each setting:")
     for row in table.to_dict("records"):
         means = [f"{text} {row[name]:.3g} ± {row[f'{name}_sd']:.2g}" for name, text in MEASURES.items() if name in row]
         failed = [f"failed: {row['failed']}"] if row["failed"] else []
@@ -116,11 +118,11 @@ def _train(
     )
     with reporting(0, config.num_total_batches, setting.name) as show:
 
-        def tell(metrics: dict[str, float]) -> None:
+        def report(metrics: dict[str, float]) -> None:
             track(state.iteration, metrics)
             show(state.iteration, metrics)
 
-        train(state, reference, prompts, scorer, tell)
+        train(state, reference, prompts, scorer, report)
     evaluator = Evaluator(
         tokenizer=state.tokenizer,
         prompts=held_out,
@@ -138,9 +140,9 @@ def _train(
 
 
 def _frontier_figure(table: pd.DataFrame, best_of_n: pd.DataFrame | None) -> go.Figure:
-    """Return judge score, win rate and reward over the KL that they cost: a point a setting, and best-of-n's curve.
+    """Return plots of judge score, win rate and reward over KL: a point for each setting, and the curve of best-of-n.
 
-    Bars are the standard deviations over the seeds.
+    Error bars are standard deviations over seeds.
     """
     shown = {name: title.capitalize() for name, title in MEASURES.items() if name in table and name != "kl"}
     figure = make_subplots(1, len(shown), subplot_titles=list(shown.values()), horizontal_spacing=0.08)
