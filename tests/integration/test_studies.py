@@ -96,7 +96,7 @@ def test_a_failed_training_of_a_sweep_leaves_the_others_and_a_resumed_sweep_trai
     (project / "fail").unlink()
     resumed = kedro_run(project, "--env", "test", "--pipelines", "sweep", "--params", f"resume={parent.info.run_id}")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert (resumed.stdout + resumed.stderr).count("is finished already") == 2
+    assert (resumed.stdout + resumed.stderr).count("was finished before") == 2
     [again, other] = pd.read_csv(project / "data/test/08_reporting/sweep_results.csv").to_dict("records")
     assert again == pytest.approx(whole, nan_ok=True)
     assert other["kl"] == whole["kl"]  # the other reward adds nothing

@@ -40,7 +40,7 @@ def test_training_prompts_that_are_evaluated_are_counted(tmp_path, caplog, is_me
         prepared = prepare_prompts(*tables, handle, settings, PromptsConfig(train_on_evaluation_prompts=is_meant))
     assert prepared["prompt_dataset"].texts == list(trained)
     (line,) = [line for line in caplog.messages if "train_on_evaluation_prompts" in line]
-    assert line.startswith("2 of 6 prompts are evaluation prompts, too")
+    assert line.startswith("2 of 6 prompts")
     assert ("left out" in line) is not is_meant
 
 

@@ -138,7 +138,7 @@ def test_the_verdict_counts_the_measures_that_were_made():
     assert verdict([], [*judged]) == "fit for PPO by 8 of 11 measures"  # preferences were asked
     assert verdict(["A reason."], [*judged, "audit/pair_accuracy"]) == "not fit for PPO"
     alone = verdict([], [*judged, "audit/pair_accuracy"])
-    assert alone == f"nothing found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
+    assert alone == f"no problem found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
 
 
 def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pyte
     given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
     own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
     assert other["verdict"] == "fit for PPO by 10 of 11 measures"
-    assert own["verdict"].startswith("nothing found by 7 of 11 measures; not measured: audit/judge_agreement")
+    assert own["verdict"].startswith("no problem found by 7 of 11 measures; not measured: audit/judge_agreement")
     assert own["verdict"].endswith("; no judge but the reward itself")
     assert {"audit/judge_agreement", "audit/judge_gain", "audit/judge_fall"} <= {*own["not_measured"]}
 

@@ -292,7 +292,7 @@ def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
 
 
 def _code(reference: str | LLMJudgeConfig | None) -> str:
-    """Return a digest of the file of a function `module:name` that was imported, or of what a model is asked."""
+    """Return a digest of the source file of an imported function, or of the request to a language model."""
     if isinstance(reference, LLMJudgeConfig):
         return _digest(reference.opinion.encode())
     return "" if reference is None else _digest(Path(str(sys.modules[reference.split(":")[0]].__file__)).read_bytes())
