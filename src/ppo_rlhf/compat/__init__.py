@@ -1,4 +1,4 @@
-"""Configurations of TRL, LLaMA-Factory and ms-swift, converted to this project's parameters."""
+"""Conversion of configurations of TRL, LLaMA-Factory and ms-swift to this project's parameters."""
 
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.compat.llamafactory import from_llamafactory

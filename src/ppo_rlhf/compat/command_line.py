@@ -1,4 +1,4 @@
-"""Arguments of a command that a shell script gives, as far as they can be known without running it."""
+"""Reads the arguments of a command from a shell script, without running the script."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _ENDS = re.compile(r"[|;&<>]|\d?>.*|&&|\|\|")
 
 @dataclass(frozen=True)
 class Command:
-    """The arguments behind a command's name, and the variables of the script."""
+    """The words after a command's name, and the variables of the script."""
 
     words: list[str]
     variables: Mapping[str, str]
 
 
 def find_command(script: str, names: Sequence[tuple[str, ...]], where: str) -> Command:
-    """Return the one command of a script that has one of these names, of one or several words.
+    """Return the only command in a script that has one of these names. A name consists of one or several words.
 
-    Comments, line continuations, variables of the script with their defaults, and sums of two numbers are read.
+    The reader understands comments, line continuations, variables with their defaults, and arithmetic with two numbers.
 
     Raises:
-        ConfigError: There is no such command, or several; or a quotation mark is not closed.
+        ConfigError: The script has no such command or several, or a quotation mark is not closed.
     """
     text = re.sub(r"(?m)(^|\s)#(?!\S*['\"]).*$", r"\1", script)
     variables: dict[str, str] = {}
-    found = []
+    commands = []
     for line in re.sub(r"\\[ \t]*\n(\s*\n)*", " ", text).splitlines():
         try:
             words = shlex.split(_known(line, variables))
@@ -55,17 +55,19 @@ def find_command(script: str, names: Sequence[tuple[str, ...]], where: str) -> C
         ends = [i + len(name) for name in names for i in range(len(files)) if tuple(files[i : i + len(name)]) == name]
         if ends:
             rest = words[ends[0] :]
-            found.append(rest[: next((i for i, word in enumerate(rest) if _ENDS.fullmatch(word)), len(rest))])
-    if len(found) != 1:
-        raise ConfigError(f"{where} has {len(found)} commands `{' '.join(names[0])}`; it must have one.")
-    return Command(found[0], variables)
+            commands.append(rest[: next((i for i, word in enumerate(rest) if _ENDS.fullmatch(word)), len(rest))])
+    if len(commands) != 1:
+        raise ConfigError(f"{where} has {len(commands)} commands `{' '.join(names[0])}`; it must have exactly one.")
+    return Command(commands[0], variables)
 
 
 def options_of(words: list[str], where: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the words before the first option, and the options: text, a list of several, or true without a value.
+    """Return the words before the first option, and the options by name.
+
+    An option's value is a text, a list of several texts, or True without a value.
 
     Raises:
-        ConfigError: A value is known only to the shell.
+        ConfigError: A value has an expression that only a shell can evaluate.
     """
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options: dict[str, Any] = {}
@@ -79,20 +81,20 @@ def options_of(words: list[str], where: str) -> tuple[list[str], dict[str, Any]]
             options[name].append(word)
     for name, values in options.items():
         if shell := next((value for value in values if "$" in value or "`" in value), None):
-            raise ConfigError(f"{where}: --{name} has {shell}, which only the shell knows. Write its value there.")
+            raise ConfigError(f"{where}: --{name} has {shell}, which only a shell can evaluate. Write its value.")
         options[name] = values if len(values) > 1 else values[0] if values else True
     return words[:first], options
 
 
 def _known(line: str, variables: Mapping[str, str]) -> str:
-    """Return a line with the variables and the sums that are known in their places."""
+    """Return a line in which known variables and arithmetic are replaced by their values."""
 
-    def value(found: re.Match[str]) -> str:
-        known = variables.get(found[1] or found[2], found[3])
-        return found[0] if known is None else known
+    def value(match: re.Match[str]) -> str:
+        known = variables.get(match[1] or match[2], match[3])
+        return match[0] if known is None else known
 
-    def total(found: re.Match[str]) -> str:
-        left, operator, right = [part for part in found.groups() if part is not None]
+    def total(match: re.Match[str]) -> str:
+        left, operator, right = [part for part in match.groups() if part is not None]
         return str(_OPERATORS[operator[-1]](int(left), int(right)))
 
     return _SUM.sub(total, _VARIABLE.sub(value, line))

@@ -1,4 +1,4 @@
-"""A configuration of another library, converted to this project's parameters, and the two files with them."""
+"""A converted configuration of another library, and the text of the two files that hold its parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TO_FILL_IN = {
     "reward_model_path": "your reward model; or leave null and name a function in reward.components",
     "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
-"""Globals of a person's own, without which a run cannot start."""
+"""Globals that the user must set before a run can start."""
 TABLES = {"prompts_path": "prompts", "demonstrations_path": "demonstrations", "preferences_path": "preferences"}
-"""Globals that name a table, and what is in it."""
+"""Globals that name a table, with the kind of its rows."""
 _GLOBALS: dict[str, Any] = {
     "seed": Annotated[int, Field(ge=0)],
     **dict.fromkeys(("base_model_path", *TO_FILL_IN, *TABLES), str),
@@ -34,7 +34,7 @@ _GLOBALS: dict[str, Any] = {
 }
 _GROUPS: dict[str, type[Any]] = {
     "ppo": PPOConfig,
-    # what both have in common is all that another library's supervised training has settings for
+    # the settings of other libraries concern only the part that both supervised stages share
     "supervised_finetuning": OptimisationConfig,
     "reward_modelling": OptimisationConfig,
 }
@@ -43,14 +43,14 @@ _AS_IT_IS = object()
 
 
 class Conversion:
-    """A configuration of another library, in this project's terms.
+    """A configuration of another library, converted to this project's parameters.
 
     Attributes:
         source: The kind of configuration that was read, such as "TRL's legacy PPOConfig".
         given: The settings that were given.
         origins: The settings that each parameter comes from, by dotted name (`ppo.kl_coef`, `seed`).
-        remarks: Differences from a run of the source, one or two sentences each.
-        tables: Rows that are to be written to a file each, by the global that names it.
+        remarks: Differences from a run of the source, in one or two sentences each.
+        tables: Rows that must be written to a file, by the global that names the file.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class Conversion:
         derived: Mapping[str, Any],
         to_fill_in: Iterable[str] = TO_FILL_IN,
     ) -> None:
-        """Carry over the settings that become one parameter each: `renamed` has the parameter and the default of each.
+        """Carry over the settings in `renamed`, each of which becomes one parameter.
 
-        `derived` are the defaults of settings that the caller carries over; `to_fill_in` are globals that a run needs.
+        `renamed` maps a setting to its parameter and its default in the source. `derived` has the defaults of settings
+        that the caller carries over. `to_fill_in` lists the globals that a run needs.
         """
         self.source = source
         self.given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
@@ -80,7 +81,7 @@ class Conversion:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters, nested as `--params` takes them: a mapping is a group, anything else a global."""
+        """The parameters as a nested mapping: groups are mappings, and other values are globals."""
         return {group: values for group in _GROUPS if (values := self._group(group))} | self.globals
 
     @property
@@ -90,12 +91,12 @@ class Conversion:
 
     @property
     def not_carried(self) -> list[tuple[str, str]]:
-        """The settings without a place here, each with the reason, in the order given."""
+        """The settings that were not carried over, each with the reason, in the given order."""
         return [(name, self._reasons[name]) for name in self.given if name in self._reasons]
 
     @property
     def missing(self) -> list[str]:
-        """The globals that the source does not name and that have to be filled in."""
+        """The globals that the source does not set and that the user must fill in."""
         given = {*self._values, *(("reward_model_path",) if "reward_components" in self._values else ())}
         return [name for name in self._to_fill_in if name not in given]
 
@@ -104,21 +105,23 @@ class Conversion:
         return {name: self._values[dotted] for name, dotted in named.items() if dotted in self._values}
 
     def ppo_config(self, **changes: Any) -> PPOConfig:
-        """Return the settings as a PPOConfig, with the globals that are fields of it, and `changes` on top.
+        """Return the settings as a PPOConfig, including globals that are fields of PPOConfig, with `changes` applied.
 
         Raises:
-            ConfigError: Settings that the source allows together exclude each other here.
+            ConfigError: Settings that the source allows together are not allowed together here.
         """
         of_config = {each.name for each in fields(PPOConfig)}
         shared = {name: value for name, value in self.globals.items() if name in of_config}
         return PPOConfig(**shared | self.parameters["ppo"] | changes)
 
     def parameters_text(self) -> str:
-        """Return parameters.yml: each value with the setting that it comes from."""
+        """Return the text of parameters.yml, in which a comment names the source setting of each value."""
         return _file([self], self._parameter_lines())
 
     def globals_text(self) -> str:
-        """Return globals.yml in the same form; what is missing is null, with a comment that says what to fill in."""
+        """Return the text of globals.yml in the same form. A missing global is null with a comment on what to fill
+        in.
+        """
         return _file([self], self._global_lines())
 
     def _parameter_lines(self) -> list[str]:
@@ -131,11 +134,11 @@ class Conversion:
         return [*map(self._line, self.globals), *missing]
 
     def __getitem__(self, setting: str) -> Any:
-        """Return a setting as it was given, else its default in the source."""
+        """Return the given value of a setting, or its default in the source."""
         return self.given.get(setting, self._defaults.get(setting))
 
     def checked(self, setting: str, kind: Any) -> Any:
-        """Return a setting as a value of the type; raise ConfigError if it is of another."""
+        """Return a setting's value as the type `kind`; raise ConfigError if the value has another type."""
         try:
             return TypeAdapter(kind, config=_FINITE).validate_python(self[setting])
         except ValidationError as error:
@@ -150,13 +153,14 @@ class Conversion:
         return self[setting] is not None and bool(self.checked(setting, bool))
 
     def write(self, target: str, value: Any, origin: str) -> None:
-        """Set a parameter, named with its group."""
+        """Set the parameter `target`, such as `ppo.kl_coef`, and record its origin."""
         self._values[target], self.origins[target] = value, origin
 
     def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
-        """Write a parameter that comes from settings. If it is refused they are listed, and `otherwise` is written.
+        """Write a parameter that comes from one or several settings.
 
-        Without a value it is the first setting's, and otherwise that setting's default.
+        If the parameter does not accept the value, the settings are listed as not carried over, and `otherwise` is
+        written. Without `value`, the value and `otherwise` are the first setting's value and default.
         """
         if value is _AS_IT_IS:
             value, otherwise = self[settings[0]], self._defaults.get(settings[0])
@@ -165,30 +169,30 @@ class Conversion:
         try:
             self.write(target, _adapter(target).validate_python(value), ", ".join(given) or default)
         except ValidationError as error:
-            self.leave(f"{target} does not take {value!r}: {_message(error)}", *settings)
+            self.leave(f"{target} does not accept {value!r}: {_message(error)}", *settings)
             if otherwise is not None:
                 self.write(target, otherwise, default)
 
     def carry_over(self, *settings: str) -> None:
-        """Count settings as carried over whose effect another setting, or a table, has."""
+        """Mark settings as carried over because another setting or a table has their effect."""
         self._carried.update(name for name in settings if name in self.given)
 
     def leave(self, reason: str, *settings: str) -> None:
-        """List those of the settings that were given as not carried over."""
+        """List the given settings among `settings` as not carried over, with the reason."""
         self._reasons |= {name: reason for name in settings if name in self.given}
 
     def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
-        """List the settings that are neither carried over nor left yet, add remarks, and return this conversion.
+        """List all other settings as not carried over, add remarks, and return this conversion.
 
-        The keys of `reasons` are names of settings, separated by blanks, with `*` as in fnmatch.
+        The keys of `reasons` are patterns as in fnmatch, separated by spaces; the values are reasons.
         """
         for setting in self.given.keys() - self._carried - self._reasons.keys():
             known = setting in self._defaults
             reason = "it has no effect with the other settings" if known else _reason(setting, tuple(reasons.items()))
             if not reason:
                 near = nearest(setting, self._defaults)
-                reason = f"{self.source} has no such setting, or nothing here corresponds to it"
-                reason += f"; the closest is {near}" if near else ""
+                reason = f"{self.source} has no such setting, or it has no counterpart here"
+                reason += f"; the closest setting is {near}" if near else ""
             self.leave(reason, setting)
         self.remarks += remarks
         return self
@@ -200,16 +204,16 @@ class Conversion:
 
 
 def texts_of(conversions: Sequence[Conversion]) -> tuple[str, str]:
-    """Return parameters.yml and globals.yml of one run's stages, each of which was converted by itself.
+    """Return the texts of parameters.yml and globals.yml for several stages that were converted separately.
 
     Raises:
-        ConfigError: Two stages set a global to two values.
+        ConfigError: Two stages set a global to different values.
     """
     shared: dict[str, str] = {}
     for line in (line for each in conversions for line in each._global_lines()):
         name = line.partition(":")[0]
         if shared.setdefault(name, line).partition(" # ")[0] != line.partition(" # ")[0]:
-            raise ConfigError(f"{name} counts for all stages, and the files set it to two values. Give it one.")
+            raise ConfigError(f"{name} applies to all stages, but the files set it to different values. Set it to one.")
     parameters = [line for each in conversions for line in each._parameter_lines()]
     return _file(conversions, parameters), _file(conversions, list(shared.values()))
 
@@ -218,16 +222,16 @@ def _file(conversions: Sequence[Conversion], lines: list[str]) -> str:
     sources = " and ".join(each.source for each in conversions)
     heading = (
         f"# Written by `kedro convert-config` from {sources}. The comment beside a value is the setting it",
-        "# comes from. Defaults of the source are written too: otherwise those of conf/base would apply.",
+        "# comes from. Defaults of the source are written, too, because otherwise those of conf/base would apply.",
     )
     return "\n".join([*heading, *lines]) + "\n"
 
 
 @functools.cache
 def _reason(setting: str, reasons: tuple[tuple[str, str], ...]) -> str:
-    """Return the first reason with a pattern that fits; empty if there is none."""
-    found = (why for names, why in reasons for name in names.split() if fnmatchcase(setting, name))
-    return next(found, "")
+    """Return the reason of the first pattern that matches the setting, or an empty text."""
+    matching = (why for names, why in reasons for name in names.split() if fnmatchcase(setting, name))
+    return next(matching, "")
 
 
 @functools.cache

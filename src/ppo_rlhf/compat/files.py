@@ -1,4 +1,4 @@
-"""Files of settings of other libraries: read, told apart, and converted."""
+"""Reads files with settings of other libraries, and converts them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ppo_rlhf.core.errors import ConfigError, in_one_line
 
 
 def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | None = None) -> list[Conversion]:
-    """Return the conversion of each file of settings; of several (LLaMA-Factory's stages) PPO's is the first.
+    """Return the conversion of each file of settings. With several stages (LLaMA-Factory), PPO's conversion is first.
 
     Raises:
-        ConfigError: A file cannot be read, is of no stage that is converted, or there are too many.
+        ConfigError: A file cannot be read, its stage is not supported, or there are too many files.
         DataError: A table that a file names cannot be loaded.
     """
     if library == "llamafactory":
         return _stages(files, num_prompts)
     if len(files) > 1:
-        raise ConfigError(f"{library} has all settings in one file; {len(files)} are given. Give one.")
+        raise ConfigError(f"{library} has all settings in one file, but {len(files)} files are given. Give one file.")
     if library == "trl":
         return [from_trl(_mapping(files[0]), num_prompts=num_prompts)]
     folders = [Path.cwd(), *files[0].resolve().parents]
@@ -39,7 +39,7 @@ def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | Non
 
 
 def _swift(file: Path, folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments in a shell script, or in a file of settings, and the environment that it sets."""
+    """Return the arguments in a shell script or a file of settings, and the environment variables that it sets."""
     if file.suffix in (".yaml", ".yml", ".json"):
         given = _mapping(file)
         environment = given.pop("ENV", None) or {}
@@ -48,7 +48,7 @@ def _swift(file: Path, folders: Sequence[Path]) -> tuple[dict[str, Any], dict[st
     before, options = options_of(command.words, str(file))
     settings: dict[str, Any] = {}
     variables = dict(command.variables)
-    for named in before:  # a file of settings, which options replace
+    for named in before:  # files of settings, whose values the options override
         settings, environment = _swift(Path(located(named, folders)), folders)
         variables = environment | variables
     return settings | options, variables
@@ -59,19 +59,19 @@ def _stages(files: Sequence[Path], num_prompts: int | None) -> list[Conversion]:
     stages = [settings.get("stage", "sft") for settings in read]
     if twice := next((stage for stage in stages if stages.count(stage) > 1), None):
         raise ConfigError(f"Two of the files have stage={twice}. Give one file of each stage.")
-    found = {
+    conversions = {
         stage: from_llamafactory(
             settings, num_prompts=num_prompts, folders=[Path.cwd(), *file.resolve().parents], beside=stages
         )
         for stage, file, settings in zip(stages, files, read, strict=True)
     }
-    return [found[stage] for stage in STAGES if stage in found]
+    return [conversions[stage] for stage in STAGES if stage in conversions]
 
 
 def _mapping(file: Path) -> dict[str, Any]:
     """Return the settings in a YAML or JSON file."""
     try:
-        values = yaml.safe_load(_text(file).replace("\t", " "))  # JSON is YAML, except for tabs
+        values = yaml.safe_load(_text(file).replace("\t", " "))  # JSON is valid YAML, except for tabs
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} cannot be read: {in_one_line(error)}.") from None
     if not isinstance(values, dict):

@@ -1,7 +1,8 @@
-"""Configurations of LLaMA-Factory: its stages ppo, sft and rm, and the tables that dataset_info.json describes.
+"""Conversion of LLaMA-Factory's stages ppo, sft and rm, and of the tables that dataset_info.json describes.
 
-Names, defaults and what they do are those of LlamaFactory at commit ff6d4d12 (August 2026): `hparams`, `train/ppo`. Its
-PPO runs on trl 0.8.6 to 0.9.6, whose PPOConfig has the defaults of what it does not set.
+Names, defaults and effects of settings are those of LlamaFactory at commit ff6d4d12 (August 2026): `hparams`,
+`train/ppo`. Its PPO uses trl 0.8.6 to 0.9.6, and settings that LLaMA-Factory does not set have the defaults of trl's
+PPOConfig.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ppo_rlhf.compat.rows import INFO, Rows, Table
 from ppo_rlhf.core.errors import ConfigError, in_one_line
 
 STAGES = {"ppo": "prompts_path", "sft": "demonstrations_path", "rm": "preferences_path"}
-"""The stages that are converted, and the global that names the data of each."""
+"""The supported stages, each with the global that names its data."""
 PPO = {
     "ppo_epochs": ("ppo.num_ppo_epochs", 4),
     "ppo_whiten_rewards": ("ppo.whiten_rewards", False),
@@ -35,7 +36,7 @@ PPO = {
     "top_k": ("ppo.top_k", 50),
     "seed": ("seed", 42),
 }
-PPO_ALWAYS = {  # trl's, which LLaMA-Factory leaves as they are
+PPO_ALWAYS = {  # defaults of trl that LLaMA-Factory does not change
     "kl_coef": 0.2,
     "kl_controller": "adaptive",
     "kl_horizon": 10_000,
@@ -54,7 +55,7 @@ PPO_ALWAYS = {  # trl's, which LLaMA-Factory leaves as they are
     "value_learning_rate": None,  # one optimiser for policy and value head
     "stop_token": "eos",
 }
-SUPERVISED = {  # of stages sft and rm
+SUPERVISED = {  # settings of the stages sft and rm with their defaults
     "num_train_epochs": 3.0,
     "learning_rate": 5e-5,
     "lr_scheduler_type": "linear",
@@ -63,7 +64,7 @@ SUPERVISED = {  # of stages sft and rm
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
 }
-COMMON = {  # defaults of settings that are worked out below
+COMMON = {  # defaults of settings that the code below converts
     "stage": "sft",
     "num_train_epochs": 3.0,
     "max_steps": -1,
@@ -107,38 +108,38 @@ PPO_DERIVED = {
 _LEFT = {
     "template": "chats are rendered by the tokenizer's own chat template; LLaMA-Factory writes its template into the "
     "tokenizers that it saves, so compare with that of the model you started from",
-    "save_total_limit": "LLaMA-Factory's PPO keeps every checkpoint; ppo.save_total_limit says how many stay here",
-    "tool_format preserve_thinking": "the tokenizer's chat template says it; see chat_template_kwargs in globals.yml",
-    "cutoff_len": "prompts are not cut; ppo.overlong_prompts says what to do with those that leave no room for a "
+    "save_total_limit": "LLaMA-Factory's PPO keeps every checkpoint; here ppo.save_total_limit sets how many are kept",
+    "tool_format preserve_thinking": "the tokenizer's chat template decides; see chat_template_kwargs in globals.yml",
+    "cutoff_len": "prompts are not cut; ppo.overlong_prompts sets what happens to prompts that leave no room for a "
     "response in the model's context",
-    "mix_strategy interleave_probs": "tables stand one after the other, and prompts are drawn at random",
-    "train_on_prompt mask_history": "supervised_finetuning.assistant_only_loss says what is learnt",
-    "ref_model*": "the reference is the policy that PPO starts from; another one is not offered",
-    "reward_model_quantization_bit": "the reward model keeps ppo.dtype",
+    "mix_strategy interleave_probs": "tables are concatenated, and prompts are drawn at random",
+    "train_on_prompt mask_history": "supervised_finetuning.assistant_only_loss sets which tokens are trained on",
+    "ref_model*": "the reference is always the policy that PPO starts from",
+    "reward_model_quantization_bit": "the reward model is not quantised and has ppo.dtype",
     "quantization_* double_quantization": "4-bit weights are always NF4 by bitsandbytes, doubly quantised",
-    "gradient_checkpointing": "LLaMA-Factory's PPO does not read it; disable_gradient_checkpointing counts",
-    "pref_* dpo_* kto_* simpo_* ld_alpha use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*": "it is for other "
-    "stages",
+    "gradient_checkpointing": "LLaMA-Factory's PPO ignores this setting and uses disable_gradient_checkpointing",
+    "pref_* dpo_* kto_* simpo_* ld_alpha use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*": "the setting "
+    "is for other stages",
     "adapter_folder cache_dir use_fast_tokenizer resize_vocab split_special_tokens add_tokens add_special_tokens "
     "new_special_tokens_config init_special_tokens rope_scaling moe_aux_loss_coef mixture_of_depths "
-    "train_from_scratch low_cpu_mem_usage offload_folder": "models and tokenizers are loaded as they were saved; "
-    "change them before",
+    "train_from_scratch low_cpu_mem_usage offload_folder": "models and tokenizers are loaded unchanged; "
+    "change them before the conversion",
     "skip_special_tokens infer_* vllm_* sglang_* export_* kt_* use_kt fp8* bf16_* fp16_* half_precision_backend "
-    "use_mca use_megatron_bridge use_hyper_parallel hyper_parallel_*": "it has no use here",
+    "use_mca use_megatron_bridge use_hyper_parallel hyper_parallel_*": "the setting has no counterpart here",
     "compute_accuracy neftune_noise_alpha label_smoothing_factor torch_empty_cache_steps batch_eval_metrics "
-    "jit_mode_eval skip_memory_metrics debug use_ipex past_index torchdynamo": "it has no use here",
+    "jit_mode_eval skip_memory_metrics debug use_ipex past_index torchdynamo": "the setting has no counterpart here",
 }
 LEFT = _LEFT | arguments.LEFT
 SUPERVISED_LEFT = {
-    "ppo_* reward_model* temperature top_p top_k max_length max_new_tokens": "it is for stage ppo",
-    "adam_*": "AdamW has transformers' defaults",
-    "optim report_to full_determinism torch_compile save_steps quantization_bit": "SFT and reward training do not "
-    "have it here",
+    "ppo_* reward_model* temperature top_p top_k max_length max_new_tokens": "the setting is for stage ppo",
+    "adam_*": "AdamW uses transformers' defaults",
+    "optim report_to full_determinism torch_compile save_steps quantization_bit": "SFT and reward training here do not "
+    "have this setting",
     **LEFT,
 }
 PPO_REMARK = (
-    "LLaMA-Factory samples at temperature, but its log-probabilities, KL and entropy are those of temperature 1; here "
-    "they are those of the tempered policy."
+    "LLaMA-Factory samples at temperature, but computes log-probabilities, KL and entropy at temperature 1; here they "
+    "are computed at temperature, too."
 )
 
 
@@ -153,20 +154,21 @@ def from_llamafactory(
 
     Args:
         settings: The content of a file that `llamafactory-cli train` takes, of `stage: ppo`, `sft` or `rm`.
-        num_prompts: Rows of the training data, if they cannot be counted; training is counted in passes over them.
-        folders: Where relative paths of models and of `dataset_dir` are looked for, in this order. Without folders the
-            tables are not read.
-        beside: Stages that are converted, too: what they train, PPO starts from.
+        num_prompts: Number of rows of the training data, needed if the tables are not read: the length of training is
+            given in passes over the rows.
+        folders: Folders in which relative paths of models and `dataset_dir` are searched, in this order. Without
+            folders the tables are not read.
+        beside: Other stages that are converted with this stage. PPO starts from the models that they train.
 
     Raises:
-        ConfigError: Another stage; or an entry of dataset_info.json that LLaMA-Factory refuses too, or that has images.
+        ConfigError: The stage is not supported, or an entry of dataset_info.json is invalid or has images.
         DataError: A table cannot be loaded.
     """
     stage = settings.get("stage", "sft")
     if stage not in STAGES:
         raise ConfigError(
-            f"LLaMA-Factory: stage={stage!r} has no counterpart: this project trains a policy by PPO with a critic. Of "
-            f"LLaMA-Factory's stages {', '.join(STAGES)} are converted."
+            f"LLaMA-Factory: stage={stage!r} has no counterpart, because this project trains by PPO with a critic. The "
+            f"stages {', '.join(STAGES)} can be converted."
         )
     given = arguments.normalised(settings)
     for name in ("model_name_or_path", "adapter_name_or_path", "reward_model", "reward_model_adapters"):
@@ -185,11 +187,11 @@ def _ppo(
     c = Conversion("LLaMA-Factory's stage ppo", settings, PPO, COMMON | PPO_DERIVED, to_fill_in)
     c.carry_over("stage")
     if "sft" in beside:
-        c.leave("PPO starts from what stage sft trains", *_POLICY)
+        c.leave("PPO starts from the model that stage sft trains", *_POLICY)
     else:
         _carry_policy(c)
     if "rm" in beside:
-        c.leave("the reward is what stage rm trains", *_REWARD)
+        c.leave("the reward is the model that stage rm trains", *_REWARD)
     else:
         _carry_reward(c)
     _carry_lora(c, has_adapter="sft" not in beside and bool(_names(c["adapter_name_or_path"])))
@@ -201,7 +203,7 @@ def _ppo(
     if c.checked("max_new_tokens", int) > 0:
         c.carry("ppo.response_length", "max_new_tokens")
     else:
-        c.leave("max_length counts the prompt too: give max_new_tokens", "max_new_tokens", "max_length")
+        c.leave("max_length includes the prompt; give max_new_tokens instead", "max_new_tokens", "max_length")
         c.write("ppo.response_length", 1024, "default of max_new_tokens")
     half = [name for name in ("bf16", "pure_bf16", "fp16") if c.flag(name)]
     dtype = "float32" if not half else "float16" if half == ["fp16"] else "bfloat16"
@@ -221,8 +223,9 @@ def _ppo(
 def _carry_sizes(c: Conversion, rows: int | None) -> None:
     """Carry over the batch sizes, the number of responses and the warm-up.
 
-    LLaMA-Factory: an iteration has per_device_train_batch_size x gradient_accumulation_steps x ppo_buffer_size
-    responses, and an optimiser step the first two. A pass over the prompts leaves out what does not fill an iteration.
+    In LLaMA-Factory an iteration has per_device_train_batch_size x gradient_accumulation_steps x ppo_buffer_size
+    responses, and an optimiser step has per_device_train_batch_size x gradient_accumulation_steps. A pass over the
+    prompts leaves out the prompts that do not fill an iteration.
     """
     size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps") * c.count("ppo_buffer_size")
     accumulated = c.count("gradient_accumulation_steps") * c.count("ppo_buffer_size")
@@ -235,14 +238,14 @@ def _carry_sizes(c: Conversion, rows: int | None) -> None:
         iterations = arguments.batches(rows, size, arguments.epochs(c), keeps_rest=False)
         if not iterations:
             raise ConfigError(
-                f"{c.source}: {rows} prompts do not fill one iteration of {size} responses, so LLaMA-Factory takes no "
-                "step; lower per_device_train_batch_size, gradient_accumulation_steps or ppo_buffer_size."
+                f"{c.source}: {rows} prompts do not fill one iteration of {size} responses, so LLaMA-Factory would "
+                "take no step; lower per_device_train_batch_size, gradient_accumulation_steps or ppo_buffer_size."
             )
     if iterations is not None:
         settings = ("max_steps",) if steps > 0 else ("num_train_epochs", "max_steps")
         c.carry("ppo.total_episodes", *settings, value=iterations * size)
     else:
-        why = "it counts passes over the prompts: give their number (--prompts), or max_steps"
+        why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts), or max_steps"
         c.leave(why, "num_train_epochs", "max_steps")
         if "num_train_epochs" not in c.given:
             c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
@@ -254,17 +257,17 @@ def _carry_policy(c: Conversion) -> None:
     adapters = _names(c["adapter_name_or_path"])
     if len(adapters) == 1:
         c.carry("sft_model_path", "adapter_name_or_path", value=adapters[0])
-        c.leave("the adapter names its base itself", "model_name_or_path", "model_revision")
+        c.leave("the adapter's configuration names its base model", "model_name_or_path", "model_revision")
     elif adapters:
         why = "several adapters: merge them (llamafactory-cli export), and give the merged model as sft_model_path"
         c.leave(why, "adapter_name_or_path", "model_name_or_path", "model_revision")
     elif c["model_name_or_path"] is not None:
         _carry_model(c, "sft_model_path")
-    c.leave("a given adapter is merged, and a new one trained", "create_new_adapter")
+    c.leave("a given adapter is always merged, and a new adapter is trained", "create_new_adapter")
     if adapters and not c.flag("create_new_adapter"):
         c.remarks.append(
-            "LLaMA-Factory goes on training the given adapter, and its reference is the model without it; here the "
-            "adapter is merged into the policy that training and the reference start from, and a new one is trained."
+            "LLaMA-Factory continues to train the given adapter, and its reference is the model without the adapter; "
+            "here the adapter is merged into the model that both start from, and a new adapter is trained."
         )
 
 
@@ -283,7 +286,7 @@ def _carry_lora(c: Conversion, *, has_adapter: bool) -> None:
     c.carry("ppo.lora_target_modules", "lora_target", value=target, otherwise="all-linear")
     bits = c["quantization_bit"]
     if bits is not None and (has_adapter or str(bits) != "4"):
-        why = "an adapter is merged into whole weights" if has_adapter else "quantised weights have 4 bits"
+        why = "an adapter is merged into full-precision weights" if has_adapter else "only 4 bits are supported"
         c.leave(why, "quantization_bit")
         c.write("ppo.load_in_4bit", False, "quantization_bit")
     else:
@@ -295,27 +298,27 @@ def _carry_reward(c: Conversion) -> None:
     kind, place = c["reward_model_type"], c["reward_model"]
     merged = _names(c["adapter_name_or_path"])[: None if c.flag("create_new_adapter") else -1]
     if kind not in ("lora", "full", "api"):
-        c.leave("it is lora, full or api", "reward_model_type", "reward_model")
+        c.leave("reward_model_type must be lora, full or api", "reward_model_type", "reward_model")
     elif place is None:
         return
     elif kind == "lora" and merged:
-        why = f"there it is put on the model with {', '.join(merged)} merged in, which it does not name: give it merged"
-        c.leave(f"{why} (llamafactory-cli export with stage: rm) as reward_model_path", *_REWARD)
+        why = f"LLaMA-Factory puts this adapter on the model with {', '.join(merged)} merged in, which it does not name"
+        c.leave(f"{why}; merge it (llamafactory-cli export with stage: rm) and set reward_model_path", *_REWARD)
     elif kind == "api":
         value = [{"type": "function", "function": "reward_server:score"}]
         c.carry("reward_components", "reward_model_type", "reward_model", value=value)
         c.remarks.append(
-            f"The reward is asked from {place} by a function that you put into reward_server.py: docs/converting.md, "
-            "section LLaMA-Factory, has it."
+            f"A function in reward_server.py asks the server {place} for rewards; copy this function from "
+            "docs/converting.md, section LLaMA-Factory."
         )
     elif kind == "full" and len(adapters := _names(c["reward_model_adapters"])) == 1:
         c.carry("reward_model_path", "reward_model_adapters", "reward_model_type", value=adapters[0])
-        c.leave("the adapter names its base itself", "reward_model")
+        c.leave("the adapter's configuration names its base model", "reward_model")
     elif kind == "full" and adapters:
         c.leave("several adapters: merge them and give the merged model", "reward_model_adapters", "reward_model")
     else:
         c.carry("reward_model_path", "reward_model")
-        c.leave("both kinds are read alike, with value_head.safetensors beside the weights", "reward_model_type")
+        c.leave("lora and full are loaded alike, with value_head.safetensors beside the weights", "reward_model_type")
 
 
 def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]) -> Conversion:
@@ -342,11 +345,11 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
     c.write(f"{group}.group_by_length", False, "always so in the source")
     if stage == "sft" and c["model_name_or_path"] is not None:
         _carry_model(c, "base_model_path")
-    why = "all weights are trained here; where they do not fit, give PPO a model that LLaMA-Factory trained"
+    why = "this stage trains all weights here; if they do not fit, give PPO a model that LLaMA-Factory trained"
     c.leave(why, "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "quantization_bit")
     start = {"sft": "base_model_path of globals.yml", "rm": "the SFT policy"}[stage]
     c.leave(f"it starts from {start}", "adapter_name_or_path", *(("model_name_or_path",) if stage == "rm" else ()))
-    c.leave("one seed counts for all stages, that of globals.yml", "seed")
+    c.leave("all stages use the seed of globals.yml", "seed")
     return c.finish(SUPERVISED_LEFT)
 
 
@@ -362,14 +365,14 @@ def _carry_model(c: Conversion, target: str) -> None:
 
 
 def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> Rows | None:
-    """Read the tables that a stage names; None if they cannot be found."""
+    """Return the rows of the tables that a stage names, or None if the tables cannot be found."""
     names, settings = _names(c["dataset"]), ("dataset", "dataset_dir", "max_samples", "default_system")
     if not names:
         return None
     files = [folder / str(c["dataset_dir"]) / INFO for folder in folders]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        c.leave(f"there is no {c['dataset_dir']}/{INFO} here or above the source: set {STAGES[stage]}", *settings)
+        c.leave(f"there is no {c['dataset_dir']}/{INFO} here or above the file; set {STAGES[stage]}", *settings)
         return None
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
@@ -379,13 +382,13 @@ def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> Rows | 
     rows: Rows = []
     for name in names:
         if name not in info:
-            raise ConfigError(f"{file} has no table {name}. It has {', '.join(sorted(info)[:20])}.")
+            raise ConfigError(f"{file} has no table {name}. Its tables are {', '.join(sorted(info)[:20])}.")
         if (source := _source_of(info[name], file.parent)) is None:
-            c.leave(f"the table {name} is neither a file nor on Hugging Face's hub: set {STAGES[stage]}", *settings)
+            c.leave(f"the table {name} is neither a file nor on the Hugging Face hub; set {STAGES[stage]}", *settings)
             return None
         rows += Table(name, source, info[name]).read(stage, maximum=maximum, system=c["default_system"])
         if info[name].get("num_samples") is not None:
-            c.remarks.append(f"Of {name} the first num_samples rows are taken; LLaMA-Factory draws them at random.")
+            c.remarks.append(f"The first num_samples rows of {name} are used; LLaMA-Factory draws the rows at random.")
     c.tables[STAGES[stage]] = rows
     c.carry_over(*settings)
     return rows
@@ -401,6 +404,6 @@ def _source_of(entry: Mapping[str, Any], folder: Path) -> str | None:
 
 
 def _names(value: Any) -> list[str]:
-    """Return names that are separated by commas, or a list of them."""
+    """Return a list of names from a comma-separated text or a list."""
     parts = value.split(",") if isinstance(value, str) else value or []
     return [str(part).strip() for part in parts if str(part).strip()]

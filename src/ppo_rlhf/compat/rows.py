@@ -1,4 +1,4 @@
-"""Tables of LLaMA-Factory's dataset_info.json as this project reads them: chats under the names of its own columns."""
+"""Reads tables of LLaMA-Factory's dataset_info.json as chats in this project's columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFO = "dataset_info.json"
 
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 SHAREGPT = {"messages": "conversations"}
-"""What the columns are called where an entry has no `columns`; one that has names all that are read."""
+"""Names of columns if an entry has no `columns`. An entry with `columns` must name all columns that are read."""
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -27,7 +27,7 @@ TAGS = {
     "observation_tag": "observation",
     "function_tag": "function_call",
 }
-"""Keys and roles of a chat's messages where an entry has no `tags`."""
+"""Keys and roles of a chat's messages if an entry has no `tags`."""
 _FORMS = {"alpaca": ALPACA, "sharegpt": SHAREGPT, "openai": SHAREGPT}
 _ROLES = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "function_call"}
 _KEYS = {
@@ -39,10 +39,12 @@ _UNREAD = ("images", "videos", "audios")
 
 @dataclass(frozen=True)
 class Table:
-    """An entry of dataset_info.json: where a table is, and what its columns, and the keys of its chats, are called."""
+    """An entry of dataset_info.json: the place of a table, and the names of its columns and of the keys in its
+    chats.
+    """
 
     name: str
-    source: str  # a file, or a name on the hub, as `load_table` takes it
+    source: str  # a file, or a name on the hub, for `load_table`
     info: Mapping[str, Any]
 
     @property
@@ -53,8 +55,8 @@ class Table:
     def read(self, stage: str, *, maximum: int | None = None, system: str | None = None) -> Rows:
         """Return the rows for a stage: `ppo` (prompts), `sft` (demonstrations) or `rm` (preferences).
 
-        Rows whose roles do not alternate are left out, as LLaMA-Factory leaves them out. `system` is the system message
-        of rows without one.
+        Rows whose roles do not alternate are left out, as in LLaMA-Factory. `system` is the system message of rows
+        without a system message.
 
         Raises:
             ConfigError: The entry cannot be read, or its table is for another stage.
@@ -65,11 +67,11 @@ class Table:
             what = f"formatting={form!r}" if form not in _FORMS else f"the key {min(unknown)!r}"
             raise ConfigError(f"{INFO}: {self.name}: LLaMA-Factory does not know {what}.")
         if self.is_ranking != (stage == "rm"):
-            needs = "a ranking table, which this is not" if stage == "rm" else "no ranking table, which this is"
-            raise ConfigError(f"{INFO}: {self.name}: stage {stage} takes {needs}.")
+            needs = "needs a ranking table" if stage == "rm" else "does not accept a ranking table"
+            raise ConfigError(f"{INFO}: {self.name}: stage {stage} {needs} (ranking={self.is_ranking}).")
         columns = {key: name for key, name in self.info.get("columns", _FORMS[form]).items() if name}
         if media := [key for key in _UNREAD if key in columns]:
-            raise ConfigError(f"{INFO}: {self.name} has {media[0]}, but only text is read. Leave this table out.")
+            raise ConfigError(f"{INFO}: {self.name} has {media[0]}, but only text is supported. Leave this table out.")
         table = load_table(self.source)
         if missing := sorted(set(columns.values()) - set(table.column_names)):
             raise ConfigError(f"{INFO}: {self.name}: {self.source} has no column {missing[0]}.")
@@ -86,7 +88,7 @@ class Table:
         return rows
 
     def _alpaca(self, cells: Row) -> tuple[str | None, Chat, Chat]:
-        """Return no system message, the prompt, and the answers of a row."""
+        """Return None (no system message), the prompt and the answers of a row in Alpaca's format."""
         prompt = [
             {"role": role, "content": text}
             for pair in cells.get("history") or []
@@ -98,7 +100,7 @@ class Table:
         return None, [*prompt, {"role": "user", "content": asked}], answers
 
     def _chat(self, cells: Row) -> tuple[str | None, Chat, Chat] | None:
-        """Return the chat's own system message, the prompt, and the answers; None for roles that do not alternate."""
+        """Return the chat's system message, the prompt and the answers, or None if roles do not alternate."""
         tags = self.info.get("tags", TAGS)
         roles = {tags[f"{role}_tag"]: ours for role, ours in _ROLES.items() if tags.get(f"{role}_tag")}
 

@@ -1,6 +1,6 @@
-"""Configurations of ms-swift: `swift rlhf --rlhf_type ppo`.
+"""Conversion of configurations of ms-swift: `swift rlhf --rlhf_type ppo`.
 
-Names, defaults and what they do are those of ms-swift at commit 3602360a (August 2026): `swift/arguments`,
+Names, defaults and effects of settings are those of ms-swift at commit 3602360a (August 2026): `swift/arguments`,
 `swift/trainers/arguments.py`, `swift/pipelines/train/rlhf.py`. Its trainer is TRL's last PPOTrainer.
 """
 
@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError, in_one_line
 from ppo_rlhf.data.chats import ASSISTANT, SYSTEM, TOOLS, read_chat, with_system
 from ppo_rlhf.data.sources import load_table
 
-SAME = {  # PPOConfig has ms-swift's names for these, and TRL's
+SAME = {  # settings with the same name in ms-swift, TRL and PPOConfig
     "num_ppo_epochs": 4,
     "whiten_rewards": False,
     "kl_coef": 0.05,
@@ -43,13 +43,13 @@ SAME = {  # PPOConfig has ms-swift's names for these, and TRL's
 }
 PPO = {**{name: (f"ppo.{name}", default) for name, default in SAME.items()}, "seed": ("seed", 42)}
 ALWAYS = {
-    "value_model": "reward_init",  # with LoRA an adapter of its own on the reward model
+    "value_model": "reward_init",  # with LoRA a separate adapter on the reward model
     "value_learning_rate": None,  # one optimiser for policy and critic
     "kl_controller": "fixed",
     "kl_estimator": "k1",
     "kl_in": "reward",
     "whiten_advantages": True,
-    "stop_token": "eos",  # the template's
+    "stop_token": "eos",  # the end token of the chat template
 }
 DERIVED = {
     **dict.fromkeys(arguments.IF_GIVEN),
@@ -87,44 +87,43 @@ DERIVED = {
     "enable_thinking": None,
 }
 OLD = {"train_type": "tuner_type", "sft_type": "tuner_type"}
-"""Names of ms-swift 2 and 3."""
+"""Names of settings in ms-swift 2 and 3, with the current names."""
 LEFT = {
     "template template_backend use_chat_template agent_template response_prefix reward_template preserve_thinking "
     "add_non_thinking_prefix disable_ignore_empty_think": "chats are rendered by the tokenizer's own chat template",
-    "max_length max_model_len": "prompts have no length of their own: those that leave no room for a response in the "
-    "model's context are handled as ppo.overlong_prompts says",
-    "top_k top_p": "ms-swift's PPO does not read it; here ppo.top_k and ppo.top_p do it",
-    "max_steps max_epochs": "ms-swift's PPO counts num_train_epochs",
-    "num_sample_generations": "ppo.sample_interval says how often responses are shown, in iterations",
-    "ref_*": "the reference is the policy that PPO starts from; another one is not offered",
+    "max_length max_model_len": "prompts have no limit: ppo.overlong_prompts sets what happens to prompts that "
+    "leave no room for a response in the model's context",
+    "top_k top_p": "ms-swift's PPO ignores this setting; here set ppo.top_k and ppo.top_p",
+    "max_steps max_epochs": "ms-swift's PPO uses num_train_epochs",
+    "num_sample_generations": "ppo.sample_interval sets how often responses are shown, in iterations",
+    "ref_*": "the reference is always the policy that PPO starts from",
     "model_type reward_model_type task_type num_labels problem_type new_special_tokens rope_scaling local_repo_path "
-    "init_strategy model_kwargs router_aux_loss_coef": "models and tokenizers are loaded as they were saved",
+    "init_strategy model_kwargs router_aux_loss_coef": "models and tokenizers are loaded unchanged",
     "bnb_4bit_* hqq_axis": "4-bit weights are always NF4 by bitsandbytes, doubly quantised",
-    "interleave_prob stopping_strategy": "tables stand one after the other, and prompts are drawn at random",
+    "interleave_prob stopping_strategy": "tables are concatenated, and prompts are drawn at random",
     "custom_dataset_info disable_auto_column_mapping strict model_name model_author cached_val_dataset": "tables are "
     "files here: prompts_path names them",
-    "external_plugins custom_register_path callbacks": "functions of yours: ppo.callbacks and reward.components name "
-    "them",
-    "stop_words": "ppo.stop_token and ppo.stop_token_id say what ends a response",
+    "external_plugins custom_register_path callbacks": "name your own functions in ppo.callbacks and reward.components",
+    "stop_words": "ppo.stop_token and ppo.stop_token_id set what ends a response",
     "use_vllm vllm_* async_generate sleep_level": "ms-swift's PPO does not use vLLM; here ppo.rollout_engine=vllm does",
     **arguments.LEFT,
     "loss_scale loss_type loss_weights is_binary_loss_scale label_smoothing* neftune_noise_alpha enable_dft_loss "
     "enable_channel_loss mrl_dims acc_strategy debug skip_memory_metrics torch_empty_cache_steps check_model stream "
     "logprobs top_logprobs structured_outputs_regex enable_npu_model_patch load_args load_data_args "
-    "ignore_args_error ds3_gather_for_generation bf16_* fp16_*": "it has no use here",
-    # GRPO, GKD, DPO and the others, and vLLM for them
+    "ignore_args_error ds3_gather_for_generation bf16_* fp16_*": "the setting has no counterpart here",
+    # settings of GRPO, GKD, DPO and other algorithms, and of vLLM for these
     "epsilon* delta cosine_* repetition_* reward_model_plugin reward_funcs reward_weights chord_* sync_ref_model "
     "multi_turn_scheduler max_turns completion_length_limit_scope *gym_env dynamic_sample max_resample_times "
     "overlong_filter soft_* scale_rewards top_entropy_quantile importance_sampling_level tau_* real_tau fipo_* "
     "advantage_* kl_in_reward rlsd_* sdar_* rollout_* off_policy_* num_generations* num_iterations teacher_* "
     "offload_* move_model_batches steps_per_generation wandb_log_unique_prompts enable_flattened_weight_sync beta "
     "rpo_alpha ld_alpha discopop_tau cpo_alpha simpo_gamma desirable_weight undesirable_weight "
-    "center_rewards_coefficient sft_alpha lmbda seq_kd gkd_*": "it is for other algorithms than PPO",
+    "center_rewards_coefficient sft_alpha lmbda seq_kd gkd_*": "the setting is not for PPO",
 }
 REMARKS = (
-    "TRL's PPO does not clip gradients, whatever max_grad_norm says; here they are clipped to it.",
-    "With gradient_accumulation_steps above 1 TRL takes one optimiser step every gradient_accumulation_steps "
-    "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step.",
+    "TRL's PPO ignores max_grad_norm and does not clip gradients; here gradients are clipped to max_grad_norm.",
+    "With gradient_accumulation_steps above 1, TRL takes an optimiser step every gradient_accumulation_steps "
+    "micro-batches, regardless of minibatches; here each of the num_mini_batches minibatches is one step.",
     arguments.PROCESSES,
 )
 _QUERIES = ("query", "prompt", "input", "instruction", "question", "problem")
@@ -138,22 +137,23 @@ def from_swift(
     """Convert arguments of `swift rlhf --rlhf_type ppo` to this project's parameters.
 
     Args:
-        settings: The arguments by name; values may be text, as a command line has them.
-        num_prompts: Rows of the training data, if they cannot be counted; training is counted in passes over them.
-        processes: How many processes it ran in (NPROC_PER_NODE x NNODES); the default of gradient_accumulation_steps
-            depends on it.
-        folders: Where relative paths are looked for, in this order. Without folders the tables are not read.
+        settings: The arguments by name. Values may be text, as on a command line.
+        num_prompts: Number of rows of the training data, needed if the tables are not read: the length of training is
+            given in passes over the rows.
+        processes: Number of processes of the source's run (NPROC_PER_NODE x NNODES). The default of
+            gradient_accumulation_steps depends on this number.
+        folders: Folders in which relative paths are searched, in this order. Without folders the tables are not read.
 
     Raises:
-        ConfigError: Another `rlhf_type`, or a table whose columns ms-swift does not know.
+        ConfigError: `rlhf_type` is not ppo, or ms-swift does not know the columns of a table.
         DataError: A table cannot be loaded.
     """
     given = arguments.normalised({OLD.get(name, name): value for name, value in settings.items()})
     kind = given.get("rlhf_type", DERIVED["rlhf_type"])
     if kind != "ppo":
         raise ConfigError(
-            f"ms-swift: rlhf_type={kind!r} has no counterpart: this project trains a policy by PPO with a critic. Of "
-            "`swift rlhf` the type ppo is converted."
+            f"ms-swift: rlhf_type={kind!r} has no counterpart, because this project trains by PPO with a critic. Only "
+            "rlhf_type='ppo' can be converted."
         )
     for name in ("model", "reward_model", "adapters", "reward_adapters"):
         if given.get(name):
@@ -183,7 +183,7 @@ def from_swift(
 
 
 def _carry_sizes(c: Conversion, rows: int | None, processes: int) -> None:
-    """Carry over the batch sizes and the number of responses; TRL's last batch is a full one."""
+    """Carry over the batch sizes and the number of responses. TRL's last batch is a full batch."""
     micro = c.count("per_device_train_batch_size")
     if c["gradient_accumulation_steps"] is None:
         accumulated = max(1, math.ceil(16 / micro / processes))
@@ -198,7 +198,7 @@ def _carry_sizes(c: Conversion, rows: int | None, processes: int) -> None:
         c.carry("ppo.total_episodes", "num_train_epochs", value=episodes)
         iterations = math.ceil(episodes / (micro * accumulated * processes))
     else:
-        why = "it counts passes over the prompts: give their number (--prompts)"
+        why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts)"
         c.leave(why, "num_train_epochs")
         if "num_train_epochs" not in c.given:
             c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
@@ -212,22 +212,22 @@ def _carry_models(c: Conversion) -> None:
     ):
         places, added = _list(c[model]), _list(c[adapters])
         if len(places) > 1 or len(added) > 1:
-            c.leave(f"several: merge them, and give one model as {target}", model, adapters, revision)
+            c.leave(f"there are several; merge them, and give one model as {target}", model, adapters, revision)
         elif added:
             c.carry(target, adapters, value=added[0])
-            c.leave("the adapter names its base itself", model, revision)
+            c.leave("the adapter's configuration names its base model", model, revision)
         elif places:
             branch = _list(c[revision])
             c.carry(target, model, revision, value="@".join([*places, *branch]))
             if not Path(places[0]).exists() and not c.flag("use_hf"):
                 c.remarks.append(
-                    f"{places[0]} is a name on ModelScope's hub; {target} takes a directory, or a name on Hugging "
-                    "Face's hub, which may be another."
+                    f"{places[0]} is a name on ModelScope's hub; {target} needs a directory or a name on the Hugging "
+                    "Face hub, where the model may have another name."
                 )
     if _list(c["adapters"]):
         c.remarks.append(
-            "ms-swift goes on training the given adapter, and its reference is the model without it; here the adapter "
-            "is merged into the policy that training and the reference start from, and a new one is trained."
+            "ms-swift continues to train the given adapter, and its reference is the model without the adapter; here "
+            "the adapter is merged into the model that both start from, and a new adapter is trained."
         )
 
 
@@ -242,7 +242,7 @@ def _carry_lora(c: Conversion) -> None:
     c.carry("ppo.lora_target_modules", "target_modules", value=modules, otherwise="all-linear")
     bits, adapter = c["quant_bits"], bool(_list(c["adapters"]))
     if bits is not None and (adapter or str(bits) != "4" or c["quant_method"] != "bnb"):
-        why = "an adapter is merged into whole weights" if adapter else "quantised weights have 4 bits, by bnb"
+        why = "an adapter is merged into full-precision weights" if adapter else "only 4 bits by bnb are supported"
         c.leave(why, "quant_bits", "quant_method")
         c.write("ppo.load_in_4bit", False, "quant_bits")
     else:
@@ -251,18 +251,18 @@ def _carry_lora(c: Conversion) -> None:
 
 
 def _carry_dtype(c: Conversion) -> None:
-    """Carry over the precision: ms-swift's fp16 and bf16 follow from torch_dtype, float32 too is trained in fp16."""
+    """Carry over the precision. In ms-swift torch_dtype sets fp16 and bf16, and float32 also sets fp16."""
     named = {None: "auto", "bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
     dtype = named.get(c["torch_dtype"], c["torch_dtype"])
     if c["bf16"] is not None or c["fp16"] is not None:
         dtype = "bfloat16" if c.flag("bf16") else "float16" if c.flag("fp16") else "float32"
     c.carry("ppo.dtype", "torch_dtype", "bf16", "fp16", value=dtype, otherwise="auto")
     if c["torch_dtype"] == "float32":
-        c.remarks.append("With torch_dtype float32 ms-swift computes in float16; ppo.dtype=float32 does without it.")
+        c.remarks.append("With torch_dtype float32 ms-swift computes in float16; set ppo.dtype=float32 for float32.")
 
 
 def _carry_tables(c: Conversion, folders: Sequence[Path]) -> Rows | None:
-    """Read the tables that are files, as ms-swift's AutoPreprocessor reads them; None if one is not a file."""
+    """Return the rows of all tables, read as ms-swift's AutoPreprocessor does, or None if a table is not a file."""
     names, settings = _list(c["dataset"]), ("dataset", "columns", "system")
     if not names or not folders:
         c.leave("set prompts_path", *settings)
@@ -276,33 +276,33 @@ def _carry_tables(c: Conversion, folders: Sequence[Path]) -> Rows | None:
         place, _, count = name.rpartition("#") if name.rpartition("#")[2].isdigit() else (name, "", "")
         file = Path(arguments.located(place, folders))
         if not file.exists():
-            c.leave(f"{place} is not a file here or above the source: set prompts_path", *settings)
+            c.leave(f"{place} is not a file here or above the source; set prompts_path", *settings)
             return None
         rows += _rows(name, file, renamed, int(count) if count else None, c["system"])
         if count:
-            c.remarks.append(f"Of {place} the first {count} rows are taken; ms-swift draws them at random.")
+            c.remarks.append(f"The first {count} rows of {place} are used; ms-swift draws the rows at random.")
     c.tables["prompts_path"] = rows
     c.carry_over(*settings)
     return rows
 
 
 def _rows(name: str, file: Path, renamed: Mapping[str, str], maximum: int | None, system: str | None) -> Rows:
-    """Return a file's rows as prompts: of chats, of Alpaca's columns, or of a query."""
+    """Return a file's rows as prompts. The file has chats, Alpaca's columns, or a column with queries."""
     table = load_table(str(file))
     called = {renamed.get(column, column).lower(): column for column in table.column_names}
     beside = {key: called[key] for key in (SYSTEM, TOOLS, "history") if key in called}
     if chats := next((called[key] for key in _CHATS if key in called), None):
-        taken = table.select(range(min(len(table), maximum or len(table))))
-        return [_prompt(row, chats, beside, system, str(file)) for row in taken]
+        first = table.select(range(min(len(table), maximum or len(table))))
+        return [_prompt(row, chats, beside, system, str(file)) for row in first]
     if {"instruction", "input"} <= called.keys():
-        found = {key: called[column] for key, column in ALPACA.items() if column in called}
+        columns = {key: called[column] for key, column in ALPACA.items() if column in called}
     elif query := next((called[key] for key in _QUERIES if key in called), None):
-        found = {"prompt": query}
+        columns = {"prompt": query}
     else:
-        columns = ", ".join(table.column_names)
-        raise ConfigError(f"{file}: ms-swift reads none of the columns {columns}. Name the query's: columns.")
+        names = ", ".join(table.column_names)
+        raise ConfigError(f"{file}: ms-swift reads none of the columns {names}. Set `columns`.")
     answer = next(({"response": called[key]} for key in _ANSWERS if key in called), {})
-    return Table(name, str(file), {"columns": found | answer | beside}).read("ppo", maximum=maximum, system=system)
+    return Table(name, str(file), {"columns": columns | answer | beside}).read("ppo", maximum=maximum, system=system)
 
 
 def _prompt(
@@ -312,7 +312,7 @@ def _prompt(
     if system and chat[0]["role"] != SYSTEM:
         chat = [{"role": SYSTEM, "content": system}, *chat]
     ends = chat[-1]["role"] == ASSISTANT
-    tools = {TOOLS: found} if (found := _cell(row, beside, TOOLS)) else {}
+    tools = {TOOLS: cell} if (cell := _cell(row, beside, TOOLS)) else {}
     return {"prompt": chat[:-1] if ends else chat, **({"response": chat[-1]["content"]} if ends else {}), **tools}
 
 
@@ -321,6 +321,6 @@ def _cell(row: Mapping[str, Any], columns: Mapping[str, str], name: str) -> Any:
 
 
 def _list(value: Any) -> list[str]:
-    """Return a value, or several, as a list of texts."""
+    """Return one or several values as a list of texts."""
     values = value if isinstance(value, list | tuple) else [value]
     return [str(each) for each in values if each not in (None, "")]

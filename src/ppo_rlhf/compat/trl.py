@@ -1,4 +1,4 @@
-"""Configurations of TRL: the legacy and the last PPOConfig, told apart by the names of their settings."""
+"""Conversion of TRL's legacy and last PPOConfig, which are recognised by the names of their settings."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ppo_rlhf.core.errors import ConfigError
 GLOBALS = ("seed", "sft_model_path", "reward_model_path")
 PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MODEL_CONFIG = {"use_peft": False, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": None, "load_in_4bit": False}
-"""Defaults of TRL's ModelConfig, which scripts read beside either PPOConfig."""
-_NO_EVALUATION = "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often"
-_COMPUTED = "TRL computes it, and overwrites the given value"
+"""Defaults of TRL's ModelConfig, which scripts use together with either PPOConfig."""
+_NO_EVALUATION = "TRL's PPO does not evaluate during training; here ppo.eval_interval sets how often to evaluate"
+_COMPUTED = "TRL computes this setting, and overwrites the given value"
 _IN_CONF = "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml"
-_LAUNCHER = "the launcher and accelerate's file say how processes share work"
-_OPTIMISER = "the optimiser is AdamW, and the precision is ppo.dtype"
-_PROMPTS = "set prompts_path to it as a file, or as a name on the hub with its split"
-_WIDER = "trainable weights are float32 or wider; ppo.dtype is the precision of the computation"
-_WHOLE = "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay"
+_LAUNCHER = "the launcher and accelerate's configuration file set how processes share work"
+_OPTIMISER = "the optimiser is AdamW, and ppo.dtype sets the precision"
+_PROMPTS = "set prompts_path to a file, or to a name on the hub with its split"
+_WIDER = "trainable weights are float32 or wider; ppo.dtype sets the precision of the computation"
+_WHOLE = "complete checkpoints are written every ppo.save_interval iterations; the newest and the best are kept"
 LEFT = {
     **dict.fromkeys(("*eval_*", "*eval"), _NO_EVALUATION),
     **LIVES_ELSEWHERE,
-    **dict.fromkeys(("lora_*", "use_rslora", "use_dora"), "LoRA is put on linear layers, without variants"),
+    **dict.fromkeys(("lora_*", "use_rslora", "use_dora"), "only plain LoRA on linear layers is supported"),
     **dict.fromkeys(("dtype", "torch_dtype"), _WIDER),
     "trust_remote_code": "set trust_remote_code in conf/local/globals.yml to run a model's own code",
     **dict.fromkeys(("bnb_4bit_*", "use_bnb_nested_quant"), "4-bit weights are always NF4, doubly quantised"),
@@ -40,18 +40,18 @@ LEFT = {
     **dict.fromkeys(("optim_*", "adafactor", "tf32", "half_precision_backend"), _OPTIMISER),
     **dict.fromkeys(("local_rank", "ddp_*", "fsdp*", "accelerator_*"), _LAUNCHER),
     **dict.fromkeys(("world_size", "local_*", "*backward_batch_size", "global_batch_size"), _COMPUTED),
-    "remove_unused_columns": "all columns of the prompts are kept: reward functions are called with them",
-    **dict.fromkeys(("ratio_threshold", "compare_steps", "is_*", "optimize_*"), "it has no use here"),
+    "remove_unused_columns": "all columns of the prompts are kept, because reward functions get all columns",
+    **dict.fromkeys(("ratio_threshold", "compare_steps", "is_*", "optimize_*"), "the setting has no counterpart here"),
 }
-"""Why settings are not carried over. `*` is any text; the first that matches counts."""
+"""Settings that are not converted, each with the reason. `*` matches any text; the first matching pattern counts."""
 REMARK = (
-    "Sizes are those of one process: with fewer processes than the source had, raise ppo.gradient_accumulation_steps "
-    "by the same factor."
+    "Batch sizes are per process: if you use fewer processes than the source did, raise "
+    "ppo.gradient_accumulation_steps by the same factor."
 )
 
 
 def place_of(setting: str) -> str:
-    """Return the parameter that a setting of TRL is, by its dotted name; a global has no group."""
+    """Return the dotted name of the parameter that corresponds to a setting of TRL; a global has no group."""
     same = setting if setting in GLOBALS else f"ppo.{setting}"
     return RENAMED.get(setting, same)
 
@@ -60,7 +60,7 @@ def _with_places(defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return {setting: (place_of(setting), default) for setting, default in defaults.items()}
 
 
-# TRL 0.4 to 0.11, with a value head on the policy and `step` for scores of the script. Defaults are those of 0.11.4.
+# TRL 0.4 to 0.11: a value head on the policy, and `step` with scores from the script. Defaults are those of 0.11.4.
 LEGACY = _with_places(
     {
         **{"learning_rate": 1.41e-5, "steps": 20_000, "ppo_epochs": 4, "cliprange": 0.2, "cliprange_value": 0.2},
@@ -69,7 +69,7 @@ LEGACY = _with_places(
     }
 )
 LEGACY_IF_GIVEN = ("max_grad_norm", "model_name")
-"""Carried over only if given: the source has no default that counts here."""
+"""Settings that are converted only if they are given, because the source has no default that applies here."""
 LEGACY_DERIVED = {
     **{"batch_size": 128, "mini_batch_size": 128, "forward_batch_size": None, "gradient_accumulation_steps": 1},
     **{"kl_penalty": "kl", "adap_kl_ctrl": True, "target": 6.0, "horizon": 10_000},
@@ -81,18 +81,18 @@ LEGACY_ALWAYS = {
     "lr_scheduler_type": "constant",  # unless the script makes a schedule
     "whiten_advantages": True,
     "kl_in": "reward",
-    "stop_token": "eos",  # as generate does
+    "stop_token": "eos",  # as in transformers' generate
     "missing_eos_penalty": None,
-    "temperature": 1.0,  # log-probabilities are not tempered
+    "temperature": 1.0,  # TRL's log-probabilities are those at temperature 1
 }
 LEGACY_REMARK = (
-    "The arguments that the script gives to generate are not in the configuration: set ppo.response_length, and "
-    "ppo.temperature, ppo.top_k and ppo.top_p if need be. Log-probabilities, KL and entropy are those of the tempered "
-    "policy here; TRL's legacy trainer trains at temperature 1."
+    "The configuration lacks the arguments that the script passes to generate: set ppo.response_length, and if needed "
+    "ppo.temperature, ppo.top_k and ppo.top_p. Log-probabilities, KL and entropy are computed at ppo.temperature here; "
+    "TRL's legacy trainer computes them at temperature 1."
 )
 
-# TRL's last PPOConfig: `trl.experimental.ppo`, and TRL 0.12 and later before it. Defaults are those of TRL 1.12.
-SAME = (  # PPOConfig has TRL's names and defaults for these
+# TRL's last PPOConfig: TRL 0.12 and later, now in `trl.experimental.ppo`. Defaults are those of TRL 1.12.
+SAME = (  # settings with the same name and default in TRL and PPOConfig
     *("num_ppo_epochs", "cliprange", "cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards", "kl_coef"),
     *("kl_estimator", "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -121,9 +121,9 @@ LAST_ALWAYS = {
     "whiten_advantages": True,
 }
 LAST_REMARKS = (
-    "TRL's PPO does not clip gradients, whatever max_grad_norm says; here they are clipped to it.",
-    "With gradient_accumulation_steps above 1 TRL takes one optimiser step every gradient_accumulation_steps "
-    "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step.",
+    "TRL's PPO ignores max_grad_norm and does not clip gradients; here gradients are clipped to max_grad_norm.",
+    "With gradient_accumulation_steps above 1, TRL takes an optimiser step every gradient_accumulation_steps "
+    "micro-batches, regardless of minibatches; here each of the num_mini_batches minibatches is one step.",
 )
 
 _LEGACY_NAMES = {*LEGACY, *LEGACY_IF_GIVEN, *LEGACY_DERIVED, "query_dataset"}
@@ -133,25 +133,29 @@ _LAST_NAMES = {*LAST, *LAST_IF_GIVEN, *LAST_DERIVED, "batch_size", "mini_batch_s
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
     """Convert a configuration of TRL's PPO to this project's parameters.
 
-    Absent settings have the source's defaults, not ours, and these are written out.
+    Missing settings get TRL's defaults, not this project's, and the defaults are written out.
 
     Args:
         settings: Fields of a PPOConfig: the legacy one (trl 0.11 and before: `ppo_epochs`, `init_kl_coef`, …) or the
             last one (`trl.experimental.ppo`: `num_ppo_epochs`, `kl_coef`, …).
-        num_prompts: Rows of the training data; the last PPOConfig counts its training in passes over them.
+        num_prompts: Number of rows of the training data; the last PPOConfig gives the length of training in passes over
+            the rows.
 
     Raises:
-        ConfigError: Names of both are given, or a size that TRL refuses too.
+        ConfigError: Settings of both PPOConfigs are given, or batch sizes that TRL also refuses.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"a configuration of TRL is a mapping of names to values, not a {type(settings).__name__}.")
+        raise ConfigError(
+            f"a configuration of TRL must be a mapping of names to values, not {type(settings).__name__}."
+        )
     legacy = [name for name in settings if name in _LEGACY_NAMES - _LAST_NAMES]
     last = [name for name in settings if name in _LAST_NAMES - _LEGACY_NAMES]
     if legacy and last:
         raise ConfigError(
-            f"{legacy[0]} is a setting of TRL's legacy PPOConfig, {last[0]} of its last one; give the settings of one."
+            f"{legacy[0]} is a setting of TRL's legacy PPOConfig, but {last[0]} is one of its last; give the "
+            "settings of one of them."
         )
-    # TRL's last PPOConfig has these sizes, too, but computes them
+    # TRL's last PPOConfig also has these sizes, but computes them
     if legacy or (not last and {"batch_size", "mini_batch_size"} & settings.keys()):
         return _from_legacy(settings)
     return _from_last(settings, num_prompts)
@@ -174,7 +178,7 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
 
     penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(str(c["kl_penalty"]), c["kl_penalty"])
     c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
-    if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies it: it stays at 0
+    if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies the coefficient, so 0 stays 0
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
     else:
         c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive" if c.flag("adap_kl_ctrl") else "fixed")
@@ -186,16 +190,16 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     if c.flag("early_stopping"):
         c.carry("ppo.target_kl", "target_kl")
         c.remarks.append(
-            "TRL's legacy trainer ends an update after a step, when the mean of old minus new log-probabilities passes "
-            "1.5 x target_kl; here it ends before the step, when half the mean of their squared difference does."
+            "TRL's legacy trainer ends an update after a step if the mean of old minus new log-probabilities is above "
+            "1.5 x target_kl; here the update ends before a step if half the mean squared difference is above it."
         )
     c.carry("ppo.reward_normalisation", "use_score_scaling", value="none")
     if c.flag("use_score_scaling") and c.flag("use_score_norm"):
         c.carry("ppo.reward_normalisation", "use_score_scaling", "use_score_norm", value="running")
     elif c.flag("use_score_scaling"):
         c.leave(
-            "use_score_scaling without use_score_norm divides and keeps the mean, which is not offered: "
-            "ppo.reward_normalisation=running also centres, ppo.reward_scale divides",
+            "use_score_scaling without use_score_norm divides scores and keeps their mean, which is not supported: "
+            "ppo.reward_normalisation=running also subtracts the mean, and ppo.reward_scale multiplies by a constant",
             *("use_score_scaling", "use_score_norm"),
         )
     if c["max_grad_norm"] is None:
@@ -220,29 +224,30 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
     else:
         c.write("ppo.missing_eos_penalty", None, "responses never stop")
         c.remarks.append(
-            "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens, and "
-            "would pay missing_eos_penalty, which is not carried over. ppo.stop_token=eos lets them end."
+            "Without stop_token TRL's responses never stop (ppo.stop_token=none): each response has response_length "
+            "tokens. missing_eos_penalty, which every response would pay, is not carried over. With ppo.stop_token=eos "
+            "responses can stop."
         )
     fp16 = c.flag("fp16")
     bf16 = not fp16 if c["bf16"] is None else c.flag("bf16")
     c.carry("ppo.dtype", "bf16", "fp16", value="bfloat16" if bf16 else "float16" if fp16 else "float32")
     if bf16 or fp16:
         c.remarks.append(
-            "TRL's PPO computes in float32 whatever bf16 and fp16 say, unless ACCELERATE_MIXED_PRECISION is set; here "
-            "ppo.dtype counts. ppo.dtype=float32 does what TRL's run did."
+            "TRL's PPO ignores bf16 and fp16 and computes in float32, unless ACCELERATE_MIXED_PRECISION is set; here "
+            "ppo.dtype sets the precision. ppo.dtype=float32 repeats TRL's run."
         )
     c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
     return c.finish(LEFT, *LAST_REMARKS, REMARK)
 
 
 def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
-    """Carry over the number of responses, how often samples are kept, and the warm-up as a share of the iterations."""
+    """Carry over the number of responses, the interval of samples, and the warm-up as a share of the iterations."""
     episodes, setting = None, "num_train_epochs" if c["total_episodes"] is None else "total_episodes"
     if setting == "total_episodes":
         episodes = c.count("total_episodes")
     elif num_prompts is not None:
         episodes = max(1, int(c.checked("num_train_epochs", Annotated[float, Field(gt=0)]) * num_prompts))
-    why = "it counts passes over the prompts: give their number (--prompts), or total_episodes"
+    why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts), or total_episodes"
     if episodes is not None:
         c.carry("ppo.total_episodes", setting, "total_episodes", value=episodes)
     else:
@@ -254,13 +259,13 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
 
     samples = c.checked("num_sample_generations", int)
     if iterations is None:
-        c.leave("ppo.sample_interval is counted in iterations, whose number is not known", "num_sample_generations")
+        c.leave("ppo.sample_interval is in iterations, whose number is not known", "num_sample_generations")
     elif samples > 0:
         c.carry("ppo.sample_interval", "num_sample_generations", value=max(1, iterations // samples))
     else:
         c.leave("the first and the last iteration are always sampled", "num_sample_generations")
     steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    if c["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
+    if c["lr_scheduler_type"] == "constant":  # transformers' constant schedule has no warm-up
         return
     if steps == 0 and c["warmup_ratio"] is not None:
         c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
@@ -269,12 +274,12 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     elif iterations is None:
         c.leave(why, "warmup_steps")
     else:
-        # half a step less: the product of ratio and iterations is rounded up
+        # half a step less, because ratio x iterations is rounded up
         c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 
 def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str], prompts: str) -> None:
-    """Write what both configurations have in common: constants, what is carried over only if given, prompts, LoRA."""
+    """Convert the parts that both configurations share: constants, settings converted only if given, prompts, LoRA."""
     for name, value in always.items():
         c.write(f"ppo.{name}", value, "always so in the source")
     for setting in if_given:
@@ -289,10 +294,10 @@ def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str
         c.carry(f"ppo.{name}", name)
     c.carry("ppo.load_in_4bit", "load_in_4bit", value=c.flag("load_in_4bit"))
     if c.flag("load_in_4bit"):
-        c.remarks.append("TRL puts critic and reward model in 4 bits, too; here the reward model keeps ppo.dtype.")
+        c.remarks.append("TRL also quantises critic and reward model to 4 bits; here the reward model keeps ppo.dtype.")
     modules = c["lora_target_modules"]
     if modules is None:
-        c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
+        c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here all-linear is used.")
         modules = "all-linear"
     if isinstance(modules, list | tuple | set):
         modules = ",".join(map(str, modules))
