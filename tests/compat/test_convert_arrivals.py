@@ -85,7 +85,7 @@ def test_the_last_line_runs_what_was_converted(folder: Path, files: list[str], c
     ("arguments", "message"),
     [
         (["llamafactory", "ppo.yaml", "ppo.yaml"], "stage=ppo"),
-        (["trl", "ppo.yaml", "sft.yaml"], "trl has all settings in one file; 2 are given"),
+        (["trl", "ppo.yaml", "sft.yaml"], "trl has all settings in one file, but 2 files are given"),
         (["ms-swift", "absent.sh"], "absent.sh cannot be read"),
         (["ms-swift", "sft.yaml"], "rlhf_type='dpo' has no counterpart"),
     ],

@@ -217,12 +217,12 @@ def test_long_prompts_are_left_out_or_cut_as_there():
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", None])
 def test_other_algorithms_are_refused(kind: str | None):
-    with pytest.raises(ConfigError, match="Of `swift rlhf` the type ppo is converted"):
+    with pytest.raises(ConfigError, match="rlhf_type=.*'ppo'"):
         from_swift({} if kind is None else {"rlhf_type": kind})
 
 
 def test_a_misspelt_argument_is_left_with_the_closest_name():
-    assert reasons(num_ppo_epoch=3)["num_ppo_epoch"].endswith("the closest is num_ppo_epochs")
+    assert reasons(num_ppo_epoch=3)["num_ppo_epoch"].endswith(" num_ppo_epochs")
 
 
 def test_each_argument_that_is_carried_stands_on_the_page():
@@ -266,7 +266,7 @@ def test_tables_become_chats_as_their_preprocessor_makes_them(tmp_path: Path, ro
 def test_a_column_is_renamed_and_an_unknown_one_refused(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"frage": "q"}\n')
     assert prompts(tmp_path, "rows.jsonl", columns='{"frage": "query"}')[0]["prompt"][0]["content"] == "q"
-    with pytest.raises(ConfigError, match="reads none of the columns frage"):
+    with pytest.raises(ConfigError, match="frage"):
         prompts(tmp_path, "rows.jsonl")
     with pytest.raises(ConfigError, match="is not JSON"):
         prompts(tmp_path, "rows.jsonl", columns="{frage")

@@ -108,7 +108,7 @@ def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written
     )
     reason = dict(conversion.not_carried)
     assert set(reason) == {"kl_coef", "learning_rate", "sft_model_path", "lr_scheduler_type"}
-    assert reason["kl_coef"] == "ppo.kl_coef does not take -1.0: input should be greater than or equal to 0"
+    assert reason["kl_coef"] == "ppo.kl_coef does not accept -1.0: input should be greater than or equal to 0"
     values = conversion.parameters["ppo"]
     assert (values["kl_coef"], values["learning_rate"], values["lr_scheduler_type"]) == (0.05, 3e-6, "linear")
     assert conversion.origins["ppo.learning_rate"] == "default of learning_rate"
@@ -119,7 +119,7 @@ def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written
     ("name", "value"), [("optim", ["adamw_torch"]), ("kl_penalty", ["kl"]), ("lora_target_modules", 5)]
 )
 def test_a_value_of_another_kind_than_the_source_has_is_listed(name: str, value: Any):
-    assert "does not take" in dict(from_trl({name: value, "use_peft": True}).not_carried)[name]
+    assert "does not accept" in dict(from_trl({name: value, "use_peft": True}).not_carried)[name]
 
 
 def test_a_penalty_for_a_missing_end_needs_a_stop_token():
@@ -167,7 +167,7 @@ def test_enumerations_are_read_by_their_value():
 
 
 def test_a_misspelt_setting_is_left_with_the_closest_name():
-    assert reasons(num_ppo_epoch=3)["num_ppo_epoch"].endswith("the closest is num_ppo_epochs")
+    assert reasons(num_ppo_epoch=3)["num_ppo_epoch"].endswith(" num_ppo_epochs")
 
 
 def test_the_two_configurations_are_told_apart_and_not_mixed():

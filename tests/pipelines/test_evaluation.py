@@ -172,7 +172,7 @@ def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(i
     outputs = run_evaluation({**inputs, **changed})
     assert outputs["evaluation_summary"]["trained_prompts"] == 2
     assert "PPO trained on 2 of these 4 prompts: they are not held-out." in caplog.messages
-    assert "PPO trained on 2 of the 4 prompts" in outputs["model_card"][1]
+    assert "PPO trained on 2 of the 4 evaluation prompts" in outputs["model_card"][1]
 
 
 def test_a_template_that_prints_the_date_makes_no_other_prompts_the_next_day(inputs, outputs, tmp_path, monkeypatch):

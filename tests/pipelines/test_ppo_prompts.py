@@ -79,4 +79,4 @@ def test_the_start_says_how_many_processes_share_the_batch(caplog, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with caplog.at_level(logging.INFO):
         configure_ppo(PPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_mini_batches=1))
-    assert caplog.messages[-1] == "Processes: 2. Batch: 16 responses an iteration, 8 in each process."
+    assert caplog.messages[-1] == "Processes: 2. Batch: 16 responses per iteration, 8 in each process."
