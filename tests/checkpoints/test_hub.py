@@ -112,7 +112,7 @@ def test_a_second_push_is_a_new_commit_without_weights_of_the_first(hub: Hub, ex
 
 def test_without_a_token_a_network_or_a_name_nothing_is_pushed(monkeypatch: pytest.MonkeyPatch):
     with running_hub(monkeypatch, token=None):
-        with pytest.raises(ConfigError, match="`hf auth login`.*HF_TOKEN"):
+        with pytest.raises(ConfigError, match=r"`hf auth login`.*HF_TOKEN"):
             check_push("me/policy")
         check_push("me/policy", token="given")
     for name in ("policy", "a/b/c", "me/policy@v1"):

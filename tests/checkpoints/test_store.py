@@ -118,7 +118,7 @@ def test_the_directory_holds_safetensors_and_json_that_follow_the_umask(trained,
 
 def test_a_checkpoint_of_another_architecture_is_refused(saved, make_run):
     other = make_run(model={"hidden_size": 32})
-    with pytest.raises(CheckpointError, match="iteration_000001: .*models") as refusal:
+    with pytest.raises(CheckpointError, match=r"iteration_000001: .*models") as refusal:
         read_checkpoint(saved, other.state)
     assert "\n" not in str(refusal.value)
 

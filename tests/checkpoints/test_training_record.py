@@ -150,7 +150,8 @@ def test_one_line_names_what_differs_from_conf_and_nothing_is_said_of_equal_sett
     other = settings_of(policy, replace(export.config, response_length=8, stop_token_id=None, kl_coef=0.1))
     both = "ppo.response_length=6 (conf: 8), ppo.stop_token_id=7 (conf: None)"
     [line] = other.lines()
-    assert line.startswith(f"{policy.source}: ") and both in line
+    assert line.startswith(f"{policy.source}: ")
+    assert both in line
     assert line.endswith(": --params ppo.response_length=8")
     another = settings_of(policy, replace(export.config, stop_token_id=None))
     assert another.lines()[0].endswith(": --params ppo.stop_token_id=null")
@@ -217,7 +218,8 @@ def test_what_another_version_wrote_is_named_and_the_policy_is_used_all_the_same
     assert settings_of(policy, export.config, template={}).lines() == []
     assert settings_of_training(policy, PPOConfig()).kl_coef == 0.2
     [message] = caplog.messages
-    assert message.startswith(f"{policy.source}: ") and message.endswith(": ppo.of_tomorrow")
+    assert message.startswith(f"{policy.source}: ")
+    assert message.endswith(": ppo.of_tomorrow")
     edit(policy, RECORD, ppo={**record["ppo"], "kl_coef": -1})
     conf = PPOConfig()
     assert settings_of_training(policy, conf) is conf

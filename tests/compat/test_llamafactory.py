@@ -135,7 +135,7 @@ def test_a_pass_leaves_out_the_prompts_that_do_not_fill_an_iteration(rows: int, 
     """TRL's data loader drops the last batch; max_steps = ceil(epochs x batches)."""
     conversion = from_llamafactory({**LORA, "num_train_epochs": epochs}, num_prompts=rows)
     assert conversion.parameters["ppo"]["total_episodes"] == episodes
-    with pytest.raises(ConfigError, match="23 prompts.* 24"):
+    with pytest.raises(ConfigError, match=r"23 prompts.* 24"):
         from_llamafactory(LORA, num_prompts=23)
 
 
@@ -197,7 +197,7 @@ def test_models_become_globals(settings: dict[str, Any], globals_: dict[str, Any
     conversion = from_llamafactory({"stage": "ppo", **settings})
     assert {name: value for name, value in conversion.globals.items() if name != "seed"} == globals_
     assert set(dict(conversion.not_carried)) == left
-    assert any("goes on training the given adapter" in each for each in conversion.remarks) == (
+    assert any("given adapter" in each for each in conversion.remarks) == (
         "adapter_name_or_path" in settings and "create_new_adapter" not in settings
     )
 

@@ -197,7 +197,7 @@ def test_settings_that_a_critic_of_its_own_cannot_have_are_refused(settings: dic
 
 
 def test_no_stored_critic_is_one_line_with_where_each_front_takes_one(sft: str) -> None:
-    with pytest.raises(ConfigError, match="value_model.*critic_path"):
+    with pytest.raises(ConfigError, match=r"value_model.*critic_path"):
         PPOTrainer(ppo(), sft)
 
 

@@ -30,5 +30,5 @@ def test_a_users_table_becomes_two_tables_of_standard_columns():
 
 
 def test_a_table_without_the_columns_is_refused():
-    with pytest.raises(DataError, match="review.*`text`"):
+    with pytest.raises(DataError, match=r"review.*`text`"):
         run(pd.DataFrame({"review": ["good", "bad"]}))

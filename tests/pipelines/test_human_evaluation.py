@@ -107,7 +107,7 @@ def test_a_queue_of_one_policy_or_of_deleted_runs_is_refused_and_nothing_is_lost
     for file in (folder / "artifacts").rglob("feedback_pairs.parquet"):
         if run in str(file):
             file.unlink()
-    with pytest.raises(DataError, match="feedback.against=ppo_policy"):
+    with pytest.raises(DataError, match=r"feedback.against=ppo_policy"):
         nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
     assert "pairs are left out" in caplog.text
     assert all(len(each.answers) == 2 for each in queues.read(QUEUE))
@@ -123,9 +123,7 @@ def test_of_a_queue_of_more_than_two_policies_the_newest_answered_are_compared(
     table = nodes.unblind_answers(FeedbackConfig(queue=QUEUE))
     assert table["number"].tolist() == anew["number"].tolist()
     assert {*table["our_source"]} == {str(folder / "anew")}
-    assert f"{len(compared)} of {len(compared) + len(anew)} pairs are of other policies than the newest answered" in (
-        caplog.text
-    )
+    assert f"{len(compared)} of {len(compared) + len(anew)} pairs" in caplog.text
     assert sum(bool(each.answers) for each in queues.read(QUEUE)) == len(compared) + 1
 
 

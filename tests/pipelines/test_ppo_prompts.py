@@ -25,7 +25,7 @@ def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(tmp_path
         prepared = prepare_prompts(PROMPTS, PROMPTS, handle, PPOConfig(response_length=4, device="cpu"), settings)
     assert prepared["evaluation_prompts"]["prompt"].tolist() == PROMPTS["prompt"][:maximum]
     assert prepared["training_prompts"]["prompt"].tolist() == prepared["prompt_dataset"].texts[:]
-    line = f"Of 6 evaluation prompts the first {maximum} are used (prompts.max_held_out)."
+    line = f"Of 6 evaluation prompts, only the first {maximum} are used (prompts.max_held_out)."
     assert (line in caplog.messages) is said
 
 

@@ -74,12 +74,12 @@ def test_given_pairs_are_checked_before_any_node_that_needs_the_policy(tmp_path)
     catalog = catalog_for(tmp_path, GIVEN)
     names = [node.name for node in create_pipeline().nodes]
     assert names[0] == "reward_modelling.check_preferences"
-    with pytest.raises(DataError, match="`chosen`.* good, bad"):
+    with pytest.raises(DataError, match=r"`chosen`.* good, bad"):
         SequentialRunner().run(create_pipeline().only_nodes(names[0]), catalog)
 
 
 def test_without_pairs_and_prompts_there_is_nothing_to_learn_from(tmp_path):
     catalog = catalog_for(tmp_path, None, labeller=f"{__name__}:length")
     catalog["raw_prompts"] = RecordsDataset(None)
-    with pytest.raises(DataError, match="preferences_path.*reward_modelling.labeller"):
+    with pytest.raises(DataError, match=r"preferences_path.*reward_modelling.labeller"):
         SequentialRunner().run(create_pipeline(), catalog)
