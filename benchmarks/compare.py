@@ -29,11 +29,11 @@ TOLERANCE = {"ours": 0.05, "trl": 0.3}
 """Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
 but TRL's times do not depend on where responses end."""
 Result = dict[str, Any]
-"""Of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
+"""Figures of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
 
 
 class SideError(SystemExit):
-    """One side's process failed, or did other work than it should; ends a benchmark that does not go on without it."""
+    """One side's process failed or did the wrong work, and the benchmark cannot continue without this side."""
 
     def __init__(self, side: str, why: str) -> None:
         super().__init__(f"{side}: {why}")
@@ -110,7 +110,10 @@ def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list
 def compare_what_runs(
     job: Job, peer_python: str | None, pairs: int, folder: Path
 ) -> tuple[list[tuple[Result, ...]], list[str]]:
-    """Return the results of `compare`, of our side alone if TRL fails, and why a side failed; of none if ours fails."""
+    """Return the results of `compare` and the reason of a failure.
+
+    If TRL fails the results are only ours; if our side fails there are no results.
+    """
     try:
         return compare(job, peer_python, pairs, folder), []
     except SideError as error:
@@ -133,7 +136,9 @@ def run_side(side: str, command: list[str], environment: dict[str, str]) -> Resu
 
 
 def check_work(job: Job, side: str, result: Result) -> None:
-    """Raise if a side has not taken the optimiser steps, or sampled the tokens, that the work has."""
+    """Raise an error if a side took another number of optimiser steps or sampled another number of tokens than
+    planned.
+    """
     expected = job.iterations * job.preset.steps
     if result["steps"] != expected:
         raise SideError(side, f"{result['steps']} optimiser steps, {expected} expected")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = "found: "
-"""What a line with a result begins with; a pair of what and result follows as JSON."""
+"""Prefix of a line with a result; a JSON pair of name and result follows."""
 NO_GPU = "no GPU: not run"
 DEMO = ("run", "--env", "test")
 """The arguments of `kedro` that run the demo's stages with tiny settings."""
@@ -58,7 +58,7 @@ def say(what: str, result: str) -> None:
 
 
 class Part:
-    """What a part measures with: a device, sizes, and the clock."""
+    """Tools that a part measures with: a device, sizes, and the clock."""
 
     def __init__(self, device: str, *, small: bool) -> None:
         self.device, self.small = torch.device(device), small
@@ -85,7 +85,7 @@ class Part:
         return [("plain", {"cuda_graphs": False}), ("captured", {"cuda_graphs": True})]
 
     def report(self, what: str, measure: Callable[[], str], *, needs_gpu: bool = False) -> None:
-        """Say what was measured, or why it was not, and go on with the others."""
+        """Print what was measured, or the error, and continue with the next measurement."""
         if needs_gpu and not self.on_gpu:
             say(what, NO_GPU)
             return
@@ -99,7 +99,7 @@ class Part:
             say(what, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def wait(self) -> None:
-        """Wait until the device has nothing to do."""
+        """Wait until all work on the device is done."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -109,7 +109,7 @@ class Part:
 
 
 def launch(part: Part) -> None:
-    """Time kernels that compute nearly nothing: what is left is what a launch costs."""
+    """Time kernels that compute almost nothing, to measure the cost of a launch."""
     device = part.device
     count = 50 if part.small else 2000
     numbers, matrix = torch.zeros(1024, device=device), torch.zeros(64, 64, device=device)

@@ -36,11 +36,11 @@ ALONE = re.compile(rf"^(?P<test>\S+::.+?) (?P<end>{ENDS})\b(?: \((?P<why>.*)\))?
 IN_A_WORKER = re.compile(rf"^\[gw\d+\] \[ *\d+%\] (?P<end>{ENDS}) (?P<test>\S+::.+?)(?P<why>) *$")
 REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$")
 STOPPING_S = 8.0
-"""How long a part that is stopped may take to say what it has found."""
+"""Seconds that a stopped part may take to print its results."""
 WITHOUT_HURRY_S = 600.0
-"""Limit of each part of `--small`: what else the machine does must not cut a trial off."""
+"""Time limit of each part with `--small`, long enough that other work on the machine does not cut a trial off."""
 LEAST_S = 15.0
-"""A part does not begin with less time left."""
+"""A part does not start if less time is left."""
 DEVICE = """
 import os, platform, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
@@ -50,7 +50,7 @@ print(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, CUDA {torch.v
 
 @dataclass(frozen=True)
 class Part:
-    """A command, its limit in seconds, and what of its output goes into the table: pairs of what and result."""
+    """A command, its limit in seconds, and a function that takes pairs of name and result from its output."""
 
     name: str
     command: list[str]
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended, and what it found."""
+    """How a part ended, and its results."""
 
     name: str
     state: str
@@ -226,7 +226,7 @@ def run(part: Part, seconds: float, log: IO[str]) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return what was found as one Markdown table."""
+    """Return all results as one Markdown table."""
     lines = ["| part | what | result |", "| --- | --- | --- |"]
     for outcome in outcomes:
         lines.append(f"| **{outcome.name}** | {outcome.seconds:.0f} s | {outcome.state} |")

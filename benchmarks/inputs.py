@@ -52,7 +52,7 @@ def make_models(preset: Preset, lengths: str, folder: Path, seed: int = 0) -> tu
 
 
 def word(token_id: int) -> str:
-    """Return the text of a token other than stop and pad."""
+    """Return the text of a token that is neither stop nor pad."""
     return f"t{token_id}"
 
 
@@ -80,7 +80,7 @@ def stop_probability(response_length: int) -> float:
 
 @torch.no_grad()
 def plant_stop_token(model: GPT2LMHeadModel, probability: float) -> None:
-    """Change a few weights so that the stop token has this probability after any text.
+    """Change a few weights so that the stop token has the given probability after any text.
 
     The last layer norm's output has mean 0 before its bias. With the bias b in every component and the stop token's
     embedding c in every component, its logit is width x b x c after any text. Training moves each weight by less than

@@ -37,7 +37,7 @@ TOPICS = {
 }
 """The file of calls recorded from verl, the arguments of a function, and the output that it returns."""
 CUTS = ((8, 1), (4, 2), (2, 4), (1, 8))
-"""Responses of a micro-batch, and micro-batches of the batch."""
+"""Number of responses in a micro-batch, and of micro-batches in the batch."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
     """Token ids of several batches; the first batch that the trainer draws is used."""
     micro_batch: int = 8
     accumulated: int = 1
-    """Micro-batches of the batch."""
+    """Number of micro-batches in the batch."""
     minibatches: int = 1
     epochs: int = 1
     lam: float = 0.9
@@ -63,22 +63,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an iteration did."""
+    """Measurements of one iteration."""
 
     responses: list[list[int]]
-    """Up to the token that ends them, which counts, or of 12 tokens."""
+    """Responses up to and including the token that ends them, or of 12 tokens."""
     scores: Tensor
-    """`[8]`, as the reward gave them."""
+    """Raw scores `[8]` of the reward."""
     counted: Tensor
-    """`[8, 12]` bool, the tokens that the policy loss counts."""
+    """`[8, 12]` bool, True for tokens that count in the policy loss."""
     advantages: Tensor
-    """`[8, 12]`, before whitening."""
+    """Advantages `[8, 12]` before whitening."""
     ratios: Tensor
-    """Of the counted tokens in the first forward pass of the update."""
+    """Ratios of the counted tokens in the first forward pass of the update."""
     gradient: Tensor
-    """Of policy and critic at the first optimiser step, before clipping, in one row."""
+    """Gradients of policy and critic at the first optimiser step, before clipping, as one vector."""
     steps: int
-    """Optimiser steps of the iteration."""
+    """Number of optimiser steps in the iteration."""
 
 
 Row = tuple[str, bool | None, str]
@@ -165,7 +165,7 @@ def _cuts(whole: Seen, others: list[Seen]) -> Row:
 
 
 def _pad(whole: Seen, other: Seen) -> Row:
-    """The end counts as a token whatever the pad token is."""
+    """The end token counts, whatever the pad token is."""
     if other.responses != whole.responses:
         raise SystemExit("the pad token changed the responses: nothing to compare")
     counts = [int(seen.counted.sum()) for seen in (other, whole)]

@@ -43,7 +43,7 @@ from ppo_rlhf.ppo.sequences import make_batch
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16
 ROWS, PROMPT, RESPONSE = 32, 40, 64
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
-"""Operations that only make a tensor, or another name of one."""
+"""Operations that launch nothing: they only create a tensor or a view."""
 REPLAY = "a replay"
 
 
@@ -66,11 +66,11 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All launches."""
+        """Number of all launches."""
         return sum(self.by_name.values())
 
     def take(self) -> Launches:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         taken = Launches()
         taken.by_name, taken.casts = self.by_name, self.casts
         self.by_name, self.casts = Counter(), 0
@@ -78,7 +78,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def as_replay(self) -> Iterator[None]:
-        """Count all of a block as one launch."""
+        """Count all operations of a block as one launch."""
         before = self.by_name.copy(), self.casts
         yield
         self.by_name, self.casts = before

@@ -64,7 +64,7 @@ def make_job(seed: int, folder: Path) -> Path:
 
 
 def first_at(curve: Curve) -> int | None:
-    """Return the first iteration whose walks have the target, None if none has."""
+    """Return the first iteration whose walks reach the target, or None."""
     return next((number for number, point in enumerate(curve, 1) if point["score"] >= TARGET), None)
 
 
@@ -102,7 +102,7 @@ def summary_table(curves: dict[str, list[Curve]]) -> str:
 
 
 def draw(curves: dict[str, list[Curve]], file: Path) -> None:
-    """Draw the curves, a thin line a seed, as SVG: over iterations, and over seconds."""
+    """Plot the curves as SVG, with a thin line for each seed: over iterations, and over seconds."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "walks", "font.family": "sans-serif"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.2), sharey=True, layout="constrained")
     for colour, (side, found) in zip(("#1f77b4", "#d62728"), curves.items(), strict=False):

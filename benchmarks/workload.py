@@ -30,7 +30,7 @@ class Preset:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of an iteration."""
+        """Number of optimiser steps in an iteration."""
         return self.epochs * (self.batch // self.minibatch)
 
 
@@ -47,12 +47,12 @@ QUIET_PEER = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-"""Variables for any process of TRL's."""
+"""Environment variables for any process of TRL."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one process."""
+    """Job of one process."""
 
     preset: Preset
     lengths: str

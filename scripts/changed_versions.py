@@ -1,4 +1,4 @@
-"""Print which installed packages have another version than constraints.txt pins, or are not in it."""
+"""Print the installed packages whose version differs from constraints.txt, or that constraints.txt lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 OURS = {"ppo-rlhf", "pip", "setuptools"}
-"""The project itself, and what comes with a virtual environment."""
+"""Packages that are not pinned: the project itself, and the packages of a new virtual environment."""
 
 
 def pins(text: str) -> dict[str, Requirement]:
@@ -21,7 +21,7 @@ def pins(text: str) -> dict[str, Requirement]:
 
 
 def changes(pinned: Mapping[str, Requirement], installed: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each installed package with another version than the pinned one; a build's +cpu is no other."""
+    """Yield a line for each installed package whose version is not the pinned version; suffixes as +cpu are ignored."""
     for name, version in sorted(installed.items()):
         if name not in pinned:
             yield f"{name}: not pinned -> {version}"

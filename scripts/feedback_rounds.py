@@ -30,7 +30,7 @@ def run(environment: list[str], pipelines: str, *settings: str) -> None:
 
 
 def answer_all(queues: ReviewQueues) -> int:
-    """Let the judge answer what nobody has answered; return how many pairs have an answer."""
+    """Let the judge answer all unanswered pairs, and return the number of answered pairs."""
     pairs = queues.read(QUEUE)
     waiting = [each for each in pairs if not each.answers]
     scores = [
@@ -43,7 +43,7 @@ def answer_all(queues: ReviewQueues) -> int:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the reward model's accuracy and PPO's gold score by round."""
+    """Plot the reward model's accuracy and PPO's gold score by round."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rounds", "font.family": "sans-serif"})
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the rounds, print the table and draw it."""
+    """Run the rounds, print the table and plot it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--env", default="demo", help="Kedro's environment")
     parser.add_argument("--experiment", default="ppo_rlhf_demo", help="the environment's, in MLflow")

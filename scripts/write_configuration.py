@@ -71,13 +71,13 @@ BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of the page."""
     parts = [INTRODUCTION, _globals(), *(_group(name, group) for name, group in GROUPS.items())]
     return "\n".join(parts)
 
 
 def _globals() -> str:
-    """Return the table of globals.yml: each line there has its value and a comment."""
+    """Return the table of globals, from the values and comments in globals.yml."""
     rows = re.findall(r"^(\w+): (.*?) # (.*)$|^(\w+): (.*)$", GLOBALS.read_text(encoding="utf-8"), re.MULTILINE)
     lines = [f"| `{name or bare}` | {_code(value or only)} | {meaning} |" for name, value, meaning, bare, only in rows]
     heading = "## Globals\n\nIn `conf/local/globals.yml`, or with `--params` without a group.\n"
@@ -99,7 +99,7 @@ def _group(name: str, group: Any) -> str:
 
 
 def _meanings(group: Any) -> dict[str, str]:
-    """Return the text below each field, of the class and of those that it inherits from."""
+    """Return the docstrings of all fields of a class, including inherited fields."""
     found = {}
     for base in filter(is_dataclass, reversed(group.__mro__)):
         (tree,) = ast.parse(inspect.getsource(base)).body
@@ -135,7 +135,7 @@ def _typical(hint: Any) -> Typical | None:
 
 
 def _range(typical: Typical) -> str:
-    """Return a range with its source, and what it holds for."""
+    """Return a typical range with its source and the models that it applies to."""
     policies = f"for policies of {LARGE / 1e6:g} million parameters or more; with LoRA {LORA_FACTOR:g} times that"
     usual = f"{typical.low:g} to {typical.high:g} ({typical.source})"
     return f"{usual} {policies}" if typical.is_rate else usual

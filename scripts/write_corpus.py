@@ -23,10 +23,10 @@ from ppo_rlhf.demo.lexicon import WORDS
 
 DEMONSTRATIONS = 14_000
 PROMPTS = 6_000
-PROMPT_TITLES = 0.25  # share of the titles that only prompts have
-MAX_OPENING = 5  # words of the body in a prompt
+PROMPT_TITLES = 0.25  # share of the titles that occur only in prompts
+MAX_OPENING = 5  # largest number of words of the body in a prompt
 ASPECTS = WORDS["ASPECT"]
-MIN_BODY, MAX_BODY = 8, 32  # tokens, punctuation included
+MIN_BODY, MAX_BODY = 8, 32  # tokens, including punctuation
 SENTENCE_COUNTS = (0.15, 0.50, 0.28, 0.07)  # probability of 1, 2, 3, 4 sentences
 KEEP_POLARITY = 0.9  # probability that a sentence has the polarity of its review
 KEEP_ASPECT = 0.4  # probability that "the ASPECT" is the aspect of the header
@@ -59,7 +59,7 @@ def _choose(rng: random.Random, cumulative: Sequence[float]) -> int:
 
 
 def _expand(symbol: str, rng: random.Random, bound: Mapping[str, tuple[float, str]]) -> list[str]:
-    """Write out `symbol`; one in `bound` is, with the probability given there, the words given there."""
+    """Expand `symbol` to words. A symbol in `bound` becomes the words given there with the probability given there."""
     if is_terminal(symbol):
         return [symbol]
     probability, words = bound.get(symbol, (0.0, ""))
@@ -104,7 +104,7 @@ def write_review(rng: random.Random, titles: Sequence[str]) -> Review:
 
 
 def split_titles(rng: random.Random) -> tuple[list[str], list[str]]:
-    """Part the titles into those of the demonstrations and those of the prompts."""
+    """Split the titles into titles for demonstrations and titles for prompts."""
     titles = all_titles()
     order = sorted(range(len(titles)), key=[rng.random() for _ in titles].__getitem__)
     cut = int(PROMPT_TITLES * len(titles))
@@ -112,7 +112,9 @@ def split_titles(rng: random.Random) -> tuple[list[str], list[str]]:
 
 
 def write_prompt(review: Review, rng: random.Random) -> str:
-    """The header and one to five words of the body; never its first full stop, so there is always a sentence to end."""
+    """Return the header and one to five words of the body, without its first full stop: a sentence is always left to
+    end.
+    """
     longest = min(MAX_OPENING, review.body.index(END))
     return " ".join((*review.header, *review.body[: 1 + int(rng.random() * longest)]))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 NODES, EDGE_PROBABILITY, WALKS, LONGEST, GOAL = 21, 0.1, 1000, 10, 0
 SEED = 1002
-"""trlX's default."""
+"""Value of trlX's default."""
 
 
 def write_files(output: Path, seed: int = SEED) -> tuple[Path, Path]:
@@ -26,7 +26,7 @@ def write_files(output: Path, seed: int = SEED) -> tuple[Path, Path]:
     Raises:
         ValueError: The graph of this seed has a start that is more than 9 nodes from the goal: its optimum is not 1.
     """
-    random = np.random.RandomState(seed)  # its numbers are the same in every release of numpy
+    random = np.random.RandomState(seed)  # gives the same numbers in every release of numpy
     graph = _graph(random)
     shortest = _shortest(graph)
     if len(shortest) < NODES or max(shortest.values()) >= LONGEST:
@@ -44,7 +44,7 @@ def write_files(output: Path, seed: int = SEED) -> tuple[Path, Path]:
 
 
 def _graph(random: np.random.RandomState) -> list[list[int]]:
-    """Draw graphs until each node leads somewhere; return the nodes that each leads to."""
+    """Draw graphs until each node has a successor; return the successors of each node."""
     while True:
         leads = random.rand(NODES, NODES) > 1 - EDGE_PROBABILITY
         np.fill_diagonal(leads, False)
@@ -53,7 +53,7 @@ def _graph(random: np.random.RandomState) -> list[list[int]]:
 
 
 def _shortest(graph: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return the nodes of the shortest walk to the goal, start and goal included, for each node that has one."""
+    """Return the nodes of the shortest walk to the goal, including start and goal, for each node that reaches it."""
     found, nodes = {GOAL: 1}, 1
     while reached := [n for n in range(NODES) if n not in found and any(found.get(m) == nodes for m in graph[n])]:
         nodes += 1

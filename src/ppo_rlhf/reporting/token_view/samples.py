@@ -36,7 +36,7 @@ class TokenSamples(TypedDict):
 def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
     """Return at most `limit` responses, from the best to the worst score in equal steps of rank."""
     rollouts = experience.rollouts
-    quantities = {  # each [B, T] or wider
+    quantities = {  # tensors by name, each [B, T] or wider
         "reward": experience.rewards,
         "kl": rollouts.kl,
         "value": rollouts.values,
