@@ -97,7 +97,7 @@ def test_batch_sizes_count_all_processes(monkeypatch):
 def test_a_size_that_is_computed_can_be_read_and_not_given():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PPOConfig().mini_batch_size = 4
-    with pytest.raises(ConfigError, match=r"ppo\.mini_batch_size .*: it is batch_size / ppo\.num_mini_batches"):
+    with pytest.raises(ConfigError, match=r"ppo\.mini_batch_size .*ppo\.num_mini_batches"):
         PPOConfig(mini_batch_size=4)
 
 
