@@ -146,7 +146,7 @@ def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pyte
     table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "response": texts, "length": [4, 3, 3, 4], "reward": [1.0, 2, 3, 4]})
     probes = pd.DataFrame({"probe": ["empty", "repeated", "suffix"], "change": [-1.0, 0.0, 0.0]})
     parts = [RewardComponentConfig(type="function", function=f"words:{name}") for name in ("count", "other")]
-    monkeypatch.setattr("ppo_rlhf.evaluation.policy.load_function", lambda reference, project_path: len)
+    monkeypatch.setattr("ppo_rlhf.evaluation.policy.load_judge", lambda judge, place, project_path: len)
     given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
     own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
     assert other["verdict"] == "fit for PPO by 10 of 11 measures"
