@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from io import StringIO
@@ -340,7 +341,7 @@ def test_a_run_whose_template_prints_the_date_goes_on_the_next_day_and_a_line_sa
     assert resumed._prompts.texts[0].startswith("04 u a")  # "04" is unknown to this tokenizer, so are all numbers
     with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
         resumed.load_checkpoint(tmp_path / "run" / "iteration_000000")
-    assert "prompts have 04 from here on, where they had 03" in caplog.text
+    assert re.search("contain 04 .* contained 03", caplog.text)
     for others in (chats[::-1], PROMPTS):
         with pytest.raises(ConfigError, match=r"^prompts: "):
             trainer_of(sft, tokenizer=tokenizer, prompts=others).load_checkpoint(tmp_path / "run" / "iteration_000000")
