@@ -328,7 +328,7 @@ class Run:
         shaped = loop.shape_rewards(rollouts, scores, self.state)
         experience = loop.estimate_advantages(rollouts, scores, shaped, self.state)
         found = loop.optimise_policy(self.state, experience, self.reference)
-        self.state.advance(scores.total, loop.iteration_metrics(self.state, experience, found))
+        self.state.advance(scores, loop.iteration_metrics(self.state, experience, found))
         return found, self.state.clock.seconds["log-probabilities"]
 
 

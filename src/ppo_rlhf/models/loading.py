@@ -276,7 +276,8 @@ class PretrainedHandle:
             ModelError: The directory cannot be read, or the value head is not a linear layer with one output.
         """
         check_model_directory(self.source)
-        names = (ADAPTER_WEIGHTS,) if self.base else (WEIGHTS, WEIGHTS_INDEX)
+        is_adapter = self._file(CONFIG, local_files_only=True) is None
+        names = (ADAPTER_WEIGHTS,) if is_adapter else (WEIGHTS, WEIGHTS_INDEX)
         file = next(filter(None, (self._file(name, local_files_only=True) for name in names)), None)
         return None if file is None else read_value_head(weight_files(file.parent))
 
