@@ -56,7 +56,8 @@ GROUPS = {
 }
 INTRODUCTION = """# Configuration reference
 
-Written by `python scripts/write_configuration.py` from the code; a test fails if the page is stale. Change a docstring
+This page lets you look up every setting: its type, default, meaning and typical range.
+`python scripts/write_configuration.py` writes it from the code; a test fails if the page is stale. Change a docstring
 or `conf/base/globals.yml`, not this page.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
