@@ -100,7 +100,7 @@ def count_second_iteration(monkeypatch: pytest.MonkeyPatch, job: Job) -> dict[st
 
 
 def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
-    """The launches are those of the pinned torch; TRL's update has 10,214 there, and 4,549 before it (docs/speed.md).
+    """The launches are those of the pinned torch; TRL's update has 10,214 there, and 4,549 before it (decision 20).
 
     Another release writes some gradients with other operations, such as that of a minimum. A twentieth more is allowed
     it: two operations more in every layer of each pass are still too many.
