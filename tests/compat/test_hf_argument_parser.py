@@ -19,6 +19,8 @@ SERVED = {**VLLM, "vllm_mode": "server", "vllm_server_base_url": "http://localho
 # Fields that need another field, or a value that the type does not tell: the value, and the other fields.
 SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "dual_clip": (2.5, {}),
+    "importance_low": (0.5, {"importance_high": 4.0}),
+    "importance_high": (4.0, {"importance_low": 0.5}),
     "max_tokens_per_micro_batch": (64, {}),
     "cuda_graphs": (False, {}),
     "num_critic_epochs": (8, {}),
