@@ -34,8 +34,6 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "truncated_responses": ("replace", {"missing_eos_penalty": 1.0}),
     "environment": ("my_environment:reply", {"turn_length": 4}),
     "turn_length": (4, {"environment": "my_environment:reply"}),
-    "importance_low": (0.7, {"importance_high": 6.0}),
-    "importance_high": (6.0, {"importance_low": 0.7}),
     "lora_r": (4, {"use_peft": True}),
     "lora_alpha": (4, {"use_peft": True}),
     "lora_target_modules": ("q_proj,v_proj", {"use_peft": True}),

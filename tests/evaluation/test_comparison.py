@@ -10,18 +10,16 @@ from scipy.stats import binomtest, multinomial
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.evaluation.comparison import (
-    Verdict,
     before_after,
     compare_evaluations,
     conclude,
     distinct_n,
     outcomes,
-    read_verdict,
     sample_pairs,
-    sign_test,
-    win_rate,
 )
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
+from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
+from ppo_rlhf.evaluation.win_rate import sign_test, win_rate
 
 DOCS = Path(__file__).parents[2] / "docs"
 ALWAYS = {

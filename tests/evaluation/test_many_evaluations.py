@@ -11,8 +11,8 @@ from scipy.special import ndtr
 from scipy.stats import binom
 
 from ppo_rlhf.evaluation import since_best as module
-from ppo_rlhf.evaluation.comparison import Verdict
 from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, exploits_since_best, least_since_best_p, since_best
+from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.reporting.wording import remarks
 from tests.evaluation.test_since_best import evaluation
 

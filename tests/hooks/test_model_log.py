@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset
-from ppo_rlhf.evaluation.comparison import Verdict
+from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter

@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import TrainingHistoryDataset
-from ppo_rlhf.evaluation.comparison import SENTENCES_OF_EARLIER_RUNS, Verdict
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.evaluation.verdict import SENTENCES_OF_EARLIER_RUNS, Verdict
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.reporting.charts import (

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.evaluation.comparison import LEVELS, Verdict
 from ppo_rlhf.evaluation.since_best import CHANCE
+from ppo_rlhf.evaluation.verdict import LEVELS, Verdict
 from ppo_rlhf.ppo.kl_rules import KLSituation
 
 WINDOW = 10

@@ -7,80 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from scipy.special import bdtr, ndtri
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.success_rates import pass_at_k
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
+from ppo_rlhf.evaluation.verdict import conclude_outcomes
+from ppo_rlhf.evaluation.win_rate import win_rate
 
-MIN_PROMPTS = 10
-CONFIDENCE = 0.95
-_Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
 EXTREMES = 3
 """Number of widest wins, and of widest losses, that a table of samples has in addition to its random rows."""
-
-
-class Verdict(StrEnum):
-    """Result of a comparison for our policy. Summaries and tags store the value; `reporting.wording` gives the
-    words.
-    """
-
-    BETTER = "better"
-    WORSE = "worse"
-    REWARD_ROSE = "reward_rose"
-    """The trained reward was the judge, so the higher reward does not show that the policy is better."""
-    REWARD_FELL = "reward_fell"
-    NO_CLEAR_DIFFERENCE = "no_clear_difference"
-    TOO_FEW_PROMPTS = "too_few_prompts"
-
-
-LEVELS = {
-    Verdict.BETTER: 1.0,
-    Verdict.REWARD_ROSE: 0.5,
-    Verdict.NO_CLEAR_DIFFERENCE: 0.0,
-    Verdict.TOO_FEW_PROMPTS: 0.0,
-    Verdict.REWARD_FELL: -0.5,
-    Verdict.WORSE: -1.0,
-}
-"""Value of the metric eval/verdict for each verdict."""
-SENTENCES_OF_EARLIER_RUNS = {
-    "PPO beats SFT": Verdict.BETTER,
-    "PPO loses to SFT": Verdict.WORSE,
-    "The reward rose": Verdict.REWARD_ROSE,
-    "The reward fell": Verdict.REWARD_FELL,
-    "No clear difference between PPO and SFT": Verdict.NO_CLEAR_DIFFERENCE,
-    "Too few held-out prompts to tell PPO and SFT apart": Verdict.TOO_FEW_PROMPTS,
-}
-"""Sentences that summaries of older versions stored instead of the value."""
-
-
-def read_verdict(stored: str) -> Verdict:
-    """Return the verdict of a stored summary, in which older versions stored a sentence.
-
-    Raises:
-        DataError: `stored` is neither a value of `Verdict` nor one of `SENTENCES_OF_EARLIER_RUNS`.
-    """
-    if stored in SENTENCES_OF_EARLIER_RUNS:
-        return SENTENCES_OF_EARLIER_RUNS[stored]
-    try:
-        return Verdict(stored)
-    except ValueError as error:
-        raise DataError(f"evaluation_summary: verdict is {stored!r}; it must be one of {', '.join(Verdict)}") from error
-
-
-class WinRate(NamedTuple):
-    """Share of prompts that our policy wins, with ties counted as half, and the ends of its 95 % interval."""
-
-    rate: float
-    low: float
-    high: float
 
 
 def outcomes(
@@ -102,22 +43,6 @@ def outcomes(
     return policy.by_prompt((np.sign(_margins(policy, sft, ours, theirs)) + 1.0) / 2.0)
 
 
-def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
-    """Return the win rate and its interval from outcomes [N, n] of N prompts.
-
-    The interval generalises that of Agresti and Coull (1998) to prompts whose mean outcome is any number from 0 to 1.
-    With the normal quantile z, it adds z² / 2 won and z² / 2 lost prompts; the interval is then mean ± z · standard
-    deviation / √number of prompts. Without ties it equals the interval of Agresti and Coull. Unlike a bootstrap
-    interval it keeps its coverage near 0 and 1, and when all prompts are won or all are lost.
-    """
-    outcomes_N = outcomes.mean(axis=1)
-    number = len(outcomes_N) + _Z2
-    centre = (outcomes_N.sum() + _Z2 / 2.0) / number
-    variance = (np.square(outcomes_N).sum() + _Z2 / 2.0) / number - centre**2
-    half = math.sqrt(_Z2 * variance / number)
-    return WinRate(float(outcomes_N.mean()), low=float(max(0.0, centre - half)), high=float(min(1.0, centre + half)))
-
-
 def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
     """Return the `verdict` that report, model card, terminal, champion and advice use, with the numbers behind it.
 
@@ -128,32 +53,6 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
     decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
     several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
     return {**conclude_outcomes(decisions, by_trained_reward=by_trained_reward), **several}
-
-
-def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return the result of `conclude` for outcomes [N, n], without `samples_per_prompt`."""
-    rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
-    prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
-    if prompts < MIN_PROMPTS:
-        verdict = Verdict.TOO_FEW_PROMPTS
-    elif rate.low <= 0.5 <= rate.high:
-        verdict = Verdict.NO_CLEAR_DIFFERENCE
-    elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
-        verdict = Verdict.TOO_FEW_PROMPTS
-    elif rate.low > 0.5:
-        verdict = Verdict.REWARD_ROSE if by_trained_reward else Verdict.BETTER
-    else:
-        verdict = Verdict.REWARD_FELL if by_trained_reward else Verdict.WORSE
-    counts = {"prompts": prompts, "wins": wins, "losses": losses, "eval/verdict": LEVELS[verdict]}
-    return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """Return the probability that equal policies differ by this much or more (exact two-sided sign test).
-
-    The probability is 0.03 if one policy wins all of six prompts, and 0.06 if one policy wins all of five.
-    """
-    return min(1.0, 2.0 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def standard_error(values_N: NDArray[np.float64]) -> float:

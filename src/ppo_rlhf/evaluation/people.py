@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_rlhf.evaluation.comparison import conclude_outcomes, win_rate
+from ppo_rlhf.evaluation.verdict import conclude_outcomes
+from ppo_rlhf.evaluation.win_rate import win_rate
 
 KINDS = {"sft_policy": "SFT", "ppo_policy": "PPO"}
 PREFIX = "human/"

@@ -24,7 +24,7 @@ from ppo_rlhf.checkpoints.evaluations import best_saved
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
-from ppo_rlhf.evaluation.comparison import Verdict, read_verdict
+from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.models.context import context_length

@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.evaluation.comparison import MIN_PROMPTS, Verdict, read_verdict, sign_test
 from ppo_rlhf.evaluation.people import PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
+from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
+from ppo_rlhf.evaluation.win_rate import sign_test
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 
@@ -111,7 +112,7 @@ def write_number(value: float, decimals: int) -> str:
 
 
 def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compared: str = "held-out prompts") -> str:
-    """Return a stored verdict (`evaluation.comparison.read_verdict`) in words, without a full stop.
+    """Return a stored verdict (`evaluation.verdict.read_verdict`) in words, without a full stop.
 
     `ours` and `theirs` are the names of the two policies, and `compared` names what was compared.
     """

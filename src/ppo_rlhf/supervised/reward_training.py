@@ -16,7 +16,7 @@ from ppo_rlhf.checkpoints.model_card import OWN_FORM, place, render_reward_card
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.evaluation.comparison import win_rate
+from ppo_rlhf.evaluation.win_rate import win_rate
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel

@@ -1,0 +1,80 @@
+"""The verdict of a comparison: a value, which `reporting.wording` puts into words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.evaluation.win_rate import CONFIDENCE, sign_test, win_rate
+
+MIN_PROMPTS = 10
+
+
+class Verdict(StrEnum):
+    """Result of a comparison for our policy. Summaries and tags store the value; `reporting.wording` gives the
+    words.
+    """
+
+    BETTER = "better"
+    WORSE = "worse"
+    REWARD_ROSE = "reward_rose"
+    """The trained reward was the judge, so the higher reward does not show that the policy is better."""
+    REWARD_FELL = "reward_fell"
+    NO_CLEAR_DIFFERENCE = "no_clear_difference"
+    TOO_FEW_PROMPTS = "too_few_prompts"
+
+
+LEVELS = {
+    Verdict.BETTER: 1.0,
+    Verdict.REWARD_ROSE: 0.5,
+    Verdict.NO_CLEAR_DIFFERENCE: 0.0,
+    Verdict.TOO_FEW_PROMPTS: 0.0,
+    Verdict.REWARD_FELL: -0.5,
+    Verdict.WORSE: -1.0,
+}
+"""Value of the metric eval/verdict for each verdict."""
+SENTENCES_OF_EARLIER_RUNS = {
+    "PPO beats SFT": Verdict.BETTER,
+    "PPO loses to SFT": Verdict.WORSE,
+    "The reward rose": Verdict.REWARD_ROSE,
+    "The reward fell": Verdict.REWARD_FELL,
+    "No clear difference between PPO and SFT": Verdict.NO_CLEAR_DIFFERENCE,
+    "Too few held-out prompts to tell PPO and SFT apart": Verdict.TOO_FEW_PROMPTS,
+}
+"""Sentences that summaries of older versions stored instead of the value."""
+
+
+def read_verdict(stored: str) -> Verdict:
+    """Return the verdict of a stored summary, in which older versions stored a sentence.
+
+    Raises:
+        DataError: `stored` is neither a value of `Verdict` nor one of `SENTENCES_OF_EARLIER_RUNS`.
+    """
+    if stored in SENTENCES_OF_EARLIER_RUNS:
+        return SENTENCES_OF_EARLIER_RUNS[stored]
+    try:
+        return Verdict(stored)
+    except ValueError as error:
+        raise DataError(f"evaluation_summary: verdict is {stored!r}; it must be one of {', '.join(Verdict)}") from error
+
+
+def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool) -> dict[str, Any]:
+    """Return the result of `conclude` for outcomes [N, n], without `samples_per_prompt`."""
+    rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
+    prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
+    if prompts < MIN_PROMPTS:
+        verdict = Verdict.TOO_FEW_PROMPTS
+    elif rate.low <= 0.5 <= rate.high:
+        verdict = Verdict.NO_CLEAR_DIFFERENCE
+    elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
+        verdict = Verdict.TOO_FEW_PROMPTS
+    elif rate.low > 0.5:
+        verdict = Verdict.REWARD_ROSE if by_trained_reward else Verdict.BETTER
+    else:
+        verdict = Verdict.REWARD_FELL if by_trained_reward else Verdict.WORSE
+    counts = {"prompts": prompts, "wins": wins, "losses": losses, "eval/verdict": LEVELS[verdict]}
+    return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
