@@ -53,8 +53,8 @@ def base_ppo() -> dict[str, Any]:
 
 
 def parameters(conversion: Conversion) -> dict[str, Any]:
-    """The contents of parameters.yml and globals.yml."""
-    return conversion.parameters | dict.fromkeys(conversion.missing)
+    """The contents of parameters.yml and globals.yml: a model gives the reward, also in a project with a function."""
+    return conversion.parameters | dict.fromkeys(conversion.missing) | {"reward_components": [{"type": "model"}]}
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)

@@ -19,7 +19,7 @@ from ppo_rlhf.supervised.optimisation import OptimisationConfig
 
 TO_FILL_IN = {
     "sft_model_path": "your SFT model, a directory or hub id",
-    "reward_model_path": "your reward model; or leave null and name a function in reward.components",
+    "reward_model_path": "your reward model; or leave null and name a function in reward_components",
     "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
 """Globals that the user must set before a run can start."""
@@ -97,7 +97,9 @@ class Conversion:
     @property
     def missing(self) -> list[str]:
         """The globals that the source does not set and that the user must fill in."""
-        given = {*self._values, *(("reward_model_path",) if "reward_components" in self._values else ())}
+        components = self._values.get("reward_components", [{"type": "model"}])
+        needs_model = any(component.get("type") == "model" for component in components)
+        given = {*self._values, *(() if needs_model else ("reward_model_path",))}
         return [name for name in self._to_fill_in if name not in given]
 
     def _group(self, group: str) -> dict[str, Any]:

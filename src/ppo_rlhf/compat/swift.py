@@ -219,7 +219,9 @@ def _carry_models(c: Conversion) -> None:
         elif places:
             branch = _list(c[revision])
             c.carry(target, model, revision, value="@".join([*places, *branch]))
-            if not Path(places[0]).exists() and not c.flag("use_hf"):
+            if places[0].startswith((".", "/", "~")) and not Path(places[0]).expanduser().exists():
+                c.remarks.append(f"{places[0]} is not there, seen from the current directory; correct {target}.")
+            elif not Path(places[0]).exists() and not c.flag("use_hf"):
                 c.remarks.append(
                     f"{places[0]} is a name on ModelScope's hub; {target} needs a directory or a name on the Hugging "
                     "Face hub, where the model may have another name."
