@@ -97,7 +97,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         (["--params", "ppo.kl_coef=much,ppo.gamma=2"], ["ppo.gamma=2", "ppo.kl_coef='much'"]),
         (["--pipelines", "supervised_finetuning", "--params", "ppo.kl_coef=0.1,prompts_path=x"], ["kl_coef", "_path"]),
         (["--to-nodes", "generate_rolouts"], ["`generate_rollouts`"]),
-        (["--pipelines", "evaluation", "--load-versions", "ppo_policy:2020"], ["ppo_policy/2020 is not there"]),
+        (["--pipelines", "evaluation", "--load-versions", "ppo_policy:2020"], ["ppo_policy/2020"]),
         (["--from-nodes", "ppo.score_responses"], ["rollouts"]),
         slow(["--params", "ppo.kl_coeff=0.1"], ["`kl_coef`"]),
         slow(["--params", "ppo.kl_coef=[1"], ["parsing"]),

@@ -63,6 +63,7 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     of_others = {"throughput/mfu", "eval/pass_at_<k>", "response/turns"}  # of some GPUs and settings
     of_others |= {"response/redraws", "response/uniform_prompts"}
     of_others |= {"critic/loss", "critic/explained_variance", "critic/learning_rate", "critic/eval_explained_variance"}
+    of_others |= {"reward_std/<component>"}  # `test_normalised_components.py` has it
     of_others |= {"eval/<name>_se"}  # tags
     of_others |= {key for key in documented if key.startswith("judge/")}  # `test_llm_judge.py` has them
     assert {"eval/kl_se", "eval/reward_sft_se"} <= set(chain.tracked.data.tags)
