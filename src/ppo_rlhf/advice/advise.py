@@ -82,7 +82,7 @@ def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting: str | int = place  # advice without a change forms its own group
+        setting: str | int = place  # each piece of advice that changes no setting is a group of its own
         raises = False
         if item.change is not None:
             setting = item.change.setting

@@ -50,7 +50,7 @@ class Run(KLSituation):
             highest_kl=self.highest("objective/kl"),
             kl_coef=self.last("objective/kl_coef"),
         )
-        # with a sparse reward the first scores may all be 0
+        # with a sparse reward all scores of the first iterations may be 0, and so may their standard deviation
         self.deviation = self.start("objective/scores_std") or self.highest("objective/scores_std")
 
     def values(self, key: str) -> pd.Series:

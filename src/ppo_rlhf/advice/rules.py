@@ -55,17 +55,18 @@ class Rule:
     """One row of the table of tuning rules."""
 
     name: str
-    stage: Stage  # stage of tuning in which the advice is given
-    reads: tuple[str, ...]  # metric keys, and settings as ppo.<name>
-    iterations: int  # smallest number of iterations to judge by
-    fires: Callable[[Run], bool]  # whether the run calls for the change
-    seen: Callable[[Run], str]  # the measured numbers, as the beginning of a sentence
-    meaning: str  # what the numbers usually mean, as the end of the sentence
-    change: Callable[[Run], Change | None]  # the setting to change, None if no setting helps
-    refuted_by: str = ""  # property of `Run` that shows that the finding did no harm; empty: none
+    stage: Stage  # stage of tuning to which the rule's advice belongs
+    reads: tuple[str, ...]  # metric keys that the rule reads, and PPO settings as ppo.<name>
+    iterations: int  # the rule needs at least this many iterations of metrics
+    fires: Callable[[Run], bool]  # returns whether the rule applies to the run
+    seen: Callable[[Run], str]  # returns the measured numbers as the first half of the advice's sentence
+    meaning: str  # what the measured numbers usually mean: the second half of the advice's sentence
+    change: Callable[[Run], Change | None]  # returns the change of a setting to try; None: no setting helps
+    # Name of a property of `Run` that is true if the finding did no harm; empty: there is no such property
+    refuted_by: str = ""
 
 
-# Conditions that need more than one line.
+# Conditions of rules that need more than one line.
 
 
 def _rollout_mismatch(r: Run) -> bool:
@@ -125,7 +126,7 @@ def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
     )
 
 
-# Changes that are not just a factor.
+# Changes of settings that are not just multiplications by a factor.
 
 
 def _rate_for_update(r: Run, now: float, size: float, least: float, most: float) -> Change:
@@ -150,7 +151,7 @@ def _less_truncation(r: Run) -> Change:
 
 
 RULES: tuple[Rule, ...] = (
-    # Before tuning: the measured numbers themselves are wrong.
+    # Rules that apply before tuning: the measured numbers themselves are wrong.
     Rule(
         "rollout_mismatch",
         stage=Stage.BEFORE,
@@ -163,7 +164,7 @@ RULES: tuple[Rule, ...] = (
         "is at fault",
         change=lambda r: set_to(r, "rollout_engine", "hf"),
     ),
-    # KL.
+    # Rules about the KL from the reference policy.
     _kl_rule("negative", reads=(KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"), iterations=20),
     _kl_rule("alarm", reads=(KL, "ppo.kl_alarm"), iterations=3),
     _kl_rule("warning", reads=(KL, "ppo.kl_warning"), iterations=3),
@@ -233,7 +234,7 @@ RULES: tuple[Rule, ...] = (
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
-    # Learning rates and batch sizes.
+    # Rules about learning rates and batch sizes.
     Rule(
         "steps_skipped",
         stage=Stage.RATES,
@@ -274,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         meaning="training is stable, but too slow to show an effect",
         change=lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, least=2.0, most=10.0),
     ),
-    # Epochs and clipping.
+    # Rules about epochs per batch and the clip range.
     Rule(
         "much_clipped",
         stage=Stage.EPOCHS,
@@ -297,7 +298,7 @@ RULES: tuple[Rule, ...] = (
         change=lambda r: scaled(r, "cliprange_value", 2.0),
         refuted_by=SUCCESS,
     ),
-    # Reward and responses.
+    # Rules about the reward and the responses.
     Rule(
         "truncated",
         stage=Stage.REWARD,
