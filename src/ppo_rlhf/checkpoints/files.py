@@ -79,7 +79,8 @@ def verify_checkpoint(directory: Path) -> dict[str, Any]:
         if size_and_hash != _size_and_hash(files[name]):
             raise CheckpointError(f"{files[name]}: damaged; its size or SHA-256 differs from the manifest")
     for name, file in files.items():
-        is_hidden = any(part.startswith(".") for part in Path(name).parts)  # written by a file system or a desktop
+        # Hidden files come from the file system or the desktop, such as .DS_Store, and are not part of a checkpoint
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)
         if name not in expected and name != MANIFEST and not is_hidden:
             raise CheckpointError(f"{file}: not in the manifest; remove the file from the checkpoint")
     return manifest

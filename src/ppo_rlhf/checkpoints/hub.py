@@ -81,7 +81,8 @@ def push(
         added = [CommitOperationAdd(name, str(file)) for name, file in files.items()]
         described, deleted = CommitOperationAdd(CARD, str(card).encode()), map(CommitOperationDelete, stale)
         return api.create_commit(repo_id, (described, *added, *deleted), commit_message=message).commit_url
-    except Exception as error:  # huggingface_hub, its HTTP client and its storage raise errors of many kinds
+    # huggingface_hub and the HTTP and storage libraries below it raise errors of many unrelated types
+    except Exception as error:
         raise ConfigError(f"push: the hub did not accept {repo_id}: {in_one_line(error)}") from error
 
 

@@ -237,7 +237,8 @@ def _left_out(policy: PreTrainedModel) -> str | None:
     """Return which parts of its source model a policy lacks (such as a vision tower), or None if it has all parts."""
     try:
         parts = PretrainedHandle(policy.config.name_or_path or "").left_out(policy)
-    except ModelError:  # a policy that was passed as an object may have any name
+    # A policy that the user passed as a model object may have a name that is neither a folder nor on the hub
+    except ModelError:
         return None
     return f"{parts} of the source model: only the text part was trained and exported" if parts else None
 
@@ -278,7 +279,8 @@ print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
         "eos_token_id": list(sampling.stop_token_ids) or None,
     }
     arguments = ", ".join(f"{name}={value}" for name, value in options.items())
-    by_peft = state.config.export == "adapter"  # transformers does not read the revision of the base model
+    # An adapter is loaded by peft, because transformers ignores which revision of the base model an adapter names
+    by_peft = state.config.export == "adapter"
     needed = "from peft import AutoPeftModelForCausalLM\n" if by_peft else ""
     model = "AutoPeftModelForCausalLM.from_pretrained(name)" if by_peft else "name"
     return f"""```python

@@ -59,13 +59,14 @@ def write_models(directory: Path, state: TrainingState) -> None:
         RuntimeError, ValueError: A file cannot hold the weights, for example because they overlap in memory.
     """
     with quiet_transformers():
-        state.policy.save_pretrained(directory / POLICY)  # with an adapter only the adapter, by `adapters.save_adapter`
+        # For a policy with LoRA, `adapters.save_adapter` replaces this method and saves only the adapter.
+        state.policy.save_pretrained(directory / POLICY)
     state.tokenizer.save_pretrained(directory / POLICY)
     generation_config_of(state).save_pretrained(directory / POLICY)
     (directory / POLICY / RECORD).write_text(record_of(state), encoding="utf-8")
     if has_adapter(state.critic):
         save_tensors({**trained_parameters(state.critic)}, directory / CRITIC)
-    else:  # `save_model` writes a layer that is used in several places (Zamba2) only once
+    else:  # safetensors' `save_model` writes a weight that several modules share (Zamba2's layers) only once
         save_model(state.critic, str(directory / CRITIC))
     if state.policy_average is not None:
         save_tensors(state.policy_average.weights, directory / AVERAGE)
@@ -85,7 +86,8 @@ def read_models(directory: Path, state: TrainingState) -> None:
         if has_adapter(state.policy):
             load_adapter(state.policy, directory / POLICY)
         else:
-            with quiet_transformers():  # loaded by the policy's class, so that custom code need not be trusted again
+            # Loading by the policy's own class needs no trust_remote_code for a model with custom code
+            with quiet_transformers():
                 policy = type(state.policy).from_pretrained(
                     directory / POLICY, dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
                 )
@@ -154,14 +156,16 @@ def exported_critic(state: TrainingState) -> TrainedModel:
     backbone = merged(critic.backbone) if has_adapter(critic.backbone) else critic.backbone
     head = copy.deepcopy(critic.value_head).to(backbone.device)
     own_form = CausalLMRewardModel.from_parts(backbone, head)
-    if not is_main_process():  # it saves nothing, and with FSDP2 its weights have no values
+    # Only the main process saves the critic, and with FSDP2 the other processes have no full weights
+    if not is_main_process():
         return TrainedModel(own_form, state.tokenizer)
     try:
         classifier = to_token_classifier(backbone, head)
     except ModelError as error:
         log.warning("The critic is stored in a form that other programs read by importing ppo_rlhf: %s.", error)
         return TrainedModel(own_form, state.tokenizer)
-    return TrainedModel(classifier, state.tokenizer, value_head=copy.deepcopy(head))  # files hold no tensor twice
+    # A copy of the value head, because safetensors refuses two names for one tensor
+    return TrainedModel(classifier, state.tokenizer, value_head=copy.deepcopy(head))
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -45,7 +45,8 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     try:
         write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]  # safetensors' error on overlapping weights has many lines
+        # Keep the first line of safetensors' error, because its list of overlapping weights fills many lines
+        reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{target}: cannot write the checkpoint: {reason}") from error
     return target
 

@@ -61,7 +61,7 @@ HERE = (
 """Fields that belong to a machine, a run or its prompts, not to the policy: the current user's settings apply."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")
 """Fields that matter when a policy only generates responses."""
-OPTION = "--params"  # PPOTrainer does not read these settings
+OPTION = "--params"  # `--params` sets parameters of `kedro run`; PPOTrainer does not read them
 IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p")
 
 
@@ -101,10 +101,12 @@ class TrainedSettings:
     """
 
     config: PPOConfig
-    chat_template_kwargs: Mapping[str, Any] | None  # recorded arguments of the chat template; None: no record
-    origin: str  # path or hub id of the policy
-    differing: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (recorded, configured)
-    notes: tuple[str, ...] = ()  # one sentence for each recorded setting that is not used
+    # Arguments of the chat template recorded with the policy; None: there is no record
+    chat_template_kwargs: Mapping[str, Any] | None
+    origin: str  # path or hub id of the policy whose record was read
+    # (recorded value, configured value) of each setting that differs
+    differing: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one sentence about each recorded setting that this run does not use
 
     def lines(self) -> list[str]:
         """Return one line for each fact that a user must know."""
@@ -153,7 +155,8 @@ def settings_of(
         return TrainedSettings(conf, None, policy.source)
     own = {name: record.ppo[name] for name in (*DRAWN_BY, "dtype") if name in record.ppo and name not in typed}
     if "environment" in typed and conf.environment != record.ppo.get("environment"):
-        own.pop("turn_length", None)  # turn_length belongs to the recorded environment
+        # The recorded turn_length belongs to the recorded environment, not to the environment that the user typed
+        own.pop("turn_length", None)
     notes, before = [], with_dtype(conf)
     if own.get("dtype") == "float16" and resolve_device(conf.device).type == "cpu":
         notes.append(f"it was trained with ppo.dtype=float16, which needs a GPU: ppo.dtype={before.dtype} is used")
@@ -181,7 +184,8 @@ def settings_of(
     except ConfigError as error:
         where = f"{policy.source}, with its recorded settings"
         raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from error
-    config = copy.copy(conf)  # not `replace`, which would check the rules of training
+    # Not `dataclasses.replace`, which would run PPOConfig's checks of settings that only training uses
+    config = copy.copy(conf)
     for name in own:
         object.__setattr__(config, name, getattr(checked, name))
     differing: dict[str, tuple[Any, Any]] = {
