@@ -38,7 +38,7 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[st
     The order is that of tuning: first KL, then learning rates and batch sizes, then epochs and clipping.
     docs/tuning.md has every rule.
     """
-    from ppo_rlhf.advice import SHOWN, in_words  # imported here because it is slow
+    from ppo_rlhf.advice import SHOWN, in_words  # imported inside the function because the import is slow
 
     with recorded_runs(env) as (client, experiment):
         run = recorded_run(client, run_id or newest_run(client, experiment, env))
@@ -91,7 +91,8 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
             f"MLflow run {run_id} ({run.data.tags.get('pipeline', run.info.run_name)}) has no curves of PPO ({TRAINED} "
             "is missing): name a run that trained, or leave --run out to take the newest run that did."
         )
-    params = {**run.data.params, **as_last_resumed(run.data.tags)}  # a resume changes tags only, never params
+    # A resumed run records changed settings in tags of its MLflow run, and never changes the run's params
+    params = {**run.data.params, **as_last_resumed(run.data.tags)}
     given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
     values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
     try:

@@ -32,7 +32,7 @@ UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 COLLECTING = "collect_feedback"
 """The pipeline whose runs record which policy wrote each response. Without that record people's answers are useless."""
-DAY = 86_400  # seconds; many file systems update the access time of a file at most once a day
+DAY = 86_400  # one day in seconds: many file systems update a file's access time at most once a day
 Folders = Mapping[str, list[Path]]
 
 
@@ -58,8 +58,8 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
     """
     context, lines = context_here(env), list[str]()
     try:
-        # Under the lock no run starts. The lines are printed after the lock is released, because a pager may hold up
-        # the printing.
+        # While this process holds the project's lock, no run can start.
+        # Lines are printed after the lock is released, because a pager may block the printing until the user quits.
         with one_at_a_time(context.project_path), store_errors_as_config_errors("kedro clean did not finish"):
             lines.extend(_clean(context, keep, yes, moved_from))
     finally:
@@ -68,11 +68,13 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
 
 def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Iterator[str]:
     """Do the work of `clean`, and yield the lines of its report."""
-    from ppo_rlhf.datasets.run_catalog import file_of, is_model  # imported here because it is slow
+    # Imported inside the function because the import is slow
+    from ppo_rlhf.datasets.run_catalog import file_of, is_model
 
     project: Path = context.project_path
     mlflow.set_tracking_uri(existing_store(context.mlflow, context.env))
-    catalog = context.catalog  # bind it once, because the property builds a new catalog at each access
+    # Keep the catalog in a variable, because Kedro's property `context.catalog` builds a new catalog at each access
+    catalog = context.catalog
     entries = [catalog.get(name) for name in list(catalog)]
     files = [file_of(entry) for entry in entries]
     homes = {file.parent / "runs" for file in files if file}
@@ -80,7 +82,8 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
     models = [entry.load() for entry in entries if is_model(entry)]
     read_next = {model.source for model in models if model}
     all_runs = mlflow.search_runs(search_all_experiments=True, run_view_type=ViewType.ALL, output_format="list")
-    runs = Runs({run.info.run_id: run for run in all_runs}, project, moved_from)  # the newest first
+    # search_runs returned the newest MLflow run first
+    runs = Runs({run.info.run_id: run for run in all_runs}, project, moved_from)
     folders = _folders(runs, homes)
     why_kept = _needed(runs, folders, homes, environment=context.env or "local", keep=keep, read_next=read_next)
     inside = {run_id: [*filter(runs.is_inside, paths)] for run_id, paths in folders.items()}
@@ -226,7 +229,7 @@ def _needed(
             continue
         own = next((folder for folder in folders[run_id] if (folder / LOCK_FILE).exists()), None)
         if own is None and run.data.tags.get(MLFLOW_PARENT_RUN_ID) in runs.all:
-            continue  # a child run is kept or deleted with its parent
+            continue  # `kedro clean` keeps or deletes a child run together with its parent run
         status = run.info.status if run.info.lifecycle_stage == "active" else "deleted in MLflow"
         lock = None if own is None else lock_run(own)
         is_here = any(runs.is_inside(folder) or folder.parent in homes for folder in folders[run_id])

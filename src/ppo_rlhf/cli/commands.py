@@ -50,7 +50,8 @@ def _run(**options: Any) -> Any:
     except (ImportError, AttributeError) as error:
         raise click.ClickException(f"--runner {options['runner']}: {error}. The default is {RUNNER}.") from None
     if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
-        rich.reconfigure(width=LOG_WIDTH)  # in a file or a pipe rich would wrap every log line at 80 columns
+        # rich would wrap log lines at 80 columns when the output goes to a file or a pipe
+        rich.reconfigure(width=LOG_WIDTH)
     assert kedro_run.callback is not None
     try:
         return kedro_run.callback(**options)
@@ -77,7 +78,7 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
     """
     names = [name or "__default__" for name in pipeline_names]
     if any(name not in pipelines for name in names):
-        return given  # Kedro refuses an unknown pipeline with a better message
+        return given  # the user named an unknown pipeline: Kedro refuses the name with a better message
     nodes = {node.name.rpartition(".")[2]: node.name for name in names for node in pipelines[name].nodes}
     for name in given:
         if name not in {*nodes, *nodes.values()}:
@@ -89,5 +90,6 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
 run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default `__default__`.")
 for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
-for catalog_command in catalog.commands.values():  # Kedro's catalog commands read the parameters, too
+# Kedro's catalog commands read the parameters too, so they raise the same errors of settings
+for catalog_command in catalog.commands.values():
     catalog_command.callback = partial(with_one_line_errors, catalog_command.callback)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import project_here
 from ppo_rlhf.core.errors import ConfigError
 
-if TYPE_CHECKING:  # at run time this is imported where it is used, because it is slow
+# Imported here only for type checkers: the functions import this module themselves, because the import is slow
+if TYPE_CHECKING:
     from ppo_rlhf.compat import Conversion
 
 RAW = Path("data") / "01_raw"

@@ -83,14 +83,15 @@ def diagnose(
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # imported here because it is slow
+    from ppo_rlhf.models.quiet import errors_only  # imported inside the function because the import is slow
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     ppo = params.get("ppo", {})
-    if given and isinstance(ppo, dict):  # the settings' check refuses a word in place of the group
+    # If `ppo` is not a group of settings but a single word, the settings' check reports the mistake
+    if given and isinstance(ppo, dict):
         params = params | {"ppo": ppo | given}
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
-        assert isinstance(session, LoopSession)  # Kedro's type annotation is an abstract session
+        assert isinstance(session, LoopSession)  # Kedro annotates `create` with an abstract session class
         yield from _refusals_found("Settings", _run(session, project_path, pipelines, probe, options))
 
 
@@ -108,7 +109,7 @@ def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Fi
 def _run(
     session: LoopSession, project_path: Path, pipelines: list[str], probe: bool, options: dict[str, Any]
 ) -> Iterator[Finding | str]:
-    from ppo_rlhf.preflight import RunRequest  # imported here because it is slow
+    from ppo_rlhf.preflight import RunRequest  # imported inside the function because the import is slow
 
     context: Any = session.load_context()
     data_root = context.config_loader["globals"].get("data_root", "data")
@@ -122,7 +123,7 @@ def _run(
     run = session.prepare(pipeline_names=pipelines or None)
     request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
     findings: list[Finding] = []
-    if options["model"]:  # the other checks are about the project's own model
+    if options["model"]:  # with --model, the doctor checks only that model, not the settings of the project
         refuse_unread(context.config_loader, run.pipeline.datasets())
     else:
         findings = list(_settings(context, run, request))

@@ -72,11 +72,12 @@ def check_letters(*texts: str) -> None:
 def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
     """Show errors that a user can fix as lines without a traceback, and turn signals into exit codes."""
     try:
-        # Processes other than the main one have nothing to clean up, and may wait in a collective, where Python cannot
-        # handle signals.
+        # Only the main process turns signals into exceptions: the other processes have nothing to clean up.
+        # A process that waits in a collective runs no Python signal handlers.
         with raising_on_signals() if is_main_process() else nullcontext():
             return action(*args, **options)
-    except (RunInterruptedError, TerminationSignal) as stop:  # TerminationSignal: raised outside the session
+    # TerminationSignal: the signal arrived while no Kedro session was running
+    except (RunInterruptedError, TerminationSignal) as stop:
         stopped = stop if isinstance(stop, RunInterruptedError) else RunInterruptedError(stop.signum)
         if is_main_process():
             click.echo(str(stopped), err=True)
@@ -113,11 +114,12 @@ def one_line_each(error: Exception) -> list[str] | None:
     if ours is not None:
         return str(ours).splitlines()
     if isinstance(error, YAMLError) and isinstance(error.__cause__, MarkedYAMLError):
-        file = str(error).partition(", unable to read")[0]  # Kedro counts lines from 0
+        # Leave out the line number of Kedro's message, because Kedro counts lines from 0
+        file = str(error).partition(", unable to read")[0]
         return [f"{file}: {in_one_line(error.__cause__)}"]
     if isinstance(error, DatasetError):
         system_error = next((c for c in causes(error) if isinstance(c, OSError | SafetensorError)), None)
-        if system_error is not None:  # for example a full disk, or a folder without write permission
+        if system_error is not None:  # an OSError, for example a full disk or a folder without write permission
             return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
         return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
     return [in_one_line(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None

@@ -18,7 +18,8 @@ from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.before_run import missing_paths, refuse_unread
 from ppo_rlhf.hooks.policy_settings import settings_to_answer
 
-if TYPE_CHECKING:  # at run time these are imported where they are used, because they import torch
+# Imported here only for type checkers: the functions import these modules themselves, because they import torch
+if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
@@ -61,7 +62,7 @@ def generate(**options: Any) -> Iterator[str]:
     table = load_table(options["file"], text_column=column) if options["file"] else None
     policies = _Policies(context, own, options)
     for said in policies.of_training:
-        click.echo(said, err=True)  # to stderr, because the answers on stdout may be piped
+        click.echo(said, err=True)  # log to stderr, because a user may pipe the answers on stdout into another program
     yield policies.heading
     if table is not None:
         yield from policies.lines(table, column, options["file"])
@@ -75,7 +76,8 @@ def generate(**options: Any) -> Iterator[str]:
         except DataError as error:
             if options["prompt"] is not None:
                 raise
-            yield visible(f"Error: {error}")  # a prompt that is too long must not end the conversation
+            # A prompt that exceeds the model's context ends only this answer, not the conversation
+            yield visible(f"Error: {error}")
     if turn < 0 and not sys.stdin.isatty():
         raise DataError("No prompt was given: give PROMPT or --prompts FILE, or write prompts to the standard input.")
 

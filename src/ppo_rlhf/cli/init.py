@@ -76,10 +76,12 @@ def project_name(folder: Path) -> str:
         ConfigError: The name is not valid for a package, or Python already finds a package of this name.
     """
     name = re.sub(r"\W", "_", folder.resolve().name.lower())
-    if not re.fullmatch(r"[a-z](\w*[a-z\d])?", name, re.ASCII) or keyword.iskeyword(name):  # pyproject.toml's rule
+    # pyproject.toml allows these names of a project
+    if not re.fullmatch(r"[a-z](\w*[a-z\d])?", name, re.ASCII) or keyword.iskeyword(name):
         raise ConfigError(f"{folder}: {name!r} cannot be the name of a Python package; choose another folder name.")
     spec = importlib.util.find_spec(name)
-    if spec is not None and spec.origin is not None:  # no origin: a folder without Python files, perhaps this folder
+    # A spec without origin is a namespace package: a folder without Python files, perhaps the new project's own folder
+    if spec is not None and spec.origin is not None:
         raise ConfigError(f"{folder}: a Python package {name} exists already; choose another folder name.")
     return name
 
