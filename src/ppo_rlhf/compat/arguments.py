@@ -103,7 +103,7 @@ def carry_given(c: Conversion, targets: Mapping[str, str]) -> None:
 def carry_warmup(c: Conversion, iterations: int | None, target: str = "ppo.warmup_ratio") -> None:
     """Carry over the warm-up as a share of the iterations. `iterations` is None if the number is not known."""
     steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    if c["lr_scheduler_type"] == "constant":  # transformers' constant schedule has no warm-up
+    if c["lr_scheduler_type"] == "constant":  # transformers' `constant` learning rate schedule ignores warm-up settings
         return
     if steps < 1:
         first = ("warmup_steps", "warmup_ratio") if steps else ("warmup_ratio", "warmup_steps")
@@ -111,7 +111,7 @@ def carry_warmup(c: Conversion, iterations: int | None, target: str = "ppo.warmu
     elif iterations is None:
         c.leave("the number of steps is not known: give --prompts", "warmup_steps")
     else:
-        # half a step less, because ratio x iterations is rounded up
+        # Subtract half a step: warmup_ratio x iterations is rounded up to whole iterations
         c.carry(target, "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 

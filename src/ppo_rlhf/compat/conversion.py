@@ -34,7 +34,7 @@ _GLOBALS: dict[str, Any] = {
 }
 _GROUPS: dict[str, type[Any]] = {
     "ppo": PPOConfig,
-    # the settings of other libraries concern only the part that both supervised stages share
+    # The converters set only the optimisation settings that both supervised stages (SFT and reward model) share
     "supervised_finetuning": OptimisationConfig,
     "reward_modelling": OptimisationConfig,
 }

@@ -48,7 +48,8 @@ def _swift(file: Path, folders: Sequence[Path]) -> tuple[dict[str, Any], dict[st
     before, options = options_of(command.words, str(file))
     settings: dict[str, Any] = {}
     variables = dict(command.variables)
-    for named in before:  # files of settings, whose values the options override
+    # Paths before the options are YAML files of ms-swift's settings, which the command line's options override
+    for named in before:
         settings, environment = _swift(Path(located(named, folders)), folders)
         variables = environment | variables
     return settings | options, variables
@@ -71,7 +72,7 @@ def _stages(files: Sequence[Path], num_prompts: int | None) -> list[Conversion]:
 def _mapping(file: Path) -> dict[str, Any]:
     """Return the settings in a YAML or JSON file."""
     try:
-        values = yaml.safe_load(_text(file).replace("\t", " "))  # JSON is valid YAML, except for tabs
+        values = yaml.safe_load(_text(file).replace("\t", " "))  # a YAML parser reads JSON too, except for tabs
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} cannot be read: {in_one_line(error)}.") from None
     if not isinstance(values, dict):

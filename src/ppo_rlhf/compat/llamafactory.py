@@ -36,7 +36,7 @@ PPO = {
     "top_k": ("ppo.top_k", 50),
     "seed": ("seed", 42),
 }
-PPO_ALWAYS = {  # defaults of trl that LLaMA-Factory does not change
+PPO_ALWAYS = {  # defaults of TRL's PPOConfig that LLaMA-Factory leaves unchanged
     "kl_coef": 0.2,
     "kl_controller": "adaptive",
     "kl_horizon": 10_000,
@@ -51,11 +51,11 @@ PPO_ALWAYS = {  # defaults of trl that LLaMA-Factory does not change
     "reward_clip": None,
     "whiten_advantages": True,
     "missing_eos_penalty": None,
-    "value_model": "shared",  # a value head on the policy, also with LoRA
-    "value_learning_rate": None,  # one optimiser for policy and value head
+    "value_model": "shared",  # LLaMA-Factory puts a value head on the policy, also with LoRA
+    "value_learning_rate": None,  # None: policy and value head share one optimiser and its learning rate
     "stop_token": "eos",
 }
-SUPERVISED = {  # settings of the stages sft and rm with their defaults
+SUPERVISED = {  # LLaMA-Factory's settings of the stages sft and rm, with their defaults
     "num_train_epochs": 3.0,
     "learning_rate": 5e-5,
     "lr_scheduler_type": "linear",
@@ -64,7 +64,7 @@ SUPERVISED = {  # settings of the stages sft and rm with their defaults
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
 }
-COMMON = {  # defaults of settings that the code below converts
+COMMON = {  # defaults of LLaMA-Factory's settings that the code below converts
     "stage": "sft",
     "num_train_epochs": 3.0,
     "max_steps": -1,

@@ -44,7 +44,7 @@ class Table:
     """
 
     name: str
-    source: str  # a file, or a name on the hub, for `load_table`
+    source: str  # source of a table as `load_table` takes it: a file, or a dataset's name on the hub
     info: Mapping[str, Any]
 
     @property

@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError, in_one_line
 from ppo_rlhf.data.chats import ASSISTANT, SYSTEM, TOOLS, read_chat, with_system
 from ppo_rlhf.data.sources import load_table
 
-SAME = {  # settings with the same name in ms-swift, TRL and PPOConfig
+SAME = {  # settings that have the same name in ms-swift, TRL and PPOConfig
     "num_ppo_epochs": 4,
     "whiten_rewards": False,
     "kl_coef": 0.05,
@@ -43,13 +43,14 @@ SAME = {  # settings with the same name in ms-swift, TRL and PPOConfig
 }
 PPO = {**{name: (f"ppo.{name}", default) for name, default in SAME.items()}, "seed": ("seed", 42)}
 ALWAYS = {
-    "value_model": "reward_init",  # with LoRA a separate adapter on the reward model
-    "value_learning_rate": None,  # one optimiser for policy and critic
+    # ms-swift starts the critic from the reward model; with LoRA the critic has its own adapter on the reward model
+    "value_model": "reward_init",
+    "value_learning_rate": None,  # None: policy and critic share one optimiser and its learning rate
     "kl_controller": "fixed",
     "kl_estimator": "k1",
     "kl_in": "reward",
     "whiten_advantages": True,
-    "stop_token": "eos",  # the end token of the chat template
+    "stop_token": "eos",  # ms-swift stops a response at the end token of the chat template
 }
 DERIVED = {
     **dict.fromkeys(arguments.IF_GIVEN),
@@ -111,7 +112,7 @@ LEFT = {
     "enable_channel_loss mrl_dims acc_strategy debug skip_memory_metrics torch_empty_cache_steps check_model stream "
     "logprobs top_logprobs structured_outputs_regex enable_npu_model_patch load_args load_data_args "
     "ignore_args_error ds3_gather_for_generation bf16_* fp16_*": "the setting has no counterpart here",
-    # settings of GRPO, GKD, DPO and other algorithms, and of vLLM for these
+    # patterns of ms-swift's settings that PPO does not read: those of GRPO, GKD, DPO and other algorithms
     "epsilon* delta cosine_* repetition_* reward_model_plugin reward_funcs reward_weights chord_* sync_ref_model "
     "multi_turn_scheduler max_turns completion_length_limit_scope *gym_env dynamic_sample max_resample_times "
     "overlong_filter soft_* scale_rewards top_entropy_quantile importance_sampling_level tau_* real_tau fipo_* "

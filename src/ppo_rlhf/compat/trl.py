@@ -60,7 +60,7 @@ def _with_places(defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return {setting: (place_of(setting), default) for setting, default in defaults.items()}
 
 
-# TRL 0.4 to 0.11: a value head on the policy, and `step` with scores from the script. Defaults are those of 0.11.4.
+# TRL's legacy PPOConfig (TRL 0.4 to 0.11), for scripts that call `step` with scores. Defaults are those of 0.11.4.
 LEGACY = _with_places(
     {
         **{"learning_rate": 1.41e-5, "steps": 20_000, "ppo_epochs": 4, "cliprange": 0.2, "cliprange_value": 0.2},
@@ -76,14 +76,14 @@ LEGACY_DERIVED = {
     **{"early_stopping": False, "target_kl": 1.0, "use_score_scaling": False, "use_score_norm": False},
 }
 LEGACY_ALWAYS = {
-    "value_model": "shared",  # the value head is on the policy's trunk
-    "value_learning_rate": None,  # one optimiser for policy and value head
-    "lr_scheduler_type": "constant",  # unless the script makes a schedule
+    "value_model": "shared",  # legacy TRL puts the value head on the policy's trunk
+    "value_learning_rate": None,  # None: policy and value head share one optimiser and its learning rate
+    "lr_scheduler_type": "constant",  # legacy TRL keeps the learning rate constant unless the script passes a scheduler
     "whiten_advantages": True,
     "kl_in": "reward",
-    "stop_token": "eos",  # as in transformers' generate
+    "stop_token": "eos",  # like transformers' generate, stop at the end-of-text token
     "missing_eos_penalty": None,
-    "temperature": 1.0,  # TRL's log-probabilities are those at temperature 1
+    "temperature": 1.0,  # legacy TRL computes log-probabilities at temperature 1
 }
 LEGACY_REMARK = (
     "The configuration lacks the arguments that the script passes to generate: set ppo.response_length, and if needed "
@@ -92,7 +92,7 @@ LEGACY_REMARK = (
 )
 
 # TRL's last PPOConfig: TRL 0.12 and later, now in `trl.experimental.ppo`. Defaults are those of TRL 1.12.
-SAME = (  # settings with the same name and default in TRL and PPOConfig
+SAME = (  # settings that have the same name and default in TRL and PPOConfig
     *("num_ppo_epochs", "cliprange", "cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards", "kl_coef"),
     *("kl_estimator", "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -114,8 +114,8 @@ LAST_DERIVED = {
     "num_sample_generations": 10,
 }
 LAST_ALWAYS = {
-    "value_model": "reward_init",  # TRL's scripts load the critic from reward_model_path
-    "value_learning_rate": None,  # one optimiser for policy and critic
+    "value_model": "reward_init",  # TRL's example scripts load the critic from reward_model_path
+    "value_learning_rate": None,  # None: policy and critic share one optimiser and its learning rate
     "kl_controller": "fixed",
     "kl_in": "reward",
     "whiten_advantages": True,
@@ -155,7 +155,7 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
             f"{legacy[0]} is a setting of TRL's legacy PPOConfig, but {last[0]} is one of its last; give the "
             "settings of one of them."
         )
-    # TRL's last PPOConfig also has these sizes, but computes them
+    # TRL's last PPOConfig also has the fields batch_size and mini_batch_size, but computes their values
     if legacy or (not last and {"batch_size", "mini_batch_size"} & settings.keys()):
         return _from_legacy(settings)
     return _from_last(settings, num_prompts)
@@ -178,7 +178,8 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
 
     penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(str(c["kl_penalty"]), c["kl_penalty"])
     c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
-    if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies the coefficient, so 0 stays 0
+    # TRL's adaptive controller multiplies the KL coefficient by a factor, so a coefficient of 0 stays 0
+    if c.checked("init_kl_coef", float) == 0:
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
     else:
         c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive" if c.flag("adap_kl_ctrl") else "fixed")
@@ -265,7 +266,7 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     else:
         c.leave("the first and the last iteration are always sampled", "num_sample_generations")
     steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    if c["lr_scheduler_type"] == "constant":  # transformers' constant schedule has no warm-up
+    if c["lr_scheduler_type"] == "constant":  # transformers' `constant` learning rate schedule ignores warm-up settings
         return
     if steps == 0 and c["warmup_ratio"] is not None:
         c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
@@ -274,7 +275,7 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     elif iterations is None:
         c.leave(why, "warmup_steps")
     else:
-        # half a step less, because ratio x iterations is rounded up
+        # Subtract half a step: warmup_ratio x iterations is rounded up to whole iterations
         c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 
