@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
-HORIZONS_NEEDED = 5  # the controller moves by at most 20 % per horizon: five horizons give a factor of e
+# The KL controller changes kl_coef by at most 20 % per horizon, so five horizons change kl_coef by a factor of e
+HORIZONS_NEEDED = 5
 
 
 @dataclass(frozen=True)

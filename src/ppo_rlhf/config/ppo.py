@@ -336,7 +336,8 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         if self.rollout_engine == "vllm" and self.importance_cap is None and not self.masks_tokens:
-            object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)  # so that the value is logged and saved
+            # Set the default in the config itself, so that MLflow and checkpoints record the value in use
+            object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)
         if problems := ppo_rules.problems(self):
             raise ConfigError("\n".join(problems))
 

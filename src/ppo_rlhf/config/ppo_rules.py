@@ -78,7 +78,7 @@ def _modules(c: PPOConfig) -> list[str]:
 
 
 _RULES = (
-    # Batches.
+    # Rules about batch sizes.
     _clash(
         {"reward_normalisation": "batch", "batch_size": 1},
         "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set {0} to running",
@@ -87,7 +87,7 @@ _RULES = (
         {"drop_uniform_prompts": _CHANGED, "responses_per_prompt": 1},
         "one response per prompt always looks uniform; raise {1}, or set {0} to 0",
     ),
-    # Ends of responses.
+    # Rules about how responses end.
     _clash({"stop_token": _CHANGED, "stop_token_id": _CHANGED}, "both set what ends a response; unset one of them"),
     *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),
     _too_long("min_response_length", "turn_length"),
@@ -108,7 +108,7 @@ _RULES = (
         {"truncated_responses": "bootstrap", "overlong_buffer": _CHANGED},
         "truncated responses would escape the penalty that responses just below the limit pay; unset one of them",
     ),
-    # Turns.
+    # Rules about conversations of several turns.
     _clash(
         {"environment": _CHANGED, "turn_length": None},
         "an environment needs a limit of tokens per turn; set {1}",
@@ -129,7 +129,7 @@ _RULES = (
         {"environment": _CHANGED, "stop_token": "none"},
         "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
-    # vLLM.
+    # Rules about vLLM.
     *(
         _clash({name: _CHANGED, "rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}")
         for name in VLLM_FIELDS
@@ -164,7 +164,7 @@ _RULES = (
         lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
         "{0} processes share one vLLM, so {1} must be a multiple of {0}",
     ),
-    # CUDA graphs.
+    # Rules about CUDA graphs.
     _clash(
         {"cuda_graphs": True, "rollout_engine": {"hf", "vllm"}},
         "only the static engine supports CUDA graphs; leave out {0}, or set {1} to static",
@@ -174,7 +174,7 @@ _RULES = (
         lambda c: c.cuda_graphs is True and c.world_size > 1,
         "communication between processes cannot be captured in a graph; leave out {0}: decoding still uses graphs",
     ),
-    # KL.
+    # Rules about the KL penalty.
     _clash(
         {"kl_in": "loss", "kl_estimator": "k1"},
         "the gradient of k1 is 0 on average, so k1 would not limit KL; set {1} to k2, or {0} to reward",
@@ -229,7 +229,7 @@ _RULES = (
         )
         for name in CLIPPING_FIELDS
     ),
-    # Optimisation.
+    # Rules about the optimiser.
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
         lambda c: c.critic_warmup_iterations >= c.num_total_batches,
@@ -243,7 +243,7 @@ _RULES = (
         )
         for name in ("learning_rate", "value_learning_rate")
     ),
-    # Models.
+    # Rules about the models.
     _Rule(
         ("num_critic_epochs", "num_ppo_epochs", "value_model"),
         lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),

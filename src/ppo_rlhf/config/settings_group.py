@@ -46,7 +46,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
             problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
             try:
                 validate(self, *args, **{name: value for name, value in values.items() if name in known})
-                problems += [  # pydantic converts True to 1
+                problems += [  # refuse a Boolean for a number here, because pydantic would convert True to 1
                     f"{group}.{name}={value}: input should be a number"
                     for name, value in values.items()
                     if isinstance(value, bool) and name in known and type(getattr(self, name)) in (int, float)
@@ -68,7 +68,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to a misspelt name, or None if no known name is close enough."""
-    one_letter = 1.0 - 1.0 / max(len(name), 4)  # similarity of a name with one wrong letter
+    one_letter = 1.0 - 1.0 / max(len(name), 4)  # difflib's similarity of two names that differ in one letter
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=min(TYPO, one_letter))), None)
 
 
@@ -82,7 +82,7 @@ def _document(checked: Any) -> None:
     """Copy each field's docstring into the metadata that HfArgumentParser shows for `--help`."""
     for each in fields(checked):
         text = checked.__pydantic_fields__[each.name].description
-        if text:  # argparse treats % as the start of a placeholder
+        if text:  # argparse would read % in a help text as the start of a placeholder
             each.metadata = MappingProxyType({**each.metadata, "help": " ".join(text.split()).replace("%", "%%")})
 
 
@@ -95,11 +95,12 @@ def _describe(group: str, detail: Any) -> str:
     raised = detail.get("ctx", {}).get("error")
     where = ".".join(str(part) for part in detail["loc"])
     if raised is not None and not where:
-        return str(raised)  # raised in __post_init__, whose message already names the fields
+        return str(raised)  # the error was raised in __post_init__, whose message already names the fields
     message = str(raised) if raised is not None else detail["msg"]
     if detail["type"] == "missing":
         return f"{group}.{where} is missing"
-    if detail["type"] == "unexpected_keyword_argument":  # an unknown key of a nested group
+    if detail["type"] == "unexpected_keyword_argument":  # the user gave a nested group an unknown key
         return _unknown(group, where, [], {})
-    given = "" if isinstance(detail["input"], Mapping) else f"={detail['input']!r}"  # the message names its settings
+    # If the input is a whole group, the message itself names the settings
+    given = "" if isinstance(detail["input"], Mapping) else f"={detail['input']!r}"
     return f"{group}.{where}{given}: {message[:1].lower()}{message[1:]}"
