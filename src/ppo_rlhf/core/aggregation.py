@@ -53,7 +53,7 @@ def aggregate_loss(
         check_range(where, at_least=0.0, denominator=denominator)
         return numerator / (denominator or 1.0)
     divisor = torch.as_tensor(denominator, dtype=dtype, device=token_loss.device)
-    # If no token counts, numerator and denominator may both be 0: divide by 1, so that the result is 0, not NaN.
+    # If the mask selects no token, numerator and divisor may both be 0: divide by 1, so that the result is 0, not NaN.
     return numerator / torch.where(counts_BT.any(), divisor, 1.0)
 
 

@@ -26,9 +26,11 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     check_range("best_of_n_mean", at_least=n, samples=samples)
     counts = torch.arange(samples + 1, dtype=torch.float64)
     k = counts.clamp(min=n)
-    log_choose = torch.lgamma(k + 1) - torch.lgamma(k - n + 1) - math.lgamma(n + 1)  # log C(k, n)
+    # Log of the binomial coefficient C(k, n)
+    log_choose = torch.lgamma(k + 1) - torch.lgamma(k - n + 1) - math.lgamma(n + 1)
     log_subsets = torch.where(counts >= n, log_choose, -math.inf)
-    share = (log_subsets - log_subsets[-1]).exp()  # [N + 1]: share of the subsets that hold only the k lowest samples
+    # [N + 1]: share of the subsets of size n that hold only the k lowest samples, for k = 0..N
+    share = (log_subsets - log_subsets[-1]).exp()
     rewards = rewards.double().contiguous()
     ordered = rewards.sort(dim=1).values
     below = torch.searchsorted(ordered, rewards)

@@ -27,7 +27,7 @@ def fingerprint(value: Any) -> str:
 def _as_plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return [(name, w.shape, w.detach().flatten()[:_VALUES_PER_WEIGHT]) for name, w in value.named_parameters()]
-    if hasattr(value, "tolist"):  # arrays of torch, NumPy and pandas
+    if hasattr(value, "tolist"):  # arrays and tensors of torch, NumPy and pandas have `tolist`
         return value.tolist()
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]

@@ -11,9 +11,12 @@ from ppo_rlhf.core.checks import check_choice, check_range, check_shape, compute
 from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 
-LOG_RATIO_LIMIT = 20.0  # nats; log-ratios are clamped to ± this before exp, here and in the policy loss
-ADAPTIVE_ERROR_LIMIT = 0.2  # the proportional error is clipped to ± this, as in Ziegler et al. (2019)
-ADAPTIVE_SMALLEST_FACTOR = 0.1  # without this floor, the published factor reaches 0 if one update spans five horizons
+# log-ratios (in nats) are clamped to ± this limit before exp, in the KL estimators and in the policy loss
+LOG_RATIO_LIMIT = 20.0
+# The controller's proportional error is clipped to ± this limit, as in Ziegler et al. (2019)
+ADAPTIVE_ERROR_LIMIT = 0.2
+# Smallest factor of the KL controller: the published formula gives 0 if one update spans five horizons
+ADAPTIVE_SMALLEST_FACTOR = 0.1
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
@@ -36,7 +39,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     difference = logprobs.to(dtype) - reference_logprobs.to(dtype)
     if estimator == "k1":
         return difference
-    # In padding d may be NaN and the incoming gradient is 0. Since 0 · NaN is NaN, detach the non-finite positions.
+    # In padding, the difference may be NaN and the incoming gradient is 0. Since 0 · NaN is NaN, detach such positions.
     difference = torch.where(difference.isfinite(), difference, difference.detach())
     if estimator == "k2":
         return 0.5 * difference.square()

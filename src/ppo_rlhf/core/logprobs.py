@@ -117,7 +117,7 @@ def _log_p_gradient(temperature: float, logits: Tensor, tokens: Tensor, log_p: T
 
 def _entropy(temperature: float, logits: Tensor) -> Tensor:
     p = _tempered(logits, temperature).softmax(dim=-1)
-    return torch.special.entr(p).sum(dim=-1)  # entr(p) = −p log p, and 0 at 0
+    return torch.special.entr(p).sum(dim=-1)  # torch.special.entr(p) is −p log p, and 0 at p = 0
 
 
 def _entropy_gradient(temperature: float, logits: Tensor, entropy: Tensor, scale: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _blocks(logits: Tensor) -> Iterator[Block]:
     """Yield slices of the first two axes that cut `logits` [B, T, V] into blocks of the device's block size."""
     rows, width, vocabulary = logits.shape
     budget = BLOCK_ELEMENTS if logits.device.type == "cpu" else card_bytes(logits.device) // BLOCK_SHARE
-    positions = max(1, budget // max(1, vocabulary))  # token positions per block
+    positions = max(1, budget // max(1, vocabulary))  # number of token positions whose logits are computed in one block
     step_B, step_T = max(1, positions // max(1, width)), min(max(1, width), positions)
     for b in range(0, rows, step_B):
         for t in range(0, width, step_T):

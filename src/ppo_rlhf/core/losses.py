@@ -25,16 +25,17 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Tensor
-    clipfrac: Tensor  # share of tokens whose clipped loss is strictly greater than the unclipped loss, or masked tokens
-    approxkl: Tensor  # ½ · mean((logp − old logp)²), nats per token
-    ratio: Tensor  # mean of the (clamped) probability ratio
+    # Clip fraction: share of tokens whose clipped policy loss exceeds the unclipped loss, plus masked tokens
+    clipfrac: Tensor
+    approxkl: Tensor  # ½ · mean((new logprob − old logprob)²), nats per token
+    ratio: Tensor  # mean over tokens of the (clamped) probability ratio
 
 
 class ValueLoss(NamedTuple):
     """Scalars of one call. `loss` has a gradient; `clipfrac` is a detached mean over this call's real tokens."""
 
     loss: Tensor
-    clipfrac: Tensor  # share of tokens whose clipped error is strictly greater than the unclipped error
+    clipfrac: Tensor  # clip fraction: share of tokens whose clipped value error exceeds the unclipped error
 
 
 def clipped_policy_loss(
@@ -75,7 +76,7 @@ def clipped_policy_loss(
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - cliprange, 1.0 + high)
     is_clipped_BT = clipped_BT > unclipped_BT
-    # Not torch.maximum: its backward pass has more operations.
+    # Not torch.maximum, because the backward pass of torch.maximum has more operations than that of torch.where.
     token_loss_BT = torch.where(is_clipped_BT, clipped_BT, unclipped_BT)
     if dual_clip is not None:
         check_range(where, above=1.0, dual_clip=dual_clip)
@@ -191,7 +192,7 @@ def clipped_value_loss(
         old_values_BT = select(old_values, counts_BT, dtype)
         clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
         clipped_error_BT = (clipped_values_BT - returns_BT).square()
-    # Not torch.maximum: how it splits the gradient between equal errors depends on torch's version.
+    # Not torch.maximum: for two equal errors, torch's version decides how torch.maximum splits the gradient.
     is_clipped_BT = clipped_error_BT > error_BT
     greater_BT = torch.where(is_clipped_BT, clipped_error_BT, error_BT)
     loss = 0.5 * aggregate_loss(greater_BT, counts_BT, loss_aggregation, denominator)

@@ -38,7 +38,8 @@ def episode_prompts(seed: int, iteration: int, batch_size: int, num_prompts: int
     prompt, so that all prompts are used equally often.
     """
     episodes = range((iteration - 1) * batch_size, iteration * batch_size)
-    positions = [divmod(episode, num_prompts) for episode in episodes]  # (pass, position in the pass's permutation)
+    # (number of the pass over the prompts, position in that pass's permutation)
+    positions = [divmod(episode, num_prompts) for episode in episodes]
     numbers = {number for number, _ in positions}
     passes = {number: permutation(num_prompts, seed, "prompts", number).tolist() for number in numbers}
     return [passes[number][position] for number, position in positions]

@@ -61,8 +61,8 @@ def sample_tokens(
         prefix_BV = weights_BV.cumsum(dim=1, dtype=torch.float64)
         total_B = prefix_BV[:, -1]
 
-    # The token is the first column whose prefix sum exceeds u · sum. It is limited to the first column whose prefix sum
-    # equals the sum (the last token of non-zero weight), and to V − 1 for rows of NaN.
+    # The sampled token is the first column whose prefix sum of weights exceeds u · sum.
+    # If rounding makes u · sum equal the sum, take the last token of non-zero weight; in a row of NaN, take V − 1.
     last_B1 = prefix_BV[:, -1:].contiguous()
     threshold_B1 = uniforms.to(torch.float64)[:, None] * last_B1
     drawn_B1 = torch.searchsorted(prefix_BV, threshold_B1, right=True)
@@ -85,7 +85,7 @@ def _smallest_kept_logit(z_BV: Tensor, top_k: int, top_p: float) -> Tensor:
         mass_B1 = _weights(candidates_BK, candidates_BK).sum(dim=1, keepdim=True)
     weights_BK = _weights(candidates_BK, candidates_BK)
     mass_before_BK = weights_BK.cumsum(dim=1) - weights_BK
-    # Keep a candidate while the mass of the candidates before it is less than top_p. Always keep the first candidate.
+    # Keep a token while the more probable tokens have less than top_p of the mass; always keep the most probable token.
     kept_B1 = (mass_before_BK < top_p * mass_B1).sum(dim=1, keepdim=True).clamp(min=1)
     return candidates_BK.gather(1, kept_B1 - 1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo_rlhf.core.checks import as_bool, check_shape, compute_dtype, select
 from ppo_rlhf.core.errors import CheckpointError
 
-WHITENING_EPSILON = 1e-8  # added to the variance under the root
+WHITENING_EPSILON = 1e-8  # whitening adds this constant to the variance before taking the square root
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -59,7 +59,8 @@ def masked_whiten(
     dtype = compute_dtype(x)
     mean, variance = moments or _moments(x, selected, unbiased=True)
     variance = torch.as_tensor(variance, dtype=dtype, device=x.device)
-    if dtype != torch.float64 and not bool(variance.isfinite()):  # the squares overflow float32: compute in float64
+    # The squared deviations overflow float32, so compute the variance again in float64
+    if dtype != torch.float64 and not bool(variance.isfinite()):
         return masked_whiten(x.double(), mask, shift_mean=shift_mean, moments=moments).to(dtype)
     scale = torch.rsqrt(variance + WHITENING_EPSILON)
     whitened = (select(x, selected, dtype) - mean) * scale
