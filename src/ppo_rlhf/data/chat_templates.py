@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys in which an assistant's message holds its reasoning beside the content."""
-# Each part of a chat gets its own mark. A mark has only plain letters and digits, unlike CONTENT_MARK, because a
-# template may quote, trim, escape or capitalise text.
+# Replace each part of a chat by a mark of its own, to see which parts a chat template renders.
+# A mark has only plain letters and digits, because a template may quote, trim, escape or capitalise text.
 _MARK = "qzmark{}qz"
 _MARK_OF_TOOLS = "qzmarktoolqz"
 
@@ -19,9 +19,10 @@ _MARK_OF_TOOLS = "qzmarktoolqz"
 class Hidden(NamedTuple):
     """The parts of a chat that a template leaves out."""
 
-    messages: tuple[int, ...]  # positions of the messages that are left out
-    tools: bool  # True if a tool is left out
-    reasoning: tuple[str, ...] = ()  # reasoning keys that are left out while another part of the message is rendered
+    messages: tuple[int, ...]  # positions of the messages that the chat template leaves out
+    tools: bool  # True if the chat template leaves out a tool
+    # Keys of reasoning that the chat template leaves out although it renders another part of the same message
+    reasoning: tuple[str, ...] = ()
 
 
 def find_hidden(
@@ -35,14 +36,15 @@ def find_hidden(
     appear.
     """
     known = _hidden_parts.setdefault(tokenizer, {})
-    key = (str(tokenizer.chat_template), kind_of(messages, tools))  # Python caches the hash of the template's text
+    # Hashing the template's text for this key is cheap: Python caches the hash of a str
+    key = (str(tokenizer.chat_template), kind_of(messages, tools))
     if key not in known:
         if len(known) >= _MOST_KINDS:
             known.clear()
         known[key] = _find_marks(messages, tools, tokenizer)
     if (hidden := known[key]) is not None:
         return hidden
-    # The template accepts the chat but refuses the marks: search for the parts themselves
+    # The chat template accepts the chat but refuses the marks, so search the rendered text for the chat's own parts
     calls = [[str(call.get("name", "")) for call in _calls(message)] for message in messages]
     thoughts = [[(key, message[key].strip()) for key in _reasoning(message)] for message in messages]
     contents = [[] if _is_blank(message) else [message["content"].strip()] for message in messages]
@@ -70,7 +72,7 @@ def is_new(kind: Hashable, tried: set[Hashable]) -> bool:
     return True
 
 
-_MOST_KINDS = 4096  # a cache with this many kinds is cleared, to save memory
+_MOST_KINDS = 4096  # to save memory, the cache is cleared when it holds this many kinds of chats
 _hidden_parts: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Hashable, Hidden | None]] = WeakKeyDictionary()
 
 
@@ -79,7 +81,7 @@ def _find_marks(
 ) -> Hidden | None:
     """Return the parts whose mark the rendered text lacks; None if the template refuses the marks."""
     marked, marked_tools = _copy(messages), _copy(tools)
-    calls: list[list[str]] = []  # marks of each message
+    calls: list[list[str]] = []  # marks of the tool calls of each message
     contents: list[list[str]] = []
     thoughts: list[list[tuple[str, str]]] = []
     for number, message in enumerate(marked):
@@ -94,7 +96,7 @@ def _find_marks(
         _function(tool)["name"] = _MARK_OF_TOOLS
     try:
         text = str(tokenizer.apply_chat_template(marked, tools=marked_tools, tokenize=False)).lower()
-    except Exception:  # a template is a program: it can raise any exception
+    except Exception:  # a chat template is a program, so rendering can raise any exception
         return None
     return _hidden(calls, contents, thoughts, [_MARK_OF_TOOLS for _ in tools or []], text)
 

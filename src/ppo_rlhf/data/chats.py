@@ -18,7 +18,8 @@ from ppo_rlhf.models.tokenizers import name_slow_template
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, as errors describe it."""
 ASSISTANT = "assistant"
-CALLS = ("tool_calls", "function_call")  # a message with one of these keys may have no content
+# A message with one of these keys calls tools, so the message may have no content
+CALLS = ("tool_calls", "function_call")
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns of whole conversations; `conversations` is ShareGPT's name."""
@@ -27,8 +28,9 @@ SHOWN_IN_CHATS = (TOOLS, SYSTEM)
 """Columns that a row's chat is rendered with."""
 _ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool", "tool_response": "tool"}
 """Maps the roles of ShareGPT, Google and ms-swift to OpenAI's roles, which chat templates know."""
-_CALLING_ROLES = ("function_call", "tool_call")  # roles of ShareGPT and ms-swift: the content is JSON of tool calls
-_LIKE_CHAT = re.compile(  # Accept Python's repr of a list as well as JSON
+# ShareGPT and ms-swift use these roles for messages whose content is the JSON of tool calls
+_CALLING_ROLES = ("function_call", "tool_call")
+_LIKE_CHAT = re.compile(  # A text that starts like this is a chat; accept Python's repr of a list as well as JSON
     r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["']content["']\s*:)|"""
     r"""\s*\[\s*\{(?=.*["']from["']\s*:)(?=.*["']value["']\s*:)""",
     re.DOTALL,
@@ -65,7 +67,8 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
         read = _read_message(message, f"{where}: message {number}")
         if read["role"] in _CALLING_ROLES:
             calls = _read_calls(read["content"], f"{where}: message {number}")
-            if not chat or chat[-1]["role"] != ASSISTANT:  # otherwise the call continues the assistant's turn
+            # If the last message is the assistant's, the tool calls are added to that message
+            if not chat or chat[-1]["role"] != ASSISTANT:
                 chat.append({"role": ASSISTANT, "content": None})
             chat[-1]["tool_calls"] = [*chat[-1].get("tool_calls", []), *calls]
         else:
@@ -114,7 +117,8 @@ def read_tools(value: Any, where: str) -> Tools:
         with suppress(ValueError):
             cell = json.loads(cell)
     cell = _without_nulls(cell)
-    if cell is None or cell is pd.NA or cell != cell or cell in ("", []):  # an empty cell of a pandas table is NaN
+    # pandas represents an empty cell by NaN, and only NaN differs from itself
+    if cell is None or cell is pd.NA or cell != cell or cell in ("", []):
         return None
     tools = []
     for tool in cell if isinstance(cell, list) else [cell]:
@@ -200,7 +204,7 @@ def apply_template(
     try:
         with nullcontext() if is_known(tokenizer) else name_slow_template(tokenizer):
             return str(tokenizer.apply_chat_template(messages, **options))
-    except Exception as error:  # a template is a program: it can raise any exception
+    except Exception as error:  # a chat template is a program, so rendering can raise any exception
         raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
 
 
@@ -282,7 +286,8 @@ def _is_message(item: dict[str, Any]) -> bool:
 
 def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
-    if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # ShareGPT's format
+    # ShareGPT's format names role and content `from` and `value`
+    if isinstance(message, dict) and message.keys() >= {"from", "value"}:
         message |= {"role": message.pop("from"), "content": message.pop("value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(
@@ -324,7 +329,8 @@ def _read_call(given: Any, *, framed: bool) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if not isinstance(function["name"], str) or not function["name"]:
         raise ValueError("a call needs a name")
-    arguments = function.get("arguments", function.pop("parameters", {}))  # Llama's key is `parameters`
+    # Llama names the arguments of a tool call `parameters`
+    arguments = function.get("arguments", function.pop("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}
     function["arguments"] = arguments

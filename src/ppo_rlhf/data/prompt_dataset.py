@@ -37,7 +37,7 @@ class PromptDataset:
     @classmethod
     def of_table(cls, table: Dataset) -> PromptDataset:
         """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
-        lists: Any = table  # typed as Any: the columns are used only as lists
+        lists: Any = table  # typed as Any, because a table and a dict of lists are both read as columns of lists
         columns = {name: lists[name] for name in table.column_names if name not in PROMPT_COLUMNS}
         chats = lists["prompt_chat"] if "prompt_chat" in table.features else []
         return cls(lists["prompt_ids"], lists["prompt"], columns, chats)
@@ -114,7 +114,7 @@ def arrow_column(table: Dataset, name: str) -> pa.ChunkedArray:
 
 
 def _rows(values: Any, indices: Sequence[int]) -> list[Any]:
-    # A column of `datasets` returns many rows in one access
+    # Index a column of `datasets` with all indices at once, because one access can read many rows
     return [values[i] for i in indices] if isinstance(values, list) else list(values[list(indices)])
 
 

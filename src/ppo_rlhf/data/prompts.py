@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # version of the tokenised table: increase it when the results of `_tokenise` change
+# Version of the cached tokenised table: increase it when `_tokenise` returns different rows for the same prompts
+_VERSION = 2
 
 
 @settings_group("prompts")
@@ -68,11 +69,12 @@ class PromptsConfig:
 class PromptReader:
     """Tokenises prompts and makes sure that each prompt leaves room for a response."""
 
-    tokenizer: PreTrainedTokenizerBase  # the policy's
-    context: int | None  # maximum number of tokens of a prompt with its response; None: no limit
-    response_length: int  # number of tokens that must fit after each prompt
-    overlong: Literal["error", "drop", "truncate_left"]  # treatment of prompts that leave no room for a response
-    why: str = ""  # appended to errors: why the usable context is shorter than the model's (`usable_context`)
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer, which encodes the prompts
+    context: int | None  # most tokens that a prompt and its response may have together; None: no limit
+    response_length: int  # number of tokens that must fit into the context after each prompt
+    overlong: Literal["error", "drop", "truncate_left"]  # what to do with a prompt that leaves no room for a response
+    # End of error messages: why the usable context is shorter than the model's context (see `usable_context`)
+    why: str = ""
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:

@@ -18,7 +18,8 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError, in_one_line
 
-if TYPE_CHECKING:  # `datasets` takes two seconds to import, so only functions that load a table import it
+# Imported here only for type checkers: `datasets` takes two seconds to import, so functions that use it import it
+if TYPE_CHECKING:
     from datasets import Dataset
 
 FORMATS = {
@@ -40,7 +41,7 @@ _HUB_NAME = re.compile(
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
 LONG = 10_000
 """A progress bar is shown for tables with more rows than this."""
-_LARGE = 10_000_000  # bytes; a progress bar is shown for larger files
+_LARGE = 10_000_000  # a progress bar is shown when reading more than this many bytes
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 
 
@@ -72,7 +73,8 @@ def load_table(
     try:
         check_texts(table, source)
     except DataError:
-        for file in files if isinstance(files, list) else ():  # check each file, so that the error names file and row
+        # Check each file on its own, so that the error names the damaged file and its row
+        for file in files if isinstance(files, list) else ():
             check_texts(_load_files(str(file), [file], text_column, cache, options), str(file))
         raise
     return table
@@ -134,7 +136,7 @@ def files_of(source: str) -> list[Path] | Path | None:
     path = Path(source).expanduser()
     try:
         exists = path.exists()
-    except OSError as error:  # for example, the name is too long
+    except OSError as error:  # the operating system refuses the path, for example because the name is too long
         raise DataError(f"{source}: this path cannot be looked up: {error.strerror}. Give {_ENDINGS}.") from error
     if "::" in source and exists:
         raise DataError(
@@ -178,7 +180,8 @@ def _downloaded(source: str) -> Path:
     try:
         repository, revision, file = address.group("repo_id", "revision", "filename")
         return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
-    except (OSError, ValueError) as error:  # from the hub, the network, the cache, or because of HF_HUB_OFFLINE
+    # The hub, the network, the local cache or HF_HUB_OFFLINE can make the download fail
+    except (OSError, ValueError) as error:
         raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from None
 
 
@@ -207,7 +210,7 @@ def _load_from_hub(source: str, cache: str | None, load_args: dict[str, Any]) ->
             f"{source}: there is no such file or folder, and no dataset of this name can be loaded from the hub: "
             f"{in_one_line(error)}"
         ) from None
-    except (OSError, ValueError) as error:  # an unknown configuration or split
+    except (OSError, ValueError) as error:  # the hub has the dataset, but the configuration or split does not exist
         raise DataError(f"{source}: cannot be loaded: {in_one_line(error)}") from error
     return _one_split(loaded, source)
 
@@ -241,22 +244,25 @@ def _load_files(
 ) -> Dataset:
     import datasets
 
-    from ppo_rlhf.models.quiet import errors_only  # imported here because it imports transformers
+    # Imported inside the function because the module imports transformers, which is slow
+    from ppo_rlhf.models.quiet import errors_only
 
     builder = FORMATS[_kind(files[0])]
     if builder == "csv" and not load_args:
         return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
     options = {"encoding": "utf-8-sig"} if builder == "text" else {}
     try:
-        # Silence `datasets`: the error below reports a damaged file
+        # Silence the log of `datasets`, because the DataError below already reports a damaged file
         with errors_only("datasets", logging.CRITICAL), bars(sum(file.stat().st_size for file in files) > _LARGE):
             table = datasets.load_dataset(
                 builder,
                 **{**options, "split": "train", **load_args},
-                data_files=[glob.escape(str(file)) for file in files],  # `datasets` reads the paths as glob patterns
+                # Escape the paths, because `datasets` reads them as glob patterns
+                data_files=[glob.escape(str(file)) for file in files],
                 cache_dir=cache,
             )
-    except Exception as error:  # builders raise errors of many libraries, for example StopIteration for an empty file
+    # The builders of `datasets` raise errors of many libraries, for example StopIteration for an empty file
+    except Exception as error:
         rows = [row for file in files for row in _read_by_line(file, builder)]
         if not rows:
             raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
@@ -312,13 +318,15 @@ def _parsed(file: Path, number: int, text: str) -> Any:
     """Return the value of a JSON text; `number` is the line of the file in which the text begins."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails if an escape sequence is half of a surrogate pair
+        # Encoding as UTF-8 fails if the JSON escapes only half of a surrogate pair (`\ud83d` alone)
+        json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         line = number + error.lineno - 1
         raise DataError(f"{file}: line {line} is damaged: it is not valid JSON ({error.msg}).") from error
     except UnicodeEncodeError as error:
         raise DataError(f"{file}: line {number} is damaged: it has half of a surrogate pair.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+    # Python's json refuses numbers with thousands of digits, and fails at thousands of nested brackets
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: line {number} cannot be read: {error}.") from error
     return value
 
@@ -340,14 +348,16 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
             keep_default_na=False,
             na_values=[""],
         )
-    except (OSError, EOFError, ValueError) as error:  # includes the errors of pandas' parser, which name the line
+    # pandas' ParserError is a ValueError, and its message names the line
+    except (OSError, EOFError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
-            _text(file)  # raises an error that names the line
+            _text(file)  # `_text` decodes the file again and raises an error that names the undecodable line
         reason = in_one_line(error)
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
         ) from error
-    if not isinstance(frame.index, pd.RangeIndex):  # pandas read the first cells as row labels
+    # The rows have more cells than the header, so pandas took the first cells as row labels
+    if not isinstance(frame.index, pd.RangeIndex):
         raise DataError(f"{file}: this CSV file is damaged: {surplus}")
     return datasets.Dataset.from_pandas(frame, preserve_index=False)
 
@@ -366,7 +376,7 @@ def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
             for name, values in columns.items()
         }
         return datasets.Dataset.from_dict(plain, on_mixed_types="use_json")
-    except (ValueError, TypeError, OverflowError) as error:  # Arrow's errors are ValueErrors
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"this table cannot be read: {in_one_line(error)}") from error
 
 
