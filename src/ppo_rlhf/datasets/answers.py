@@ -44,7 +44,7 @@ def load_answers(source: str) -> Dataset:
     chosen = [majority(values) for values in answers]
     alpha = agreement(answers)
     preferred = [pair for pair in zip(comparisons, chosen, strict=True) if pair[1] in ("A", "B")]
-    # Leave out blank responses: tables of preferences refuse blank texts
+    # Leave out pairs with a blank response, because a table of preferences refuses blank texts
     rows = [_row(*pair, alpha) for pair in preferred if is_text(pair[0].response_a) and is_text(pair[0].response_b)]
     _log_counts(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
     if not rows:

@@ -79,9 +79,10 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
     def __init__(self, filepath: str, resume: str | None = None, metadata: dict[str, Any] | None = None) -> None:
         """Store the arguments; nothing is read. `metadata` is for Kedro-Viz."""
-        self.root = Path(filepath)  # directory with the checkpoints of all runs
-        self.requested = None if resume is None else str(resume)  # `latest`, a checkpoint's path, or an MLflow run id
-        self.checkpoint: Path | None = None  # the checkpoint's directory, set by `resolve`
+        self.root = Path(filepath)  # directory that holds the checkpoints of all runs
+        # Value of the setting `resume`: `latest`, a checkpoint's path, or an MLflow run id
+        self.requested = None if resume is None else str(resume)
+        self.checkpoint: Path | None = None  # directory of the checkpoint to resume from, which `resolve` sets
         self.metadata = metadata
         self._is_resolved = False
 

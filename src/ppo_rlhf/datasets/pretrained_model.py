@@ -33,7 +33,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         chat_template_kwargs: Values for names that the model's chat template reads.
     """
 
-    versioned = True  # makes Kedro pass the version of --load-versions
+    versioned = True  # a versioned dataset gets its version of `kedro run --load-versions` from Kedro
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
             ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` is not a mapping, or the
                 version does not exist. Kedro raises a `DatasetError` with this error as the cause.
         """
-        if not isinstance(trust_remote_code, bool):  # the text "false" would count as true
+        # Refuse a text, because Python would treat even the text "false" as true
+        if not isinstance(trust_remote_code, bool):
             raise ConfigError(f"trust_remote_code must be true or false, without quotes; got {trust_remote_code!r}")
         if not isinstance(chat_template_kwargs or {}, dict):
             raise ConfigError(f"chat_template_kwargs: expected names with values, got {chat_template_kwargs!r}")

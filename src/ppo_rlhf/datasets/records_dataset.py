@@ -80,7 +80,8 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if self._source is None:
             return None
         if self._source.startswith(SCHEME):
-            if self._answers is None:  # read the answers once, so that the whole run uses the same answers
+            # Load people's answers only once, so that all nodes of a run use the same answers
+            if self._answers is None:
                 self._answers = load_answers(self._source)
             table = self._answers
         else:
@@ -132,9 +133,10 @@ def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:
     try:
         with guarded():
             prepared = function(table)
-    except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
+    # Signals and Ctrl-C are no errors of the user's function: re-raise them unchanged
+    except (TerminationSignal, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a user's function can raise any exception, or call sys.exit
+    except BaseException as error:  # the user's function can raise any exception, and can call sys.exit
         raise DataError(f"{source}: {prepare} raised {kind_and_text(error)}") from error
     if not isinstance(prepared, Dataset) or not len(prepared):
         what = "no rows" if isinstance(prepared, Dataset) else f"a value of type {type(prepared).__name__}"

@@ -84,7 +84,7 @@ class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
         return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else []
 
     def _exists(self) -> bool:
-        return True  # a missing file loads as an empty list, which the report accepts
+        return True  # tell Kedro that the file exists: a missing file loads as an empty list, which the report accepts
 
 
 class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
@@ -106,4 +106,4 @@ class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
         return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else {}
 
     def _exists(self) -> bool:
-        return True  # a missing file loads as an empty dict
+        return True  # tell Kedro that the file exists: a missing file loads as an empty dict, which the report accepts

@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 class Answer:
     """One person's answer about a pair of responses."""
 
-    value: str  # one of ANSWERS
+    value: str  # the person's answer, one of ANSWERS
     person: str
-    when: str  # ISO 8601, UTC
+    when: str  # time of the answer: ISO 8601 in UTC
     rationale: str = ""
 
 
@@ -73,10 +73,10 @@ class Comparison:
     response_a: str
     response_b: str
     tools: Tools = None
-    answers: tuple[Answer, ...] = ()  # the newest answer of each person
+    answers: tuple[Answer, ...] = ()  # each person's newest answer to the pair of responses
     trace_id: str = ""
-    run_id: str = ""  # of the run that collected the pair
-    others: tuple[str, ...] = field(default=(), repr=False)  # answers that are not in ANSWERS
+    run_id: str = ""  # MLflow run that collected this pair of responses
+    others: tuple[str, ...] = field(default=(), repr=False)  # people's answers that are none of the allowed ANSWERS
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Place:
 
     uri: str = ""
     experiment: str = ""
-    ui: str = "http://127.0.0.1:5000"  # address of `kedro mlflow ui`
+    ui: str = "http://127.0.0.1:5000"  # address of MLflow's web page, which `kedro mlflow ui` starts
 
 
 place = Place()
@@ -370,7 +370,8 @@ class ReviewQueues:
     def _asked(self, queue: str) -> Iterator[None]:
         """Use this tracking store within the block, with short timeouts; raise the store's errors in one line."""
         shown = without_password(self.uri)
-        if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():  # MLflow would create it
+        # MLflow would create a missing database
+        if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():
             raise DataError(
                 f"mlflow:{queue}: {shown} does not exist yet. Run `kedro run --pipelines collect_feedback`."
             )

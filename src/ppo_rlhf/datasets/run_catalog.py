@@ -50,8 +50,9 @@ class RunCatalog:
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
         self._unpublished: set[str] = set()
-        self.run_folder = None if outputs is None else outputs.folder  # of the run's checkpoints; None if it saves none
-        self.is_checkpoint_saved = True  # whether the checkpoint of the last iteration was due
+        # Folder of this run's checkpoints; None: the run saves no checkpoints
+        self.run_folder = None if outputs is None else outputs.folder
+        self.is_checkpoint_saved = True  # whether a checkpoint of the last iteration was due, and therefore saved
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)
@@ -63,7 +64,7 @@ class RunCatalog:
             if handle is not None:
                 newest[name] = handle.source
         written = outputs.find(catalog) if outputs is not None and resumed else {}
-        # `self.written`: the datasets that a resumed run has written before the interruption, with their paths
+        # `self.written` has the path of each dataset that a resumed run had written before the interruption
         self.written, versions = processes.from_main((written, {**newest, **written}))
         for name, path in versions.items():
             if is_model(dataset := entry(name)):
@@ -88,7 +89,7 @@ class RunCatalog:
             if self._outputs is not None:
                 self._outputs.note(name, dataset)
         processes.wait_for_all()
-        # Pin every process to the version that the main process has just written: another run may write a newer version
+        # Pin every process to the version that the main process wrote, because another run may write a newer version
         if is_model(dataset):
             dataset.pinned = processes.from_main(dataset.pinned)
         elif getattr(dataset, "_version", None) is not None:
@@ -108,14 +109,16 @@ class RunCatalog:
             run_file, usual = Path(dataset._filepath), dataset._usual_filepath
             if processes.is_main_process() and not self._is_published(name):
                 continue
-            is_in_mlflow = getattr(dataset, "_logging_activated", False)  # set by kedro-mlflow
+            # `_logging_activated` is set by kedro-mlflow on datasets that are logged as artifacts
+            is_in_mlflow = getattr(dataset, "_logging_activated", False)
             if (REPORTS not in run_file.parts or is_in_mlflow) and (
                 self._outputs is None or name not in self._outputs.names
             ):
                 dataset._filepath = usual
                 if processes.is_main_process():
                     delete(run_file)
-                    with contextlib.suppress(OSError):  # the folder has another file of this run, or does not exist
+                    # rmdir fails if the folder does not exist, or still holds other files of this run
+                    with contextlib.suppress(OSError):
                         run_file.parent.rmdir()
 
     def _is_published(self, name: str) -> bool:
@@ -136,7 +139,7 @@ class RunCatalog:
         try:
             if run_file.is_dir():
                 shutil.copytree(run_file, usual, dirs_exist_ok=True)
-            elif run_file.exists():  # no file exists if the node had nothing to save
+            elif run_file.exists():  # a node that had nothing to save has written no file
                 with written_whole(usual) as draft:
                     shutil.copyfile(run_file, draft)
         except OSError as error:

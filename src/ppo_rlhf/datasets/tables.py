@@ -59,7 +59,8 @@ class TrainingHistoryDataset(CSVDataset):
         return Path(str(self._filepath).replace("/07_model_output/", "/08_reporting/"))
 
     def _exists(self) -> bool:
-        return True  # a missing history loads as an empty table, which the report accepts
+        # Tell Kedro that the file exists: a missing history loads as an empty table, which the report accepts
+        return True
 
 
 class SpreadsheetDataset(CSVDataset):
