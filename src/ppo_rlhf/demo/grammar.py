@@ -174,7 +174,7 @@ def _step(state: State, word: str) -> State:
 def _derive(tokens: Sequence[str]) -> State:
     state = _START
     for word in tokens:
-        # Words outside the vocabulary never enter the cache, so the cache is bounded by the grammar
+        # Call the cached `_step` only for words of the vocabulary, so that the grammar bounds the size of the cache
         state = _step(state, word) if word in VOCABULARY else _NOTHING
     return state
 

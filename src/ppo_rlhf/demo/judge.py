@@ -35,7 +35,7 @@ NEGATED, NEGATED_STRONGLY = -0.75, -1.0
 INTENSIFIED, SOFTENED = 1.25, 0.5
 
 _NEGATORS = frozenset({"not", "never", "no"})
-_NEGATION_REACH = 3  # tokens
+_NEGATION_REACH = 3  # a negation affects this many tokens after it
 _BOUNDARIES = frozenset({".", ",", "but", "yet", "and", "although", "while"})
 
 
@@ -84,7 +84,7 @@ def _read(prompt: str, completion: str, aspect: object) -> tuple[list[list[str]]
     body = header_length(tokens)
     if aspect is None and body:
         aspect = tokens[3]
-    # The first judged sentence starts after the last full stop of the prompt
+    # The judge reads whole sentences: the first judged sentence starts after the last full stop of the prompt
     start = max(body, max((i + 1 for i, token in enumerate(before) if token == END), default=0))
     tokens = tokens[start:]
     sentences: list[list[str]] = [[]]

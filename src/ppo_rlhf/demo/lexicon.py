@@ -67,4 +67,4 @@ def _read_classes() -> tuple[dict[str, tuple[str, ...]], dict[str, float]]:
 
 
 WORDS, VALENCE = _read_classes()
-VALENCE["too"] = -MILD  # "too long", "too loud": the adjectives of SIZE alone are neutral
+VALENCE["too"] = -MILD  # adjectives of SIZE are neutral alone, but "too long" and "too loud" are negative
