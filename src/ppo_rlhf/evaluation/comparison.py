@@ -132,7 +132,8 @@ def compare_evaluations(
         metrics |= {f"eval/win_rate{name}{end}": value for end, value in rates}
     measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
     for name, values in measured.items():
-        if name == "truncated_fraction":  # appears only in the table `before_after`
+        # The truncated fraction is no logged metric: it appears only in the table `before_after`
+        if name == "truncated_fraction":
             continue
         sides = {f"eval/{name}": values}
         if name not in ("kl", "response_length"):

@@ -77,7 +77,8 @@ def compare_by_people(
         answers = [(prompt, by_name[person]) for prompt, by_name in answered if person in by_name]
         rate = win_rate(_by_prompt(answers))
         by_person.append({"pairs": len(answers), "win_rate": rate.rate, "low": rate.low, "high": rate.high})
-    by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))  # an order that does not depend on names
+    # Sort by numbers, so that the order does not depend on people's names
+    by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))
     return {
         "verdict": concluded["verdict"],
         "metrics": metrics,

@@ -55,7 +55,7 @@ def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
 
 def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
     for name in judges:
-        # metrics such as eval/win_rate_low and eval/judge_score_sft exist already
+        # Refuse a judge's name that collides with an existing metric's key, such as eval/judge_score_sft
         taken = f"_{name}".endswith((*_TAKEN_ENDINGS, "_low", "_high"))
         check_metric_name(name, "a judge", f"eval/{JUDGE_COLUMN}_{name}_sft_se", taken=taken, snake_case=True)
     return judges
@@ -127,11 +127,13 @@ class EvaluationConfig:
 class ResolvedJudge:
     """The imported functions that judge responses."""
 
-    judge: RewardFunction | None  # None: the reward decides the win rate
+    judge: RewardFunction | None  # the judge that decides the win rate; None: the reward decides the win rate
     rates: Mapping[str, RewardFunction]
-    description: str  # who decides the win rate, in words that fit into a sentence
-    judges: Mapping[str, RewardFunction] = field(default_factory=dict)  # further judges, each with its own win rate
-    reference: str | LLMJudgeConfig | None = None  # the judge's `module:name`, or the settings of a language model
+    description: str  # a phrase that says who decides the win rate
+    # Further judges by name; each gives a win rate of its own
+    judges: Mapping[str, RewardFunction] = field(default_factory=dict)
+    # The judge's function as `module:name`, or the settings of a language model that judges
+    reference: str | LLMJudgeConfig | None = None
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
@@ -160,16 +162,19 @@ class PolicyEvaluation:
     Arrays have shape [N x n], in the order of prompts. Responses to one prompt are adjacent.
     """
 
-    prompts: list[str]  # [N x n], so a prompt with n responses is listed n times
+    prompts: list[str]  # [N · n]: a prompt with n responses is listed n times
     completions: list[str]
-    response_ids: list[list[int]]  # tokens of each response, with the stop token if it stopped
-    rewards: NDArray[np.float64]  # weighted sum of the reward's components, before any shaping or penalty
-    judges: dict[str, NDArray[np.float64]]  # scores by column; has `JUDGE_COLUMN` only if a judge decides the win rate
+    response_ids: list[list[int]]  # token ids of each response, including the stop token if one ended the response
+    # Total score of each response: weighted sum of the reward's components, before shaping and penalties
+    rewards: NDArray[np.float64]
+    # Scores of each judge, by column name; `JUDGE_COLUMN` is missing if the reward decides the win rate
+    judges: dict[str, NDArray[np.float64]]
     rates: dict[str, NDArray[np.float64]]
-    kl: NDArray[np.float64]  # k1 against the reference: log pi - log pi_ref summed over the sampled tokens, nats
-    lengths: NDArray[np.int64]  # number of tokens that the policy wrote, including stop tokens
-    terminated: NDArray[np.bool_]  # True where the response ended in a stop token
-    samples_per_prompt: int = 1  # n, the number of responses to each prompt
+    # KL estimate k1 against the reference policy: log pi - log pi_ref summed over the response's tokens, in nats
+    kl: NDArray[np.float64]
+    lengths: NDArray[np.int64]  # number of tokens of each response that the policy wrote, including stop tokens
+    terminated: NDArray[np.bool_]  # True where a stop token ended the response
+    samples_per_prompt: int = 1  # n, the number of responses sampled for each prompt
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
@@ -219,15 +224,15 @@ class PolicyEvaluation:
 class Evaluator:
     """Samples responses of policies with fixed noise and measures them. All processes share the work."""
 
-    tokenizer: PreTrainedTokenizerBase  # decodes responses into text for the reward functions and judges
+    tokenizer: PreTrainedTokenizerBase  # tokenizer that decodes responses into text for the reward functions and judges
     prompts: PromptDataset
     scorer: RewardScorer
     judge: ResolvedJudge
-    config: PPOConfig  # only the rollout engine and the precision are used
-    sampling: SamplingSettings  # length, temperature, top-k, top-p and stop tokens of the responses
-    seed: int  # seed of the noise: two policies evaluated with one seed get the same noise
+    config: PPOConfig  # the evaluation uses only the rollout engine and the precision of this PPOConfig
+    sampling: SamplingSettings  # maximum length, temperature, top-k, top-p and stop tokens of the responses
+    seed: int  # seed of the sampling noise: two policies evaluated with the same seed get the same noise
     batch_size: int = 64
-    samples_per_prompt: int = 1  # each response has different noise
+    samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with noise of its own
 
     def evaluate(
         self,
@@ -266,7 +271,8 @@ class Evaluator:
                     compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)
                 )
-                kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # 0 off the response tokens
+                # log-probabilities are 0 in padding, so the sum counts only response tokens
+                kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
         scored, completions = self.scorer.score(batch), list(batch.completions)
 
