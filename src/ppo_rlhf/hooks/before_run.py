@@ -41,11 +41,13 @@ class ChecksHook:
         Warn if conf/local has files that this run does not read.
         """
         processes.check_launch()
-        loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's default loader
+        # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
+        loader = cast(OmegaConfigLoader, context.config_loader)
         self._loader = loader
         try:
             loader["parameters"]
-        except TypeError as error:  # omegaconf's message names neither the file nor the setting
+        # omegaconf's TypeError names neither the file nor the setting, so raise an error that names both
+        except TypeError as error:
             raise ConfigError(
                 f"conf/{context.env or 'local'}: a setting is a list (`- ` before each entry) where conf/base has a "
                 f"mapping (`name: value`), or the reverse ({error})."
@@ -61,7 +63,8 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse a runner that cannot loop, settings that nothing reads, and every problem that the preflight finds."""
-        from ppo_rlhf.models.quiet import said  # imported here because it is slow, and only a run needs it
+        # Imported inside the function because the import is slow and only runs need the module
+        from ppo_rlhf.models.quiet import said
         from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.llm_judge import in_use
 
@@ -71,7 +74,8 @@ class ChecksHook:
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root, run_params["env"])
-        with processes.alone():  # no collectives here: the other processes wait in `agree_on_run`
+        # Only this process runs the checks: the other processes wait in `agree_on_run`, so collectives are forbidden
+        with processes.alone():
             problems, advice, parts = judge_settings(self._loader, run)
         for line in advice:
             logger.warning("%s", line)
@@ -87,10 +91,11 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     The last is empty if there are problems. Only the cache of tables is written. If the run reads a trained policy,
     the `ppo` group in the run's catalog becomes the one that the policy was trained with.
     """
-    from ppo_rlhf.preflight import describe_parts, find_problems  # imported here because it is slow
+    # Imported inside the function because the import is slow
+    from ppo_rlhf.preflight import describe_parts, find_problems
 
     if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():
-        # A project made with an earlier version has no such catalog entry; its report has no human evaluation.
+        # Projects made with an earlier version lack this catalog entry: add an empty one, as without human evaluation.
         run.catalog[HUMAN_EVALUATION] = MemoryDataset({})
     settings, policy_lines = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
@@ -103,7 +108,8 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
         problems += find_problems(run)
     problems = [*settings.unread(read, pipelines, run.unused), *problems]
     if problems:
-        return problems, policy_lines, ""  # a setting that comes from the policy may have caused a problem
+        # Report also the settings taken from the policy's record, because one of them may have caused a problem
+        return problems, policy_lines, ""
     return [], [*policy_lines, *settings.unusual_values(run)], describe_parts(run)
 
 

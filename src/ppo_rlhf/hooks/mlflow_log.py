@@ -77,7 +77,8 @@ class MlflowLog:
     def flush(self, patience: float) -> bool:
         """Wait at most `patience` seconds for MLflow to accept everything; return whether MLflow has everything."""
         end = time.monotonic() + patience
-        for _ in range(2):  # retry once: a batch was refused, or something was logged just as the thread ended
+        # Send twice: MLflow may refuse a batch, and a metric may be logged just as the sending thread ends
+        for _ in range(2):
             if self._metrics or self._samples:
                 self._send().join(max(0.0, end - time.monotonic()))
         return not (self._metrics or self._samples)
@@ -116,7 +117,7 @@ class MlflowLog:
             while self._samples:
                 self._samples[0]()
                 self._samples.popleft()
-        except Exception as error:  # each kind of artifact store raises the errors of its own library
+        except Exception as error:  # each kind of artifact store raises the error types of its own client library
             if not self._refusal:
                 logger.warning("MLflow rejected metrics of run %s; retrying: %s", self._run_id, one_line(error))
             self._refusal = one_line(error).removesuffix(".")

@@ -65,27 +65,28 @@ def log_policy(
     if logged_before is not None:
         logger.info("The MLflow model %s of iteration %d has been logged before.", name, step)
         return logged_before
-    # Hide MLflow's warnings about input examples and model cards.
+    # Hide MLflow's warnings about missing input examples and model cards.
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
-        # Load the model, because MLflow 3.17 cannot log a path under transformers 5 (the lookup of the task fails).
+        # Load the model, because MLflow 3.17 cannot log a path under transformers 5 (MLflow fails to find the task).
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         if is_adapter(directory):  # merge the LoRA adapter, so that the logged model does not need its base model
             model = PretrainedHandle(str(directory), trust_remote_code).causal_lm()
         else:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, **options)
-        if not templates_of(tokenizer):  # the server appends the decoded new tokens to the prompt
+        # Without a chat template, MLflow's server completes texts: it appends the decoded new tokens to the prompt
+        if not templates_of(tokenizer):
             tokenizer = with_first_space(tokenizer)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
         ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
         model.generation_config = generation_config
-        # If a request has stop texts, MLflow loads the tokenizer again, from model.name_or_path.
+        # If a request has stop texts, MLflow's server loads the tokenizer again, from the path in model.name_or_path.
         model.name_or_path = f"{logged.artifact_location.removeprefix('file://')}/components/tokenizer"
         mlflow.transformers.save_model(
             {"model": model, "tokenizer": tokenizer},
             f"{folder}/model",
             **_interface(model, tokenizer, config),
-            # Without a list MLflow would load the model to find its requirements, and that asks for torchvision.
+            # Without a list of packages, MLflow would load the model to find its requirements.
             pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
             mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
         )
@@ -133,11 +134,12 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
     limit, context = {}, context_length(model.config)
     if context is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-        # "hole" cuts the beginning off a prompt that leaves no room for max_new_tokens.
+        # With "hole", transformers' pipeline cuts the beginning off a prompt that leaves no room for max_new_tokens.
         limit = {"handle_long_generation": "hole"}
     if templates_of(tokenizer):
         example = {"messages": [{"role": "user", "content": EXAMPLE}]}
-        written_out = {"add_special_tokens": False}  # the chat template writes the special tokens
+        # The chat template already writes the special tokens, so the tokenizer must not add them again
+        written_out = {"add_special_tokens": False}
         return {"task": "llm/v1/chat", "model_config": {**limit, **sampled, **written_out}, "input_example": example}
     types = {int: DataType.long, float: DataType.double}
     params = ParamSchema([ParamSpec(name, types[type(value)], value) for name, value in sampled.items()])
@@ -180,7 +182,8 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
         if not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
         known = {each.source: each for each in client.search_model_versions(f"name = '{name}'")}
-        version = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
+        # Reuse the model version that this run registered before an interruption
+        version = known.get(source) or client.create_model_version(
             name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)
         )
         outcome = _challenge(client, name, str(version.version), tags)
@@ -193,10 +196,12 @@ def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[
     A version beats the champion if its win rate is higher and prompts, judge and sampling are the same. Return the
     outcome as the end of a sentence.
     """
-    champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions from a search have no aliases
+    # Read the alias from the registered model, because model versions found by a search have no aliases
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)
     if tags["verdict"] != Verdict.BETTER:
         return f"not its {CHAMPION} ({say_verdict(tags['verdict'])})"
-    if champion is not None and str(champion) != version:  # some stores return a number, some a text
+    # Some MLflow stores return the version as a number, some as a text
+    if champion is not None and str(champion) != version:
         champion_tags = client.get_model_version(name, champion).tags
         different = [what for what in ("prompts", "judge", "sampling") if champion_tags.get(what) != tags[what]]
         stays = f"but the {CHAMPION} stays version {champion}"

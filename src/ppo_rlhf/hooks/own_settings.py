@@ -35,7 +35,7 @@ class OwnSettings:
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
         self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
         self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
-        # The resolver of ${globals:…} belongs to the newest loader. Make one that resolves as the run's own loader.
+        # The resolver of ${globals:…} belongs to the newest config loader: make one that resolves as the run's loader.
         OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
     def unread(
@@ -105,17 +105,21 @@ class OwnSettings:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
         if name == PROMPTS:
-            marked -= {EVALUATION}  # params:evaluation holds the path only to write it into the model card
-        return any(entry in read or "{" in entry for entry in marked)  # an entry with { is a pattern of many datasets
+            # params:evaluation holds the prompts' path only for the model card: reading it reads no prompts
+            marked -= {EVALUATION}
+        # A catalog entry whose name contains { is a pattern for many datasets
+        return any(entry in read or "{" in entry for entry in marked)
 
     def unusual_values(self, run: RunRequest) -> list[str]:
         """Return one line for each PPO setting that the user gave an unusual value; add a line for a slow precision."""
         if not run.reads("params:ppo"):
             return []
-        from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # imported here because it is slow
+        # Imported inside the function because the import is slow
+        from ppo_rlhf.ppo.precision import precision_warning, resolve_device
 
         ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})
-        start = run.source(run.start) if run.reads(run.start) else None  # None: the policy is trained from scratch
+        # The model that PPO starts from; None: the policy is trained from scratch
+        start = run.source(run.start) if run.reads(run.start) else None
         size = None if start is None else run.catalog[run.start].load().empty_causal_lm().num_parameters()
         own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
         unusual = ppo.advice(own, size)
@@ -126,10 +130,12 @@ class OwnSettings:
         for other in ("globals", "parameters"):
             if name in self._base[other]:
                 return f" Set it in conf/{environment}/{other}.yml."
-        from ppo_rlhf.config import PPOConfig  # the shipped files list only some of PPO's settings
+        # The fields of PPOConfig are needed, because the shipped YAML files list only some of PPO's settings
+        from ppo_rlhf.config import PPOConfig
 
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
-        full: dict[str, str] = {}  # if several groups have a setting of this name, the last group's is suggested
+        # Full name of each setting; of several groups' settings with the same name, the last is suggested
+        full: dict[str, str] = {}
         for group in sorted(groups, key=lambda group: group == "ppo"):
             full |= {key: f"{group}.{key}" for key in groups[group]} if isinstance(groups[group], Mapping) else {}
         full |= {name: name for name in set().union(*self._base.values())}

@@ -33,7 +33,7 @@ def use_policy_settings(
     is_unused = feedback is not None and not feedback.names(POLICY)
     if not {POLICY, f"{PREFIX}ppo"} <= pipeline.inputs() or is_unused:
         return []
-    from ppo_rlhf.config import PPOConfig  # imported here because these modules are slow
+    from ppo_rlhf.config import PPOConfig  # imported inside the function because the imports are slow
     from ppo_rlhf.datasets import PretrainedModelDataset
     from ppo_rlhf.models.directories import is_local
 
@@ -42,10 +42,10 @@ def use_policy_settings(
         return []
     policy = entry.load()
     if policy is None or (is_local(policy.source) and not entry.exists()):
-        return []  # the preflight reports a missing policy
+        return []  # the policy does not exist; the preflight checks report a missing policy
     trained = settings_to_answer(catalog, policy, conf, own, is_ours)
     ppo_entry: Any = catalog.get(f"{PREFIX}ppo")
-    ppo_entry.save(trained.config)  # unlike `catalog.save`, the entry's own `save` logs nothing
+    ppo_entry.save(trained.config)  # the dataset's own `save` writes no log line, unlike `catalog.save`
     return trained.lines()
 
 
@@ -67,7 +67,8 @@ def settings_to_answer(
     template = None if own.is_typed(TEMPLATE) else policy.chat_template_kwargs
     trained = settings_of(policy, conf, own.typed("ppo"), template, may_import=is_ours(policy.source))
     if template is not None and trained.chat_template_kwargs is not None:
-        for name in (POLICY, "sft_policy"):  # both policies answer the same prompts
+        # Policy and SFT policy answer the same prompts, so both use the same arguments of the chat template
+        for name in (POLICY, "sft_policy"):
             if isinstance(model := catalog.get(name), PretrainedModelDataset):
                 model.chat_template_kwargs = dict(trained.chat_template_kwargs)
     return trained

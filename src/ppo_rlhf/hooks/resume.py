@@ -31,7 +31,8 @@ from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
 from ppo_rlhf.runtime.paths import shown
 
-if TYPE_CHECKING:  # at run time this is imported where it is used, because it is slow
+# Imported here only for type checkers: the functions import this module themselves, because the import is slow
+if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ Change = tuple[str, str]
 class Resumption:
     """An earlier run that this run resumes."""
 
-    run: Run  # the MLflow run, as it was when it stopped
-    checkpoint: Path | None  # the checkpoint to resume from; None: start from the beginning
-    lock: IO[bytes]  # the locked file in the run's directory
-    changes: dict[str, Change] = field(default_factory=dict)  # the allowed changes, keyed by their name in a tag
+    run: Run  # the MLflow run to resume, as it was when it stopped
+    checkpoint: Path | None  # the checkpoint from which training resumes; None: training starts from the beginning
+    lock: IO[bytes]  # the lock file in the run's directory, open and locked
+    # The allowed changes of settings, by the name that a tag gives each change
+    changes: dict[str, Change] = field(default_factory=dict)
 
     def say(self, project_path: Path, this: RunDescription, *, is_sweep: bool = False) -> None:
         """Log the checkpoint to resume from, each changed setting, and each `auto` setting that this machine would set
@@ -81,7 +83,8 @@ class Resumption:
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
-        uses_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"  # vLLM's sampling noise is not restored
+        # Resuming a run does not restore vLLM's sampling noise
+        uses_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"
         if uses_vllm or any(
             name in CHANGES_NUMBERS or name in JUDGED or name.startswith((*_OF_THE_MACHINE, DATA))
             for name in self.changes
@@ -175,7 +178,7 @@ def find_resumption(
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
-            continue  # the run was started on another machine
+            continue  # the run has no directory here, because it was started on another machine
         lock = lock_run(directory)
         if lock is None:
             if named is not None:
@@ -185,7 +188,7 @@ def find_resumption(
         with ExitStack() as refusal:
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
-                continue  # another process has resumed and finished this run since the search
+                continue  # since the search for runs, another process has resumed and finished this run
             refused, changes = differences(this, run)
             if refused and named is None:
                 line = f"resume={requested}: MLflow run {run_id} is skipped, as settings differ: {'; '.join(refused)}."
@@ -268,7 +271,8 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before, now = (
         {with_new_names(name): with_new_names(value) for name, value in settings.items()} for settings in (before, now)
     )
-    texts = (*before.values(), *this.params.values())  # a callback may have been removed since
+    # Look in the settings before and after, because the resumed run may lack a callback of the earlier run
+    texts = (*before.values(), *this.params.values())
     functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
     here = this.tags.get(PROJECT_PATH, "")
     former = run.data.tags.get(PROJECT_PATH, here)
@@ -278,9 +282,11 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         group, _, setting = name.partition(".")
         if was == is_now or (was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now):
             continue
-        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):  # MLflow truncates longer values
+        # MLflow stored only the first MAX_PARAM_VAL_LENGTH characters of a longer value
+        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):
             continue
-        if name in JUDGED and _plain(was) == _plain(is_now):  # a setting that an earlier version lacked is null
+        # Runs of an earlier version recorded no value for a newer setting, which equals null
+        if name in JUDGED and _plain(was) == _plain(is_now):
             continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         may_change |= name in JUDGED and _plain(was, judge="any") == _plain(is_now, judge="any")
@@ -308,7 +314,7 @@ def _plain(text: str, judge: str | None = None) -> Any:
 
     try:
         return plain(json.loads(text))
-    except ValueError:  # the text is not JSON, or MLflow truncated the JSON
+    except ValueError:  # the text is plain text, or JSON that MLflow has truncated
         return text
 
 

@@ -34,7 +34,7 @@ CHECKPOINTS, NONE = "checkpoints", "none"
 """The tag with the folder of all runs' checkpoints, and the tag's value for a run without checkpoints."""
 PROCESSES = "launch.processes"
 """The tag with the number of processes."""
-DIGITS = 8  # of a fingerprint: MLflow allows 36, but its pages show all of them
+DIGITS = 8  # number of a fingerprint's digits to log: MLflow allows 36, but MLflow's pages would show all of them
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, as parameters name a Python function."""
@@ -47,10 +47,10 @@ MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
 class RunDescription:
     """The name, the params and the tags of a run, all as text."""
 
-    params: dict[str, str]  # keyed by `group.key`
+    params: dict[str, str]  # values of the parameters, by `group.key`
     tags: dict[str, str]
     name: str = ""
-    chosen_here: frozenset[str] = frozenset()  # params set to auto, whose value depends on this machine
+    chosen_here: frozenset[str] = frozenset()  # names of parameters set to `auto`, whose values depend on this machine
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -61,7 +61,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     ppo: Any = groups.get("ppo")
     chosen_here = frozenset({DTYPE} if getattr(ppo, "dtype", None) == "auto" else ())
     if chosen_here:
-        from ppo_rlhf.ppo.precision import with_dtype  # imported here because it is slow
+        from ppo_rlhf.ppo.precision import with_dtype  # imported inside the function because the import is slow
 
         groups["ppo"] = with_dtype(ppo)
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
@@ -83,7 +83,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
     given = _given(run_params)
-    # kedro-mlflow logs these tags, too.
+    # Log the parameters of the run as tags, under the names that kedro-mlflow gives them.
     tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value}
     if given:
         tags[SET] = given
@@ -130,14 +130,14 @@ def _tag(value: Any) -> str:
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
     """Return the verdict and the win rate of `compare_policies` as a sentence that describes a run or model version."""
-    from ppo_rlhf.reporting.wording import say_verdict  # imported here because it is slow
+    from ppo_rlhf.reporting.wording import say_verdict  # imported inside the function because the import is slow
 
     return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
 
 def log_inputs(this: RunDescription) -> None:
     """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
-    from mlflow.data.meta_dataset import MetaDataset  # imported here because these modules are slow
+    from mlflow.data.meta_dataset import MetaDataset  # imported inside the function because the imports are slow
     from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # created at import
 
     for tag, digest in this.tags.items():
@@ -171,11 +171,11 @@ def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> Non
     ppo = parameter(catalog, "ppo")
     if getattr(ppo, "dtype", None) != "auto":
         return
-    from ppo_rlhf.ppo.precision import with_dtype  # imported here because it is slow
+    from ppo_rlhf.ppo.precision import with_dtype  # imported inside the function because the import is slow
 
     settled = dataclasses.replace(ppo, dtype=began_with) if began_with else with_dtype(ppo)
     entry: Any = catalog.get(f"{PREFIX}ppo")
-    entry.save(settled)  # unlike `catalog.save`, the entry's own `save` logs nothing
+    entry.save(settled)  # the dataset's own `save` writes no log line, unlike `catalog.save`
 
 
 def flattened(group: str, values: Any) -> dict[str, str]:
@@ -221,14 +221,15 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if hasattr(dataset, "fingerprint"):  # a user's table computes its own fingerprint
+        # A dataset that holds a user's table computes the fingerprint of the table itself
+        if hasattr(dataset, "fingerprint"):
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
-            # Pin the version, because another run may write a newer one before this run reads the model.
+            # Pin the model's version, because another run may write a newer version before this run reads the model.
             dataset.pinned = Path(handle.source)
     return tags
 
@@ -247,5 +248,5 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:  # hash the file piecewise: it may be larger than the memory
+    with path.open("rb") as file:  # hash the file in chunks, because the file may be larger than the memory
         return hashlib.file_digest(file, "sha256").hexdigest()

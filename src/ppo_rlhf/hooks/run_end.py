@@ -38,11 +38,13 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
         where = "There is no checkpoint yet, so the interrupted stage begins again"
         where = "Finished trainings are kept" if is_sweep else where
         where = where if last is None else f"Last checkpoint: {shown(last, project_path)}"
-        is_training = isinstance(own, TrainingError) and own.__cause__ is None  # a cause means an error from outside
+        # A TrainingError without a cause comes from training itself; a cause means an error from outside training
+        is_training = isinstance(own, TrainingError) and own.__cause__ is None
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
-        return f"{where}.\nTo resume: {resume_command(sys.argv)}"  # on a line of its own, to be copied
+        # The command to resume stands on a line of its own, so that a user can copy it
+        return f"{where}.\nTo resume: {resume_command(sys.argv)}"
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
@@ -68,7 +70,7 @@ def resume_command(typed: list[str]) -> str:
         return "resume=latest among the parameters"
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
-        at = len(words) - words[::-1].index("--params")  # Kedro uses the last --params
+        at = len(words) - words[::-1].index("--params")  # if --params is given several times, Kedro uses the last one
         words[at] = f"{re.sub(r'(^|,) *resume=[^,]*', '', words[at])},resume=latest".lstrip(", ")
         return shlex.join(words)
     return shlex.join([*words, "--params", "resume=latest"])
@@ -76,10 +78,12 @@ def resume_command(typed: list[str]) -> str:
 
 def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     """Return the newest checkpoint. If training diverged, return the newest checkpoint that is known to be good."""
-    from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # imported here because it is slow
+    # Imported inside the function because the import is slow
+    from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 
     iterations = checkpoint_iterations(checkpoints)
-    divergence = project_error(error)  # Kedro wraps the errors of datasets
+    # Kedro wraps errors of datasets in its own errors, so look for this package's error inside
+    divergence = project_error(error)
     if isinstance(divergence, DivergenceError):
         iterations = [iteration for iteration in iterations if iteration <= divergence.last_good_iteration]
     return checkpoints / checkpoint_name(iterations[-1]) if iterations else None

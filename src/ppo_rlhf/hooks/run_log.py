@@ -35,7 +35,7 @@ from ppo_rlhf.runtime.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
-SINCE_BEST = "eval/since_best_"  # metrics of evaluations during training only, not of the final evaluation
+SINCE_BEST = "eval/since_best_"  # prefix of metrics that only evaluations during training log, not the final evaluation
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
 SAMPLES = 20
@@ -51,7 +51,7 @@ AT_A_GLANCE = {
 WRITTEN = "written."
 """The prefix of the tags that hold the path of each model that the run wrote."""
 BEST = "best_checkpoint"
-ERROR, OF_SFT = "_se", "_sft"  # suffixes of the keys of standard errors and of the SFT policy's metrics
+ERROR, OF_SFT = "_se", "_sft"  # suffixes of metric keys: standard errors, and values of the SFT policy
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer, for a stopped and for a finished run. A stopped run waits
 less, because the last checkpoint holds its metrics, too, and the resumed run sends the metrics."""
@@ -93,7 +93,8 @@ class RunLog:
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
-        # In an iteration this evaluation is the last to ask judges. `close` logs the counts of the final evaluation.
+        # In an iteration, this evaluation is the last node that asks judges, so log the judges' counts here.
+        # `close` logs the judges' counts of the final evaluation.
         if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):
             self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
@@ -105,7 +106,8 @@ class RunLog:
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
-            from ppo_rlhf.reporting.token_view import render_page  # imported here because it is slow
+            # Imported inside the function because the import is slow
+            from ppo_rlhf.reporting.token_view import render_page
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
@@ -120,9 +122,10 @@ class RunLog:
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY and not (name == CRITIC and version is not None):
             return
-        from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy  # imported here because it is slow
+        # Imported inside the function because the import is slow
+        from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy
 
-        # MLflow links a model with metrics that the run already has, so send the metrics of its iteration first.
+        # MLflow links a logged model only with metrics that the run already has, so send the iteration's metrics first.
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             if name == CRITIC and version is not None:
@@ -165,7 +168,7 @@ class RunLog:
         """Log which settings to change first, by the rules of docs/tuning.md; log nothing without metrics."""
         if not self._curves:
             return
-        from ppo_rlhf.advice import in_words  # imported here because it is slow
+        from ppo_rlhf.advice import in_words  # imported inside the function because the import is slow
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
@@ -225,7 +228,8 @@ class RunLog:
 
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:
-            self._log.log(row, int(row["step"]))  # MlflowLog drops rows that the stage has logged before
+            # MlflowLog drops rows of metrics that an earlier call of the stage has already logged
+            self._log.log(row, int(row["step"]))
 
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:

@@ -55,7 +55,8 @@ from ppo_rlhf.runtime.names import SET, TRAININGS
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.runtime.whole_files import process_name
 
-if TYPE_CHECKING:  # at run time these are imported where they are used, because they are slow
+# Imported here only for type checkers: the functions import these modules themselves, because the imports are slow
+if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
     from ppo_rlhf.hooks.resume import Named, Resumption
     from ppo_rlhf.hooks.run_log import RunLog
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 VIEW = "ppo_rlhf"
 _AT_A_GLANCE = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
 COLUMNS = json.dumps({"selectedColumns": [*_AT_A_GLANCE, f"tags.`{SET}`", "tags.`ppo.not_default`"]})
-GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # read now, because MLflow sets the variable when it opens a store
+# Read the variable when this module is imported, because MLflow sets the variable when MLflow opens a store
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")
 
 
 class TrackingHook(MlflowHook):
@@ -99,7 +101,8 @@ class TrackingHook(MlflowHook):
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
         given = {**context.config_loader["mlflow"]}
-        self._has_system_metrics = given.pop("system_metrics", False) is True  # kedro-mlflow has no such setting
+        # system_metrics is a setting of this package that kedro-mlflow does not know
+        self._has_system_metrics = given.pop("system_metrics", False) is True
         try:
             settings = KedroMlflowConfig.model_validate(given)
         except ValidationError as error:
@@ -131,10 +134,10 @@ class TrackingHook(MlflowHook):
         else:
             self._open_store()
             try:
-                # Signals are deferred inside the lock, so that a signal can interrupt only the wait for the lock.
+                # Defer signals while the lock is held, so that a signal can interrupt only the wait for the lock.
                 with one_at_a_time(project_path), deferring_signals():
                     self._start(run_params, pipeline, catalog, entry, named)
-            except BaseException as stop:  # Kedro's session calls no hook for an error in a hook
+            except BaseException as stop:  # Kedro's session calls no error hook for an error raised inside a hook
                 self.on_pipeline_error(as_error(stop))
                 raise
         run = str(self.run_id or f"untracked-{process_name()}")
@@ -199,7 +202,8 @@ class TrackingHook(MlflowHook):
                 self._log.repeat(resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
-                kept = run.data.tags.keys() - {CHECKPOINTS}  # the folder of checkpoints may have been moved
+                # Update the tag with the checkpoint folder, because the user may have moved the folder
+                kept = run.data.tags.keys() - {CHECKPOINTS}
                 tags = {name: value for name, value in this.tags.items() if name not in kept}
                 mlflow.set_tags({**tags, **resumption.tags(project_path)})
             mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
@@ -214,7 +218,7 @@ class TrackingHook(MlflowHook):
         tracking = self.mlflow_config.tracking
         if entry.requested is not None:
             experiment = mlflow.get_experiment_by_name(tracking.experiment.name)
-            assert experiment is not None  # kedro-mlflow has created the experiment
+            assert experiment is not None  # kedro-mlflow has created the experiment before this hook runs
             resumption = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
             entry.resolve(None if resumption is None else resumption.checkpoint)
             if resumption is not None:
@@ -278,12 +282,13 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
         """End an open run, as KILLED if a signal stopped the run, else as FAILED. Log how the run can be resumed."""
-        with deferring_signals(), suppress(SystemExit):  # rich raises SystemExit at its first write to a closed pipe
+        with deferring_signals(), suppress(SystemExit):  # rich raises SystemExit when rich writes to a closed pipe
             if self.run_id is not None:
                 self._end(error)
             self._let_go()
 
-    on_session_error = on_pipeline_error  # LoopSession calls this for every error, also outside the nodes
+    # LoopSession calls on_session_error for every error, also for errors outside the nodes
+    on_session_error = on_pipeline_error
 
     def _end(self, error: Exception) -> None:
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)

@@ -26,7 +26,8 @@ from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # hide tracebacks of errors that it also raises
+# MLflow logs the traceback of an error that MLflow also raises: hide that log
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
@@ -100,7 +101,7 @@ def check_answers(uri: str) -> None:
         if not database.exists():
             return
         uri = f"{SQLITE}file:{database}?mode=ro&uri=true"
-    if kind in DATABASE_ENGINES:  # connect without MLflow, because MLflow creates missing tables
+    if kind in DATABASE_ENGINES:  # connect without MLflow, because MLflow creates missing tables when it connects
         patience = {} if kind == "sqlite" else {"connect_timeout": round(SLOW_S)}
         try:
             engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
@@ -124,7 +125,8 @@ def make_database(database: Path) -> None:
     check_writable(database)
     if database.exists():
         return
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # imported here because it is slow
+    # Imported inside the function because the import is slow
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     database.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(database.parent):

@@ -49,19 +49,22 @@ class WorkerHook:
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Log only errors, because the main process logs everything once."""
-        self._loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's default loader
+        # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
+        self._loader = cast(OmegaConfigLoader, context.config_loader)
         for name in ("kedro", "ppo_rlhf"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(processes.__name__).setLevel(logging.WARNING)  # this module warns of a silent main process
+        # processes.py logs a warning if the main process is silent, which worker processes must show
+        logging.getLogger(processes.__name__).setLevel(logging.WARNING)
 
     @hook_impl
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Wait until the main process has checked the run and opened the MLflow run."""
-        from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported here because it is slow
+        from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported inside the function because the import is slow
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
-            with processes.alone():  # no collectives here: the main process did this before the others
+            # The main process runs this part before the other processes, so collectives are forbidden here
+            with processes.alone():
                 use_policy_settings(pipeline, catalog, OwnSettings(self._loader), lambda _: True)
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)
