@@ -34,8 +34,8 @@ from ppo_rlhf.models.quantisation import forget_quantisation, is_quantised, quan
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
-_PEFT_PREFIX = "base_model.model."  # peft saves weights under the names that its wrapper module gives them
-_VALUES_PER_WEIGHT = 1024  # the values of a weight that its fingerprint reads
+_PEFT_PREFIX = "base_model.model."  # prefix of the weights' names in adapter files: the attribute path inside PeftModel
+_VALUES_PER_WEIGHT = 1024  # the fingerprint of an adapter reads this many values of each weight
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class LoraSettings:
     plain linear layer, as Gemma 4's, gets an adapter.
     """
 
-    rank: int  # r, columns of B and rows of A
-    alpha: int  # the adapter's output is scaled by alpha / rank
+    rank: int  # rank r of the adapter: the number of columns of B and of rows of A
+    alpha: int  # alpha scales the adapter's output by alpha / rank
     target_modules: str
 
     @property
@@ -86,9 +86,10 @@ class LoraSettings:
             _shortest(model, self.layers(model)) if mixtures(model) else ALL_LINEAR
         )
         name, revision = model.name_or_path or "", ""
-        if not is_local(name):  # peft stores the revision in a separate field
+        if not is_local(name):  # peft's configuration has separate fields for the base model's name and revision
             name, _, revision = name.partition("@")
-        if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no shorthand that includes the head: list full paths
+        # peft's "all-linear" leaves out the head, so list the full path of every layer
+        if self.target_modules == ALL_LINEAR_AND_HEAD:
             targets = self.layers(model)
         return LoraConfig(
             r=self.rank,
@@ -96,7 +97,8 @@ class LoraSettings:
             lora_dropout=0.0,
             bias="none",
             target_modules=targets,
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores W transposed
+            # GPT-2's Conv1D stores the weight W transposed
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             base_model_name_or_path=name or None,
             revision=revision or None,
         )
@@ -231,7 +233,8 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
     Path(directory).mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
     is_lm = model.get_output_embeddings() is not None
-    config.task_type = TaskType.CAUSAL_LM if is_lm else TaskType.FEATURE_EXTRACTION  # the class of the base model
+    # peft loads the base model by the class of this task type
+    config.task_type = TaskType.CAUSAL_LM if is_lm else TaskType.FEATURE_EXTRACTION
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
     save_file(tensors, Path(directory, ADAPTER_WEIGHTS))
@@ -260,9 +263,11 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     """
     with _without_warnings_on_targets():
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
-        try:  # load with peft: a model whose adapter transformers loaded would later be saved as an adapter
+        # Load the adapter with peft: a model with an adapter loaded by transformers would later be saved as an adapter
+        try:
             adapted: Any = PeftModel.from_pretrained(model, str(directory))
-        except UserWarning as warning:  # peft would merge the weights that exist and leave the other layers unadapted
+        # peft only warns of missing weights, and would leave the layers of the missing weights unadapted
+        except UserWarning as warning:
             missing = str(warning).partition("[")[2].partition(",")[0].strip("'[].")
             raise ValueError(f"its file lacks weights that its configuration names, such as {missing}") from warning
     if quantisation_states(model):
@@ -270,17 +275,20 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     _untie_adapted_head(adapted.get_base_model())
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:  # head and embedding may have different adapters
+    # Head and embedding differ after the merge if their adapters differ
+    if head is not None and head.weight is not embedding.weight:
         merged.config.tie_word_embeddings = False
     return merged.requires_grad_(True)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    misfit, linear = _does_not_fit(model, settings), _plain_layers(model)  # list layers before peft replaces them
+    # List the plain linear layers before peft replaces them by layers with an adapter
+    misfit, linear = _does_not_fit(model, settings), _plain_layers(model)
     try:
         with _without_warnings_on_targets():
             injected = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
-    except ValueError as error:  # peft found none of the target layers, or a layer of a type that it cannot adapt
+    # peft raises ValueError if the model has none of the target layers, or a layer of a type that peft cannot adapt
+    except ValueError as error:
         raise misfit from error
     for name, layer in _adapted_layers(injected).items():
         if not _is_plain_linear(layer.get_base_layer()):
@@ -371,7 +379,7 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
     for part in model.modules():
         vars(part).pop("save_pretrained", None)
     vars(model).pop("peft_config", None)
-    model._hf_peft_config_loaded = False  # otherwise save_pretrained would look for an adapter to save
+    model._hf_peft_config_loaded = False  # tell transformers' save_pretrained that the model has no adapter to save
 
 
 def _untie_adapted_head(model: PreTrainedModel) -> None:

@@ -76,13 +76,13 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
 
     def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # a clone, because some models scale their embeddings in place
+        return embedded[-1].clone()  # return a clone, because some models scale their embeddings in place
 
     handle = backbone.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
             states = compute()
-            # Unequal weights: the plain sum of a layer norm's outputs is constant and has no gradient.
+            # Weight the outputs unequally: the plain sum of a layer norm's outputs is constant and has no gradient.
             weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)
             (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
     finally:
@@ -107,7 +107,8 @@ def gradient_of_later_tokens(model: PreTrainedModel) -> Tensor:
     backbone, ids = cast("PreTrainedModel", model.base_model), probe_ids(model, 5)
     with probing(model):
         gradient = embedding_gradient(backbone, lambda: hidden_states_alone(backbone, ids)[:2])
-    return gradient.flatten(0, 1)[2:]  # flatten: XLNet's embeddings are [tokens, batch, width]
+    # Flatten batch and token dimensions, because XLNet's embeddings are [tokens, batch, width]
+    return gradient.flatten(0, 1)[2:]
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

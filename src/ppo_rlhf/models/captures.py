@@ -57,10 +57,11 @@ class Captures:
         self.trouble: dict[Hashable, str] = {}
         """The kinds of work that are no longer captured, each with the reason."""
         self._device, self._wanted, self._warns = device, wanted, warns
-        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}  # None after the first run
+        # By key of the work: None after the first run, a graph after the second
+        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = None
         self._pool_bytes = 0
-        # One stream for first runs and captures, because libraries keep a workspace per stream.
+        # Use one stream for first runs and captures, because CUDA libraries keep a workspace for each stream.
         self._stream: torch.cuda.Stream | None = None
         self._logged_graphs = 0
         self._is_closed = False
@@ -79,7 +80,7 @@ class Captures:
         return sum(graph is not None for graph in self._graphs.values())
 
     def __bool__(self) -> bool:
-        return True  # even if there are no graphs and the length is 0
+        return True  # an object without graphs is still true, although its length is 0
 
     @property
     def bytes(self) -> int:
@@ -126,7 +127,7 @@ class Captures:
         """Delete the graphs and buffers of one kind; None: of all kinds. Later runs capture again."""
         keys = [key for key in self._graphs if kind in (None, key[0])]
         if keys and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a graph may still be running
+            torch.cuda.synchronize(self._device)  # wait until the device is idle, because a graph may still be running
         for key in keys:
             del self._graphs[key]
         for held in [held for held in self.held if kind in (None, held)]:
@@ -134,7 +135,7 @@ class Captures:
         if not len(self):
             self._pool, self._pool_bytes = None, 0
         if keys and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise the memory of a pool without graphs stays reserved
+            torch.cuda.empty_cache()  # without graphs, the allocator would keep the memory of the graphs' pool reserved
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ class Captures:
             self._check_room()
             self._graphs[key] = self._captured(function)
             self._check_room()
-        except RuntimeError as error:  # out of memory, or an operation that reads from the device
+        except RuntimeError as error:  # the capture ran out of memory, or an operation read values from the device
             return in_one_line(error)
         return ""
 
@@ -182,7 +183,7 @@ class Captures:
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, before = torch.cuda.CUDAGraph(), _current_stream(self._device)
         try:
-            # thread_local: CUDA calls of other threads, such as copies to pinned memory, must not break the capture
+            # "thread_local": CUDA calls of other threads, such as copies to pinned memory, must not break this capture
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, **options):
                 reserved = _reserved(self._device)
@@ -195,7 +196,7 @@ class Captures:
             raise
         finally:
             if before is not None:
-                torch.cuda.set_stream(before)  # after an invalid capture, torch does not restore the stream
+                torch.cuda.set_stream(before)  # torch does not restore the current stream after an invalid capture
         self._pool = self._pool or graph.pool()
         return graph
 
@@ -212,7 +213,8 @@ class Captures:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            current.wait_stream(self._stream)  # also after an error: a kernel may still write into memory freed here
+            # Wait also after an error, because a kernel may still write into memory that is freed below
+            current.wait_stream(self._stream)
 
 
 def addresses(*models: nn.Module) -> tuple[int, ...]:
@@ -239,7 +241,7 @@ def _device_syncs_are_errors(device: torch.device) -> Iterator[None]:
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the debug mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that its debug mode for device syncs is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

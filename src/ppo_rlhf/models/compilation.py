@@ -31,11 +31,11 @@ def compile_layers(model: PreTrainedModel) -> None:
     Raises:
         ModelError: The architecture does not say which of its modules are layers.
     """
-    packs(backbone_of(model))  # run the probes before compiling, on the original layers
+    packs(backbone_of(model))  # cache the probes' results before compiling, because the probes need the original layers
     if model.get_output_embeddings() is not None:
         logits_of(model)
     layers, limit = layers_of(model), {"recompile_limit": MOST_FORMS}
-    # torch 2.11 has one limit for the whole process instead of one per layer.
+    # torch 2.11 has one recompile limit for the whole process instead of one for each layer.
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_FORMS)
         limit = {}
@@ -68,7 +68,7 @@ def check_compiler(device: torch.device) -> None:
     """
     try:
         torch.compile(lambda values: values + 1.0, backend=BACKEND)(torch.zeros(8, device=device))
-    except RuntimeError as error:  # a torch error whose text mixes the reason with lines of advice
+    except RuntimeError as error:  # torch's error mixes the reason with lines of advice, so only the reason is shown
         lines = [line.strip() for line in str(error).splitlines()]
         problem = next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
         raise ConfigError(

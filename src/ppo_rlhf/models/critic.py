@@ -48,7 +48,8 @@ class ValueModel(nn.Module):
     def values(self, hidden_states: Tensor) -> Tensor:
         """Return the values `[…]` of the backbone's last hidden states `[…, H]`, float32 or wider."""
         head = self.value_head
-        with torch.autocast(hidden_states.device.type, enabled=False):  # the head is small: 16 bits would save nothing
+        # Compute the value head in float32: the head is small, so 16 bits would save nothing
+        with torch.autocast(hidden_states.device.type, enabled=False):
             values: Tensor = head(hidden_states.to(head.weight.dtype)).squeeze(-1)
         return values.to(compute_dtype(values))
 
@@ -89,7 +90,8 @@ class Critic(ValueModel):
         """
         score = check_start(reward_model, policy.config, setting)
         head = new_value_head(score.in_features, policy)
-        head.load_state_dict({"bias": head.bias, **score.state_dict()})  # some classifiers have no bias
+        # A classifier's head may have no bias: the value head then keeps its new bias
+        head.load_state_dict({"bias": head.bias, **score.state_dict()})
         backbone = (own_backbone or copy_to_train)(backbone_of(reward_model))
         if own_backbone is None:
             nn.Module.to(backbone, head.weight.dtype)
@@ -106,7 +108,7 @@ class SharedCritic(ValueModel):
         """Put a copy of `value_head` on the policy (None: a head of zeros)."""
         super().__init__()
         self.value_head = make_value_head(policy, value_head)
-        self._policy = (policy,)  # in a tuple, nn.Module does not register the policy as a submodule
+        self._policy = (policy,)  # the policy is in a tuple, so that nn.Module does not register it as a submodule
 
     @property
     def backbone(self) -> PreTrainedModel:  # type: ignore[override]  # read-only

@@ -37,13 +37,17 @@ class Decoder:
         own head (`forward.logits_of`).
         """
         self._backbone, self._head = backbone_of(model), head or logits_of(model)
-        self._keys: list[Tensor] = []  # one tensor [rows, K, longest, d] per call of attention in a pass
+        # Keys of each call of attention in one forward pass: one tensor [rows, K, longest, d] for each call
+        self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._longest = longest
         self._prompt_ids = prompt_ids
-        self._columns = [len(ids) for ids in prompt_ids]  # the same numbers as `lengths`, read without a device sync
-        self.lengths = torch.tensor(self._columns, device=model.device)  # [B] long, tokens in the cache
-        self._prompts: PackedLayout | None = None  # set only during the pass over the prompts
+        # Lengths of the sequences as Python ints: reading `self.lengths` would need a device sync
+        self._columns = [len(ids) for ids in prompt_ids]
+        # [B] long, number of tokens of each sequence in the KV cache
+        self.lengths = torch.tensor(self._columns, device=model.device)
+        # Layout of the packed prompts, set only during the forward pass over the prompts
+        self._prompts: PackedLayout | None = None
 
     def prefill(self) -> Tensor:
         """Return the logits `[B, V]` that follow the prompts."""
@@ -56,11 +60,14 @@ class Decoder:
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
         device, self._columns = self.lengths.device, [length + 1 for length in self._columns]
-        self._calls = count()  # numbers the calls of attention in this pass; a layer may call attention twice
+        # Counter of the calls of attention in this forward pass; a layer may call attention twice
+        self._calls = count()
         self._rows, self._width = torch.arange(len(self.lengths), device=device), max(self._columns)
-        self._mask = None  # a float mask to add to the scores: torch would convert a Boolean mask at each call
+        # Mask of floats to add to the attention scores, because torch would convert a Boolean mask at each call
+        self._mask = None
         if min(self._columns) != self._width:
-            columns = torch.arange(-(-self._width // 8) * 8, device=device)  # a multiple of 8, so that rows are aligned
+            # Round the mask's width up to a multiple of 8, so that the rows of the mask are aligned in memory
+            columns = torch.arange(-(-self._width // 8) * 8, device=device)
             mask = torch.zeros(len(self.lengths), 1, 1, len(columns), dtype=self._keys[0].dtype, device=device)
             mask.masked_fill_((columns > self.lengths[:, None])[:, None, None], -torch.inf)
             self._mask = mask[..., : self._width]

@@ -74,8 +74,8 @@ class InPlaceDecoder(Decoder):
         self.lengths = self._all_lengths[: len(prompt_ids)]
         self._all_lengths[:rows].copy_(torch.tensor(self._columns))
         for cache in (*self._keys, *self._values):
-            cache.zero_()  # masked columns get an attention weight of 0, and 0 · NaN would be NaN
-        self._calls = count()  # numbers the calls of attention in the pass over the prompts
+            cache.zero_()  # zero the KV cache: masked columns have an attention weight of 0, and 0 · NaN would be NaN
+        self._calls = count()  # counter of the calls of attention in the forward pass over the prompts
         logits = self.prefill()
         self.lengths = self._all_lengths[:rows]
         return logits

@@ -52,7 +52,7 @@ def check_model_directory(source: str | Path) -> None:
     if not is_local(str(source)):
         return
     folder = Path(source).expanduser()
-    if not os.path.isdir(folder):  # Path.is_dir raises an error if the name is too long
+    if not os.path.isdir(folder):  # os.path.isdir, because Path.is_dir raises an error for a name that is too long
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
@@ -60,7 +60,8 @@ def check_model_directory(source: str | Path) -> None:
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):
         try:
-            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+            # safe_open reads the file's header and compares it with the file's size
+            with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(
@@ -86,7 +87,8 @@ def weight_files(folder: Path) -> list[Path]:
     if is_adapter(folder):
         return [folder / ADAPTER_WEIGHTS, *head]
     whole, index = folder / WEIGHTS, folder / WEIGHTS_INDEX
-    if whole.is_file() or not index.is_file():  # as transformers, prefer the single file to an index
+    # If a folder has both, prefer the single weights file to the index of shards, as transformers does
+    if whole.is_file() or not index.is_file():
         return [whole, *head]
     try:
         return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()}) + head
@@ -122,7 +124,8 @@ def hub_answers() -> bool:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
     except OfflineModeIsEnabled:
         return False
-    except Exception as error:  # the client's HTTP library decides the type: requests in old versions, httpx in new
+    # The hub client's HTTP library decides the error's type: requests in old versions, httpx in new versions
+    except Exception as error:
         log.warning("%s does not answer (%s): models are read from the cache.", constants.ENDPOINT, in_one_line(error))
         return False
     return True
@@ -139,7 +142,7 @@ def find_file(place: str, revision: str, name: str, *, local_files_only: bool = 
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except OSError:  # no such repository, or a gated one: loading the model raises the error to show
+    except OSError:  # the repository does not exist or is gated: loading the model raises an error that the user sees
         return None
     return None if path is None else Path(path)
 
@@ -152,7 +155,8 @@ def check_on_hub(place: str, revision: str) -> None:
 
 def why_unreadable(error: Exception) -> str:
     """Return in one line why transformers could not read a model."""
-    if "trust_remote_code=True" in str(error):  # transformers gives this advice after the first line of its message
+    # transformers' advice on trust_remote_code follows the first line of its message
+    if "trust_remote_code=True" in str(error):
         return (
             "Python code in the model's repository would have to run. If you trust that code, give "
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"

@@ -40,7 +40,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 def width_of_states(config: PretrainedConfig) -> int:
     """Return the width of the hidden states that a head reads; raise `ModelError` if the configuration names none."""
     text = config.get_text_config()
-    # Only OPT has word_embed_proj_dim: its smaller models project the hidden states to another width before the head.
+    # Only OPT has word_embed_proj_dim: small OPT models project the hidden states to this width before the head.
     width = getattr(text, "word_embed_proj_dim", None) or getattr(text, "hidden_size", None)
     if width is None:
         raise ModelError(f"{type(text).__name__}: this configuration has no hidden_size, so no value head fits it")
@@ -93,7 +93,8 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
     """Return whether, by its configuration, each layer attends to all earlier tokens, without windows."""
-    config = backbone.config.get_text_config()  # of a model that also reads images, the language model's part
+    # Configuration of the language model inside a model that also reads images
+    config = backbone.config.get_text_config()
     if layer_types := getattr(config, "layer_types", None):
         return set(layer_types) == {"full_attention"}
     return all(getattr(config, name, None) is None for name in ("sliding_window", "attention_chunk_size"))
@@ -154,7 +155,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
         gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
     refusal = f"{type(backbone).__name__} needs padding, and"
     if backbone.dtype == torch.float64 and expected.isfinite().all() and not both.isfinite().all():
-        # transformers' eager attention masks with float64's lowest number, which its float32 softmax turns into -inf
+        # transformers' eager attention masks with the lowest float64 number, which its float32 softmax turns into -inf
         raise ModelError(f"{refusal} in float64 its hidden states beside padding are not finite. Set ppo.dtype=float32")
     if not all(are_close(states, expected) for states in both):
         raise ModelError(
@@ -174,7 +175,8 @@ def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
         output = backbone_of(model)(input_ids=ids, use_cache=False)
         expected = model(input_ids=ids, use_cache=False).logits
         head = model.get_output_embeddings()
-        with suppress(RuntimeError):  # Mamba has float32 states and a 16-bit head: a mismatch that its forward handles
+        # Mamba has float32 states and a 16-bit head, and its own forward handles the mismatch
+        with suppress(RuntimeError):
             if head is not None and _same(head(output.last_hidden_state), expected):
                 return None
         try:
@@ -198,4 +200,4 @@ def _logits_by_own_forward(model: PreTrainedModel, states: Tensor, output_class:
     try:
         return model(inputs_embeds=states[None], use_cache=False).logits[0]
     finally:
-        del backbone.forward  # restores the class's forward
+        del backbone.forward  # deleting the instance's attribute restores the forward of the class

@@ -81,7 +81,8 @@ def activation_bytes(backbone: nn.Module, number: int) -> int:
     """Return the bytes of one token's activations in all layers; `number` is the bytes of one number."""
     widths = 0
     for module in backbone.modules():
-        if isinstance(module, nn.Linear):  # not from the weight's shape: 4-bit weights are packed into another shape
+        # Count a linear layer's inputs x outputs, because 4-bit weights are packed into another shape
+        if isinstance(module, nn.Linear):
             widths += module.in_features + module.out_features
         elif isinstance(module, Conv1D):
             widths += sum(module.weight.shape)
@@ -95,7 +96,7 @@ def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_
     counts prompt and response. `one_layer` is the bytes of one token's activations in one layer, and `number` the bytes
     of one number.
     """
-    step = text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
+    step = text.vocab_size * (number + 3 * 4)  # bytes of one row of logits, and of their probabilities in float32
     return cache_bytes(text, tokens, number) + int(max(step, prompt_length * one_layer))
 
 
@@ -119,7 +120,8 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
             else None
         )
         host = min(host, max(0, limit - used + int(cached[1] if cached else 0)))
-    except (OSError, ValueError):  # no control group, or no limit (`max`)
+    # The process is in no control group (cgroup), or the cgroup has no memory limit (`max`)
+    except (OSError, ValueError):
         pass
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
 
@@ -140,7 +142,8 @@ def free_bytes(device: torch.device) -> int:
 def _cache_width(text: Any) -> int:
     """Return how many numbers the keys and values of one token have in one layer: without heads, 2 · hidden width."""
     heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):  # a state-space model, or numbers of heads that differ by layer
+    # state-space models have no attention heads, and some models have different numbers of heads in each layer
+    if not isinstance(heads, int):
         return 2 * int(text.hidden_size)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     return 2 * int(key_heads) * int(getattr(text, "head_dim", None) or text.hidden_size // heads)

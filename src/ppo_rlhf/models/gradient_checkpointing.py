@@ -35,7 +35,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         ModelError: The architecture does not support it, or this version of transformers marks layers differently.
     """
     check_gradient_checkpointing(model)
-    # preserve_rng_state False: the layers draw no random numbers
+    # preserve_rng_state is False because the layers draw no random numbers
     getattr(model, f"{NAME}_enable")({"use_reentrant": False, "preserve_rng_state": False})
     if not _marked(model):
         raise ModelError(

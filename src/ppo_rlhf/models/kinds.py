@@ -81,7 +81,8 @@ def rows_on_hub(name: str, revision: str) -> int | None:
         return None
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
-    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):  # loading the weights raises the error
+    # The head's size is unknown; loading the weights will raise the error that the user sees
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
         return None
     heads = [file.tensors[head] for head in SCORE_HEADS for file in files if head in file.tensors]
     return heads[0].shape[0] if heads else None

@@ -72,7 +72,8 @@ T = TypeVar("T")
 AVERAGE, CARD = "ema", "README.md"
 RECORD = "ppo_rlhf.json"
 """How a policy was trained: what `generation_config.json` has no fields for (`checkpoints.training_record`)."""
-SHARD = "5GB"  # maximum size of a weights file: the hub recommends it, and an interrupted upload repeats only one file
+# Maximum size of a weights file: the hub recommends 5 GB, and an interrupted upload repeats only one file
+SHARD = "5GB"
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
@@ -80,9 +81,10 @@ TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 class PretrainedHandle:
     """A model directory or hub id, read only when needed. A LoRA adapter is loaded merged into its base."""
 
-    source: str  # a directory with a model and its tokenizer, or with an adapter; or a hub id, also with @revision
-    trust_remote_code: bool = False  # whether Python code in the model's repository may run
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)  # values for the chat template
+    source: str  # directory with a model or an adapter and its tokenizer, or a hub id, optionally as id@revision
+    trust_remote_code: bool = False  # whether Python code in the model's repository may be executed
+    # Values for the chat template's variables
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def card(self) -> str | None:
         """Return the text of a local model's README.md; None for a hub id, or if there is no README.md."""
@@ -166,7 +168,8 @@ class PretrainedHandle:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. It pads on the left and has a pad token; its vocabulary is unchanged."""
         config = self.config()
-        if self.base and not self._file("tokenizer_config.json"):  # an adapter may have its own tokenizer
+        # An adapter's directory may have its own tokenizer, which is preferred to the base model's
+        if self.base and not self._file("tokenizer_config.json"):
             return self.base.tokenizer()
         if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
@@ -191,7 +194,8 @@ class PretrainedHandle:
         """
         self.check_causal_lm()
         self.check_quantisable(quantised_on is not None)
-        if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # it was trained on 4-bit weights
+        # The adapter was trained on a base model with 4-bit weights, so merge it into the rounded weights
+        if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):
             rounded_from = getattr(torch, json.loads(quantisation.read_bytes())["bnb_4bit_compute_dtype"])
             base = self.base.causal_lm(rounded_from, quantised_on=torch.device("cpu"))
             return nn.Module.to(self._merged(base), dtype)
@@ -223,7 +227,7 @@ class PretrainedHandle:
         try:
             with torch.device("meta"), quiet_transformers():
                 return cast(PreTrainedModel, kind.from_config(config, trust_remote_code=self.trust_remote_code))
-        except Exception as error:  # a model's constructor may raise anything for a value that it does not expect
+        except Exception as error:  # a model's constructor may raise any exception for a value that it does not expect
             raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -243,7 +247,7 @@ class PretrainedHandle:
             if head.in_features != (width := width_of_states(model.config)):
                 raise ModelError(f"{file}: this head reads {head.in_features} values, the model's states have {width}.")
             return self._named(CausalLMRewardModel.from_parts(cast(PreTrainedModel, model.base_model), head.to(dtype)))
-        # num_labels=1, as the check found it in the head: config.json may give another number.
+        # Set num_labels=1, the size of the head in the weights file: config.json may give another number.
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
         model = with_mean(self._model("reward model", load, dtype))
         ensure_pad_id(model, self.tokenizer())
@@ -368,13 +372,16 @@ class PretrainedHandle:
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
         if self._adapter and self.base:
-            if self._adapter.brings_head(self.base.config()):  # the adapter replaces the head that transformers draws
+            # transformers draws a random head, which the adapter's own head replaces: hide the warning
+            if self._adapter.brings_head(self.base.config()):
                 with errors_only("transformers"):
                     return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True))
             return self._merged(self.base._model(what, load, dtype))
-        if not is_local(self.source) and not hub_answers():  # transformers would ask the hub for an adapter
+        # Keep transformers from asking an unreachable hub whether the model has an adapter
+        if not is_local(self.source) and not hub_answers():
             load = partial(load, adapter_kwargs={"local_files_only": True})
-        with errors_only("transformers"):  # transformers would print a table of the weights that the model ignores
+        # Keep transformers from printing a table of the weights that the model ignores
+        with errors_only("transformers"):
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
             raise ModelError(
@@ -407,7 +414,8 @@ class PretrainedHandle:
                     local_files_only=is_local(self.source) or not hub_answers(),
                     **options,
                 )
-        except Exception as error:  # transformers and safetensors raise OSError, ValueError, KeyError and others
+        # transformers and safetensors raise OSError, ValueError, KeyError and other types for unreadable weights
+        except Exception as error:
             raise self._unreadable(what, error) from error
 
 
@@ -415,13 +423,16 @@ class PretrainedHandle:
 class TrainedModel:
     """A model with its tokenizer and companion files, as the model dataset saves it."""
 
-    model: PreTrainedModel  # a plain transformers model, or a model with an adapter (then only the adapter is saved)
+    model: PreTrainedModel  # plain transformers model, or a model with an adapter, of which only the adapter is saved
     tokenizer: PreTrainedTokenizerBase
-    value_head: nn.Linear | None = None  # a head on the last hidden states, saved among the weights as TRL's `v_head.*`
-    average: PreTrainedModel | None = None  # the model with averaged weights, saved in the folder `ema`
-    card: str | None = None  # the text of README.md
-    generation_config: GenerationConfig | None = None  # replaces the model's own generation configuration
-    record: str | None = None  # the text of ppo_rlhf.json, which says how the model was trained
+    # Value head on the last hidden states, saved among the weights under TRL's names `v_head.*`
+    value_head: nn.Linear | None = None
+    # The model with the moving average of the weights, saved in the folder `ema`
+    average: PreTrainedModel | None = None
+    card: str | None = None  # the text of the model card, README.md
+    # Replaces the generation configuration of `model` in the saved folder
+    generation_config: GenerationConfig | None = None
+    record: str | None = None  # the text of ppo_rlhf.json, the record of how the model was trained
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer. The average gets the subfolder `ema`.
@@ -433,7 +444,8 @@ class TrainedModel:
         other = CONFIG if only_adapter else ADAPTER_CONFIG
         if folder.is_file():
             raise ModelError(f"{folder} is a file; give a folder to save the model in.")
-        if (folder / other).is_file():  # loading would apply the adapter to the whole model, even if it is an old file
+        # transformers would load a full model and apply an adapter that lies in the same folder, even an old adapter
+        if (folder / other).is_file():
             raise ModelError(
                 f"{folder} holds {other} of another model; loading the folder would mix the two. Give another folder."
             )

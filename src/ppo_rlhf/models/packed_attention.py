@@ -48,10 +48,10 @@ class Attention(Protocol):
 class PackedLayout:
     """Indices between a packed row of N tokens and the padded form `[B, L]`; L is at least the longest length."""
 
-    shape: tuple[int, int]  # B, L
-    slots: Tensor  # [N] long, index of each token in the flattened padded form [B L]
-    sources: Tensor  # [B L] long, index in the packed row of each token of the padded form, 0 in padding
-    starts: Tensor  # [B + 1] int32, index in the packed row of each sequence's first token, followed by N
+    shape: tuple[int, int]  # batch size B and padded length L
+    slots: Tensor  # [N] long, index of each packed token in the flattened padded form [B · L]
+    sources: Tensor  # [B · L] long, index of each padded position's token in the packed row, 0 in padding
+    starts: Tensor  # [B + 1] int32, index of each sequence's first token in the packed row, followed by N
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
@@ -84,13 +84,14 @@ class PackedLayout:
         """Attend within each sequence; see `Attention`."""
         query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if kernel_fits(query_NHD, value_NKD):
-            from torch.nn.attention.varlen import varlen_attn  # imported here: it takes 1 s, and a CPU does not need it
+            # Imported inside the function because the import takes 1 s, and a CPU does not need varlen_attn
+            from torch.nn.attention.varlen import varlen_attn
 
             kernel: Callable[..., Any] = varlen_attn
             if query_NHD.shape[1] != key_NKD.shape[1]:
                 if _has_grouped_queries(varlen_attn):
                     kernel = partial(varlen_attn, enable_gqa=True)
-                else:  # torch 2.11
+                else:  # torch 2.11 has no `enable_gqa` for varlen_attn
                     repeats = query_NHD.shape[1] // key_NKD.shape[1]
                     key_NKD, value_NKD = (x.repeat_interleave(repeats, dim=1) for x in (key_NKD, value_NKD))
             starts, longest = (self.starts, self.starts), (self.shape[1], self.shape[1])
@@ -101,7 +102,8 @@ class PackedLayout:
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         groups = query.shape[1] // key.shape[1]
         shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
-        if groups > 1 and not shares_keys:  # otherwise torch falls back to a kernel that stores all attention scores
+        # Repeat the keys for each head: with enable_gqa, torch would use a kernel that stores all attention scores
+        if groups > 1 and not shares_keys:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         attended = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys
@@ -140,7 +142,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         ValueError: The model's attention is not transformers' `sdpa`, or cannot be replaced.
     """
     _register()
-    if model.config._attn_implementation == NAME:  # a copy of a model that was switched before
+    if model.config._attn_implementation == NAME:  # the model is a copy of a model whose attention was switched before
         return
     if model.config._attn_implementation != PADDED:
         raise ValueError(f"{type(model).__name__} uses {model.config._attn_implementation} attention, not {PADDED}")
@@ -175,7 +177,8 @@ def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tens
     output = backbone(
         input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False, packed_layout=attention
     )
-    return output.last_hidden_state.squeeze(0)  # not [0], whose backward pass would fill a tensor with zeros
+    # squeeze, not [0], because the backward pass of [0] fills a whole tensor with zeros
+    return output.last_hidden_state.squeeze(0)
 
 
 @cache
@@ -216,7 +219,8 @@ class _PlaceRows(torch.autograd.Function):
         placed = grad_outputs[0].reshape(-1, *grad_outputs[0].shape[ctx.dimensions :])
         if ctx.rows == len(slots):
             return placed.index_select(0, slots), None, None
-        gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])  # rows that were not placed get gradient 0
+        # Rows of the source that were not copied have gradient 0
+        gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])
         torch.index_select(placed, 0, slots, out=gradient[: len(slots)])
         return gradient, None, None
 

@@ -48,7 +48,7 @@ def fuse_activations(model: nn.Module) -> None:
 
 def _check_finite(model: PreTrainedModel, where: str) -> None:
     for name, parameter in model.named_parameters():
-        # aminmax is NaN if any number is NaN. isfinite() on the whole tensor would allocate a tensor of its size.
+        # torch.aminmax returns NaN if any number is NaN; isfinite() would allocate a tensor as large as the weight.
         if (
             parameter.numel()
             and parameter.is_floating_point()

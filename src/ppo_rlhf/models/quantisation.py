@@ -46,17 +46,18 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 def prepare_quantised(model: PreTrainedModel) -> None:
     """Prepare a model that transformers has quantised, so that adapters can be added to it and to its backbone."""
     backbone: Any = model.base_model
-    backbone.is_loaded_in_4bit = True  # peft reads this mark, which transformers sets only on the whole model
+    # peft reads is_loaded_in_4bit from the backbone, but transformers sets it only on the whole model
+    backbone.is_loaded_in_4bit = True
     for module in model.modules():
         if is_quantised(module):
             layer: Any = module
-            # Otherwise a CPU with bfloat16 repacks the weights in a pass without gradients, and later has no gradients.
+            # A CPU with bfloat16 would repack 4-bit weights in passes without gradients, and lose later gradients.
             layer.support_avx512bf16_for_cpu = False
 
 
 def is_quantised(layer: nn.Module) -> bool:
     """Return whether a layer is a linear layer whose weights bitsandbytes holds in 4 bits."""
-    # Not `layer.weight`: a peft layer returns there the weight of the layer that it wraps.
+    # Not `layer.weight`: a peft layer returns there the weight of the layer that the peft layer wraps.
     parameters = layer.parameters(recurse=False)
     return any(getattr(parameter, "quant_state", None) is not None for parameter in parameters)
 
@@ -80,7 +81,7 @@ def unquantised(layer: nn.Module, delta: Tensor | None = None) -> nn.Linear | Co
     weight = (weight if delta is None else weight + delta).cpu()
     with torch.device("meta"):
         plain: Any = nn.Linear(source.in_features, source.out_features, source.bias is not None)
-        if source.source_cls is Conv1D:  # GPT-2's class, which stores W transposed
+        if source.source_cls is Conv1D:  # Conv1D, GPT-2's linear layer, stores the weight W transposed
             plain, weight = Conv1D(source.out_features, source.in_features), weight.T.contiguous()
     plain.weight = nn.Parameter(weight, requires_grad=False)
     if source.bias is not None:

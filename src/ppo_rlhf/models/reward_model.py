@@ -59,8 +59,9 @@ class CausalLMRewardConfig(PretrainedConfig):
         if isinstance(text_config, dict):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
-        self.text_config.name_or_path = ""  # otherwise the saved configuration would name a folder of this machine
-        # "regression": transformers' pipelines then return the score instead of its sigmoid
+        # Otherwise the saved configuration would contain the path of a folder of this machine
+        self.text_config.name_or_path = ""
+        # With "regression", transformers' pipelines return the score itself instead of its sigmoid
         kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}
         super().__init__(**kwargs)
 
@@ -78,7 +79,7 @@ class CausalLMRewardModel(PreTrainedModel):
     config_class = CausalLMRewardConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    # True for all: the backbone is built from its own configuration and checks which attention it supports.
+    # Declare support for every attention: the backbone has a configuration of its own and checks what it supports.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -86,7 +87,7 @@ class CausalLMRewardModel(PreTrainedModel):
 
     def __init__(self, config: CausalLMRewardConfig) -> None:
         super().__init__(config)
-        # Not by AutoModel: this way works for every architecture that has a causal LM.
+        # AutoModelForCausalLM instead of AutoModel, to support every architecture that has a causal LM.
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
         self.score = nn.Linear(width_of_states(config), 1)
         self._takes_positions = argument_of(self.backbone, "position_ids") is not None
@@ -121,7 +122,8 @@ class CausalLMRewardModel(PreTrainedModel):
         """
         config = copy.deepcopy(self.config.text_config)
         config.get_text_config().pad_token_id = pad_id
-        config.num_labels, config.problem_type = 1, "regression"  # pipelines then return the score, not its sigmoid
+        # With "regression", transformers' pipelines return the score itself instead of its sigmoid
+        config.num_labels, config.problem_type = 1, "regression"
         setattr(config, SCORE_MEAN, -self.score.bias.item())
         if pad_id == eos_id:
             raise ModelError("its pad token is its end of text, and transformers' classifiers score before that")
@@ -164,7 +166,7 @@ class CausalLMRewardModel(PreTrainedModel):
         hidden_BSH = self.backbone(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
         columns_S = torch.arange(input_ids.shape[1], device=input_ids.device)
         last_B = torch.where(attention_mask.bool(), columns_S, 0).amax(dim=-1)
-        # Select the position before the head, so that padding, NaN included, never enters the score.
+        # Select the last token's hidden state before the head, so that padding, NaN included, never enters the score.
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
         return SequenceClassifierOutput(logits=self.score(last_hidden_BH.to(self.score.weight.dtype)))
 
@@ -238,7 +240,8 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
             pad_id = pad_id_of(model.config) or 0
             rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
-    except PROBE_ERRORS:  # an encoder-decoder needs an end of text, which the probe's sequences do not have
+    # An encoder-decoder model fails the probe, because it needs an end-of-text token that the probe's sequences lack
+    except PROBE_ERRORS:
         return True
     if not same:
         log.info("%s: padding changes its scores, so it scores one sequence at a time.", type(model).__name__)
@@ -246,7 +249,7 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
 
 
 def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    # No position_ids: some models do not count from 0, and with padding on the right their default is correct.
+    # Pass no position_ids: with padding on the right, every model computes correct positions itself.
     return model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, 0]
 
 

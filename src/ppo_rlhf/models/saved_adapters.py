@@ -18,7 +18,7 @@ from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model
 
-_PREFIX = "base_model.model."  # peft saves weights under the names that its wrapper module gives them
+_PREFIX = "base_model.model."  # prefix of the weights' names in adapter files: the attribute path inside PeftModel
 _TOKENS = ("trainable_token_indices", "token_indices")
 """peft's settings that list the rows of embeddings that an adapter replaces."""
 
@@ -27,9 +27,9 @@ _TOKENS = ("trainable_token_indices", "token_indices")
 class SavedAdapter:
     """The files of a saved adapter."""
 
-    source: str  # the adapter's directory or hub id, for errors
+    source: str  # the adapter's directory or hub id, for error messages
     settings: Mapping[str, Any]  # the content of adapter_config.json
-    weights: Path | None  # adapter_model.safetensors; None if there is none
+    weights: Path | None  # path of adapter_model.safetensors; None: there is no such file
 
     @classmethod
     def read(cls, source: str, config: Path, weights: Path | None) -> SavedAdapter:
@@ -38,7 +38,8 @@ class SavedAdapter:
         Raises:
             ModelError: The adapter is of a kind that cannot be merged into weights, such as prompt tuning.
         """
-        from peft import PEFT_TYPE_TO_TUNER_MAPPING  # a slow import that few models need
+        # Imported inside the function because the import is slow and few models need the module
+        from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
         adapter = cls(source, json.loads(config.read_text(encoding="utf-8")), weights)
         kind: Any = adapter.settings.get("peft_type")
@@ -105,7 +106,8 @@ class SavedAdapter:
         Raises:
             ModelError: The adapter does not fit the base.
         """
-        from ppo_rlhf.models.adapters import merge_saved  # a slow import that few models need
+        # Imported inside the function because the import is slow and few models need the module
+        from ppo_rlhf.models.adapters import merge_saved
 
         try:
             with quiet_transformers():
@@ -113,7 +115,7 @@ class SavedAdapter:
                 return merge_saved(base, folder)
         except ModelError:
             raise
-        except Exception as error:  # peft raises many types of errors if the adapter belongs to another model
+        except Exception as error:  # peft raises many types of errors if the adapter was trained for another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
 
     @property
@@ -131,7 +133,8 @@ class SavedAdapter:
     @cached_property
     def _replaced(self) -> set[int]:
         """The rows of the embedding that the adapter replaces one by one."""
-        indices = [self.settings.get(setting) or [] for setting in _TOKENS]  # a list, or a dict of lists by layer
+        # peft stores the replaced tokens as a list, or as a dict of lists by layer
+        indices = [self.settings.get(setting) or [] for setting in _TOKENS]
         by_layer = [each.values() if isinstance(each, dict) else [each] for each in indices]
         return {row for layers in by_layer for rows in layers for row in rows}
 

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ppo_rlhf.models.capabilities import copy_probe_results
 from ppo_rlhf.runtime.processes import quick_group
 
-_shards = WeakTensorKeyDictionary()  # shard of each whole weight that still exists: models may share a frozen weight
+# Shard of each frozen whole weight, as long as the weight exists: two models may share a frozen weight
+_shards = WeakTensorKeyDictionary()
 
 
 def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
@@ -37,7 +38,8 @@ def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
     layers = {name for original, _ in pairs for name in getattr(original, "_no_split_modules", None) or ()}
     for original, unit in [*(pair for pair in reversed(pairs) if type(pair[0]).__name__ in layers), pairs[0]]:
         sharded_unit = fully_shard(unit, mesh=_mesh(device.type))
-        sharded_unit.set_gradient_divide_factor(1.0)  # set on each unit: neither setting reaches a module's children
+        # Set both options on every sharded unit, because FSDP2 does not pass them on to child modules
+        sharded_unit.set_gradient_divide_factor(1.0)
         sharded_unit.set_force_sum_reduction_for_comms(True)
         for holder, shards in zip(original.modules(), unit.modules(), strict=True):
             for name, shard in shards._parameters.items():
@@ -58,7 +60,8 @@ def shard_in_place(model: nn.Module, device: torch.device) -> None:
                 continue
             if weight not in _shards:
                 shard = distribute_tensor(weight.detach(), _mesh(device.type), [Shard(0)], src_data_rank=None)
-                _shards[weight] = nn.Parameter(shard.clone(), requires_grad=False)  # a view would keep the whole weight
+                # clone, because a view of the whole weight would keep the whole weight in memory
+                _shards[weight] = nn.Parameter(shard.clone(), requires_grad=False)
             module._parameters[name] = _shards[weight]
 
 
@@ -67,7 +70,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     full = tensor.full_tensor()
-    has_padding = full.untyped_storage().nbytes() > full.nbytes  # safetensors saves no tensor with a larger storage
+    # safetensors refuses a tensor whose storage is larger than the tensor, as FSDP2's padding makes it
+    has_padding = full.untyped_storage().nbytes() > full.nbytes
     return full.clone() if has_padding else full
 
 

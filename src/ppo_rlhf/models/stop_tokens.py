@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.tokenizers import around_answer, special_ids
 
-_WORD_MARKS = "Ġ▁ "  # a leading space in byte-level BPE (Ġ) and SentencePiece (▁)
+_WORD_MARKS = "Ġ▁ "  # marks of a leading space in byte-level BPE (Ġ) and SentencePiece (▁)
 
 
 def stop_token_ids(

@@ -28,12 +28,12 @@ class TokenRows:
     """
 
     input_ids: Tensor  # [B, S]
-    attention_mask: Tensor  # [B, S] long, 1 on real tokens
+    attention_mask: Tensor  # [B, S] long, 1 on real tokens, 0 in padding
     position_ids: Tensor  # [B, S]
     packed_ids: Tensor  # [1, N or more]
     packed_positions: Tensor  # [1, N or more]
-    layout: PackedLayout  # of the packed form, including the fillers
-    slots: Tensor  # [N] long, index of each real token in the flattened padded form
+    layout: PackedLayout  # layout of the sequences in the packed form, including the filler sequences
+    slots: Tensor  # [N] long, index of each real token in the flattened padded form [B · S]
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, fill: bool = False) -> TokenRows:
@@ -42,7 +42,8 @@ class TokenRows:
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
         missing = filled_size(len(slots)) - len(slots) if fill else 0
-        if missing:  # no filler is longer than the longest sequence: the widths of attention and positions do not grow
+        # Fillers are at most as long as the longest sequence, so that attention and positions become no wider
+        if missing:
             fillers = [min(max(lengths), missing - done) for done in range(0, missing, max(lengths))]
             ids = torch.cat([ids, ids.new_zeros(1, missing)], dim=1)
             positions = torch.cat([positions, *(torch.arange(length)[None] for length in fillers)], dim=1)
@@ -83,7 +84,8 @@ def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool 
 
 def token_parts(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Return the token ids of B sequences one after the other, `[N]`, and their lengths `[B]`."""
-    ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)  # several times as fast as torch.tensor
+    # np.fromiter is several times as fast as torch.tensor for a list of ints
+    ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)
     return torch.from_numpy(ids), torch.tensor([len(sequence) for sequence in sequences])
 
 

@@ -28,8 +28,9 @@ from ppo_rlhf.runtime.processes import warn_if_slow
 SLOW_TEMPLATE_S = 5.0
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
-_CONTEXT = 8  # tokens of context that `token_texts` decodes before the first token
-CONTENT_MARK = "⁂ANSWER⁂"  # a placeholder for a message's content, to find what a template writes around the content
+_CONTEXT = 8  # number of tokens of context that `token_texts` decodes before the first token
+# Placeholder for a message's content: the text around it is what a chat template writes around the content
+CONTENT_MARK = "⁂ANSWER⁂"
 
 
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -93,7 +94,7 @@ def around_answer(
     try:
         with name_slow_template(tokenizer):
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template may raise any error; the code that reads chats reports a refused chat
+    except Exception:  # a chat template may raise any error; the code that reads the chats reports the refused chat
         return None
     before, mark, after = text.rpartition(CONTENT_MARK)
     return (before, after) if mark else None
@@ -105,8 +106,10 @@ def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextMan
     return warn_if_slow(f"The chat template of {owner}", "It may have no end.", seconds=SLOW_TEMPLATE_S)
 
 
-_DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # "+" keeps a newline after the block
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
+# The "+" in "+%}" makes Jinja keep a newline after the block
+_DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"
+# The tag {% generation %} exists only in transformers' Jinja, not in plain Jinja
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 _CLOCK = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
 _ONLY = "default"
 _DEFAULTS = re.compile(r"(?:{% if \w+ is not defined %}{% set \w+ = .*? %}{% endif \+%})*", re.DOTALL)
@@ -142,7 +145,8 @@ def printed_dates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if not calls:
         return []
     formats = dict.fromkeys("%Y-%m-%d %H:%M:%S.%f" if call[2] is None else call[2] for call in calls)
-    template = "\n".join(f"{{{{ strftime_now({format!r}) }}}}" for format in formats)  # reads transformers' clock
+    # Render strftime_now, which reads transformers' clock
+    template = "\n".join(f"{{{{ strftime_now({format!r}) }}}}" for format in formats)
     question = [{"role": "user", "content": "?"}]
     return str(tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)).split("\n")
 
@@ -168,7 +172,7 @@ def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[st
     for name in values:
         if not any(name in names for names in variables.values()):
             raise ConfigError(f"chat_template_kwargs: the chat template of {source} does not read {name}; leave it out")
-    # A Python literal of a plain value is also a Jinja literal.
+    # Python's repr of a plain value (text, number, Boolean, list) is also a Jinja literal.
     lines = {name: _DEFAULT.replace("NAME", name).replace("VALUE", repr(value)) for name, value in values.items()}
     templates = {
         template: "".join(line for name, line in lines.items() if name in variables[template]) + text
@@ -240,11 +244,11 @@ def continuations(
     decoders (Llama's, or one that joins words) drop the space at the start of a text, so the text of `ids` alone would
     be joined to the text before it without a space. All texts of responses come from this function.
     """
-    if not ids:  # given an empty list, some versions of transformers return one text
+    if not ids:  # for an empty list, some versions of transformers return one text instead of none
         return []
     both = [[*first, *then] for first, then in zip(before, ids, strict=True)]
     starts, wholes = (tokenizer.batch_decode(each, skip_special_tokens=True) for each in (list(before), both))
-    # A multi-byte character that begins in `before` belongs to the text that completes it.
+    # A multi-byte character whose first bytes are in `before` belongs to the text that completes the character.
     return [whole[shared_length(start, whole) :] for start, whole in zip(starts, wholes, strict=True)]
 
 
@@ -272,14 +276,14 @@ def with_first_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
     if backend is None or not drops_first_space(tokenizer):
         return tokenizer
     state = json.loads(backend.to_str())
-    # Without a decoder the library joins tokens with spaces: insert the first space before the text.
+    # Without a decoder, `tokenizers` joins tokens with spaces: add a decoder that inserts a space before the text.
     decoder = state["decoder"] or {"type": "Replace", "pattern": {"Regex": "^"}, "content": " "}
     for part in decoder.get("decoders", [decoder]):
         if part["type"] == "Strip":
             part["start"] = 0
         elif part["type"] == "Metaspace":
             part["prepend_scheme"] = "never"
-    # PreTrainedTokenizerFast, not the tokenizer's class, which would build its own decoder again.
+    # Build a PreTrainedTokenizerFast, because the tokenizer's own class would build its own decoder again.
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps({**state, "decoder": decoder})),
         **tokenizer.special_tokens_map,
@@ -303,7 +307,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids:
     sequence = [*context_ids[-_CONTEXT:], *ids]
     first = len(sequence) - len(ids)
     texts = [""] * len(ids)
-    start, done = 0, first  # texts are known up to token `done`; decoding starts at `start`, which is enough context
+    # The texts of tokens before `done` are known; decode from `start`, which gives enough context
+    start, done = 0, first
     for end in range(first + 1, len(sequence) + 1):
         added = decode(start, end)[len(decode(start, done)) :]
         if not added.endswith(_INCOMPLETE) or end == len(sequence):
@@ -321,7 +326,7 @@ def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTraine
     backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
     special = [PAD, UNKNOWN, END]
-    # Remove special tokens from the texts: the trainer would count them as words and give them a second id.
+    # Remove special tokens from the texts, because the trainer would count them as words and give them a second id.
     words = (" ".join(word for word in text.split() if word not in special) for text in texts)
     backend.train_from_iterator(words, WordLevelTrainer(special_tokens=special, show_progress=False))
     return PreTrainedTokenizerFast(

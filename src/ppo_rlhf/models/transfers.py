@@ -41,7 +41,8 @@ def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     copied: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype: None for tensor in tensors}:  # a dict, so that the order is the same in all processes
+    # A dict, not a set, so that all processes see the dtypes in the same order
+    for dtype in {tensor.dtype: None for tensor in tensors}:
         numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[number].flatten() for number in numbers]).to(device)
         parts = flat.split([tensors[number].numel() for number in numbers])

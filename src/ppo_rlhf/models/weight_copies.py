@@ -62,7 +62,7 @@ class WeightCopies:
         """Allocate the copies without filling them. Call this under autocast."""
         self.model = model
         dtype = torch.get_autocast_dtype(model.device.type)
-        self._copies = [  # separate tensors: the choice of a kernel depends on a tensor's alignment
+        self._copies = [  # make separate tensors, because a tensor's alignment decides which matrix kernel runs
             nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False) for weight in linear_weights(model)
         ]
 
@@ -76,7 +76,8 @@ class WeightCopies:
         """Refresh the copies from the current weights, and let the model use the copies within the block."""
         places, weights = _places(self.model), linear_weights(self.model)
         with torch.no_grad():
-            torch._foreach_copy_(tuple(self._copies), tuple(weights))  # torch has no public copy of many tensors
+            # torch has no public function that copies many tensors in one kernel
+            torch._foreach_copy_(tuple(self._copies), tuple(weights))
         copy_of = dict(zip(map(id, weights), self._copies, strict=True))
         try:
             for table, name, weight in places:
@@ -93,7 +94,8 @@ def computes_alike(model: PreTrainedModel) -> bool:
 
     They differ if a model reads its linear weights outside of matrix products, or where it has switched autocast off.
     """
-    decodes(model)  # run the other probes first, on the float32 weights: they switch autocast off
+    # Run this probe before copies replace the weights: the probe needs the float32 weights without autocast
+    decodes(model)
     try:
         with torch.no_grad():
             expected = _results(model)
@@ -113,7 +115,7 @@ def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
     if isinstance(held, WeightCopies) and held.model is model:
         return held
     if held is not None:
-        captures.release()  # the copies belong to another model
+        captures.release()  # the CUDA graphs read the held copies, which belong to another model
     copies = WeightCopies(model)
     captures.held[WeightCopies] = copies
     return copies
