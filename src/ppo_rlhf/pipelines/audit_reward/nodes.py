@@ -118,7 +118,8 @@ def conclude_audit(
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Return whether the reward is fit for PPO, and if not, the reasons with their numbers and thresholds."""
-    is_judge = reward.is_judge(resolve_judge(evaluation).reference)  # its own judge proves nothing
+    # A reward that is also the judge agrees with itself, which proves nothing: drop the judge's scores
+    is_judge = reward.is_judge(resolve_judge(evaluation).reference)
     samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
     metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
     missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())

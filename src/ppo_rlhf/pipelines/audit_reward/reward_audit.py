@@ -106,7 +106,8 @@ def probe_reward(
         the reward in standard deviations (`deviation_within_prompts`).
     """
     responses = samples.groupby(PROMPT)["response"].first().tolist()
-    if drops_first_space(tokenizer):  # the tokenizer adds this space to every text
+    # Decoding drops the first space of a text, and the tokenizer adds one again, so remove the space from responses
+    if drops_first_space(tokenizer):
         responses = [text.removeprefix(" ") for text in responses]
     prompts = prompts.select(range(len(responses)))
     unit = deviation_within_prompts(samples, "reward")
@@ -181,7 +182,8 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
                 prompts=table["prompt"].tolist(),
                 completions=texts,
                 columns=columns,
-                prompt_ids=[[]] * len(ids),  # the sequences of the responses include the prompts
+                # Prompts have no token ids here, because the sequences in `response_ids` include the prompts
+                prompt_ids=[[]] * len(ids),
                 response_ids=ids,
                 terminated=[True] * len(ids),
                 chats=chats,
@@ -256,7 +258,8 @@ def judge_agreement(samples: pd.DataFrame) -> float:
     """
     reward, judge = (by_prompt(samples, name) for name in ("reward", "judge_score"))
     by_reward, by_judge = ((scores[:, :, None] - scores[:, None, :]).sign() for scores in (reward, judge))
-    decided = by_judge > 0  # each pair once, with the response that the judge prefers first
+    # Count each pair of responses once: with the response that the judge prefers in the first place
+    decided = by_judge > 0
     return float((by_reward[decided] + 1).mean() / 2) if decided.any() else 0.5
 
 

@@ -77,7 +77,8 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
-        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the last iteration never runs
+        # One iteration more than the critic's warm-up, which never runs: pretraining ends after the warm-up
+        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
     )
 
@@ -104,11 +105,12 @@ def pretrain_critic(
     config = pretraining_config(pretraining, ppo)
     policy, reference = load_policies(sft_policy, config, device_of(config))
     critic = build_critic(config, policy.model, scorer.model, policy.value_head)
-    assert isinstance(critic, Critic)  # `value_model` cannot be shared here
+    # pretraining's settings refuse `value_model=shared`, so the critic is a model of its own
+    assert isinstance(critic, Critic)
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-    whole = replace(  # one batch of held-out prompts, each prompt once, rounded down to whole micro-batches
+    whole = replace(  # the held-out prompts form one batch, with each prompt once, rounded down to whole micro-batches
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),
         num_mini_batches=1,

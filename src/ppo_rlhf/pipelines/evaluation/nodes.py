@@ -275,7 +275,7 @@ def _evaluate(
         scorer,
         resolve_judge(evaluation),
         ppo,
-        # both policies use SFT's stop tokens, so that responses end by the same rule
+        # policy and SFT policy use the SFT policy's stop tokens, so that all responses end by the same rule
         sampling=evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,

@@ -72,7 +72,7 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
     sources = ["our_source", "their_source"]
     answered = table[table["answers"] != "{}"]
-    newest = (table if answered.empty else answered).iloc[-1]  # the pair with the highest number
+    newest = (table if answered.empty else answered).iloc[-1]  # the newest pair has the highest number
     is_newest = (table[sources] == newest[sources]).all(axis=1)
     if not is_newest.all():
         log.warning(

@@ -159,7 +159,8 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
     """Return (name, value, default) for each setting that is not the default, and for each component of the reward."""
-    usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)  # both follow the globals
+    # An evaluation follows the globals `seed` and `prompts_path`, so these values are not listed as changed
+    usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)
     groups: dict[str, tuple[Any, Any]] = {"ppo": (ppo, PPOConfig()), "evaluation": (evaluation, usual)}
     rows = []
     for group, (given, defaults) in groups.items():

@@ -64,7 +64,8 @@ def collect_preferences(
             "prompts_path and reward_modelling.labeller"
         )
     reader = PromptReader.of(sft_policy, ppo)
-    training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)  # the prompts that PPO trains on
+    # Sample the pairs of responses for the prompts that PPO trains on
+    training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(

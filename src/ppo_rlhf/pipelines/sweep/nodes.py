@@ -68,7 +68,8 @@ def train_settings(
                         track=track,
                     )
         except Exception as failure:
-            if isinstance(failure, RunInterruptedError) or process_count() > 1:  # others may wait for this process
+            # With several processes a failed training ends the sweep, because the other processes may wait for this one
+            if isinstance(failure, RunInterruptedError) or process_count() > 1:
                 raise
             error = f"{each.name}: {type(failure).__name__}: {failure}"
             log.error("Training %s", error, exc_info=project_error(failure) is None)
