@@ -140,13 +140,15 @@ def _with_rows(table: Any, other: Any, rows: list[int], other_rows: list[int]) -
 
     Both are tensors, or dataclasses or dictionaries of tensors.
     """
-    if table is None or isinstance(table, float):  # a component's weight
+    # A single number is the weight of a reward component, not a table of scores
+    if table is None or isinstance(table, float):
         return table
     if isinstance(table, dict):
         return {name: _with_rows(value, other[name], rows, other_rows) for name, value in table.items()}
     if not isinstance(table, Tensor):
         return replace(table, **_with_rows(vars(table), vars(other), rows, other_rows))
-    if table.dim() == 2:  # rewards per token are as wide as the longest response of their batch
+    # Rewards per token are padded to the longest response of their batch, so widths differ between batches
+    if table.dim() == 2:
         width = max(table.shape[1], other.shape[1])
         table, other = (nn.functional.pad(each, (0, width - each.shape[1])) for each in (table, other))
     return table.index_copy(0, torch.tensor(rows, dtype=torch.long), other[other_rows])

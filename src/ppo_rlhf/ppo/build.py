@@ -229,7 +229,8 @@ def build_state(
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
     sampling = sampling_settings(config, tokenizer, policy)
-    packs(backbone_of(policy))  # probes are cached, and must run before wrapping and compiling
+    # Run the probes now, because their results are cached and the models are wrapped and compiled below
+    packs(backbone_of(policy))
     packs(critic.backbone)
     logits_of(policy)
     device = join_processes().device if shards_models() else policy.device
@@ -277,7 +278,8 @@ def captures_of(config: PPOConfig, device: torch.device) -> Captures:
 
 def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
     """Raise `ModelError` if the policy's decoding steps, or the update, cannot be captured as CUDA graphs."""
-    from ppo_rlhf.ppo.captured_sampling import why_not_captured  # imported only for `cuda_graphs=true`
+    # Imported inside the function because only `cuda_graphs=true` needs the module
+    from ppo_rlhf.ppo.captured_sampling import why_not_captured
 
     with autocast(config, policy.device):
         why = why_not_captured(policy) if decodes(policy) else "it needs padding, or transformers' own cache"

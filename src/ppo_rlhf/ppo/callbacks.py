@@ -56,7 +56,7 @@ def _create(factory: Callable[[], Any], where: str) -> Any:
             return factory()
     except (TerminationSignal, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a user's class can raise anything
+    except BaseException as error:  # the constructor of a user's callback class can raise any exception
         raise ConfigError(f"{where}: creating the callback raised {in_one_line(error)}") from error
 
 
@@ -133,11 +133,14 @@ class Callbacks:
         self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
-        self.is_saved = True  # whether the current iteration is saved: the one that a run resumes from is
+        # Whether the current iteration has a checkpoint; True at the start, because a run resumes from one
+        self.is_saved = True
         self._is_begun = False
-        self._own_run: Any = None  # W&B's run, if this object began it
+        # The W&B run that this object began; None: the user's script began the run, or no run exists
+        self._own_run: Any = None
         self._reported: dict[str, Any] = {}
-        self._last_reported: list[dict[str, int]] = []  # the last steps that each reporting callback already has
+        # The last steps that each reporting callback (W&B, TensorBoard) had already logged before a resume
+        self._last_reported: list[dict[str, int]] = []
         if not self._all:
             return
         self._args = _training_arguments(state.config, folder)
@@ -195,7 +198,8 @@ class Callbacks:
     def _settle(self) -> None:
         if not self._all:
             return
-        is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint saved earlier lacks it
+        # Save again: a checkpoint saved earlier in this iteration does not record that a callback ended training
+        is_new = self._control.should_training_stop and not self._state.ended
         self._state.ended |= is_new
         is_asked = self._control.should_save or self._error is not None
         if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
@@ -230,7 +234,7 @@ class Callbacks:
         if run is not None:
             try:
                 run.finish()
-            except Exception as error:  # W&B raises exceptions of its own
+            except Exception as error:  # W&B raises exception types of its own
                 logger.warning("W&B's run %s did not finish: %s", run.id, in_one_line(error))
 
     def _log(self, what: str, logs: Mapping[str, float], step: int | None = None) -> None:
@@ -260,7 +264,8 @@ class Callbacks:
         if kind == "WandbCallback" and self._own_run is not None and self._own_run.resumed:
             last = self._own_run.summary.get("train/global_step")
             if last is not None:
-                return {METRICS: int(last), EVALUATIONS: int(last) - 1}  # an evaluation comes after its metrics
+                # An evaluation is logged after the metrics of its iteration, so the last one may be missing
+                return {METRICS: int(last), EVALUATIONS: int(last) - 1}
         return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
 
     def _catch_up(self) -> None:
@@ -292,16 +297,17 @@ class Callbacks:
                 with guarded():
                     answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
                 self._control = answer or self._control
-            except (TerminationSignal, KeyboardInterrupt):  # not caused by the callback
+            # Signals and Ctrl-C are not caused by the callback: re-raise them unchanged
+            except (TerminationSignal, KeyboardInterrupt):
                 raise
-            except BaseException as raised:  # a user's callback can raise anything, SystemExit included
+            except BaseException as raised:  # a user's callback can raise any exception, SystemExit included
                 name = f"{type(callback).__name__}.{event}"
                 error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}")
                 error.__cause__ = raised
                 break
         message = None if error is None else str(error)
         flags, errors = zip(*from_all((asdict(self._control), message)), strict=True)
-        for name, value in flags[0].items():  # those of the main process
+        for name, value in flags[0].items():  # all processes use the control flags of the main process
             setattr(self._control, name, value)
         self._error = error or self._refusal()
         if self._error is None and any(errors):
@@ -324,7 +330,8 @@ class Callbacks:
         """Continue a resumed run's reports: set TensorBoard's folder, resume W&B's run."""
         for callback in self._reporting:
             kind = type(callback).__name__
-            is_shared = bool(os.environ.get("TENSORBOARD_LOGGING_DIR"))  # may hold other runs' files
+            # A folder from TENSORBOARD_LOGGING_DIR may also hold the files of other runs
+            is_shared = bool(os.environ.get("TENSORBOARD_LOGGING_DIR"))
             if kind == "TensorBoardCallback" and not is_shared:
                 if self._folder is None:
                     raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir for TensorBoard's files")
@@ -337,12 +344,12 @@ class Callbacks:
     def _begin_wandb(self) -> None:
         import wandb
 
-        if wandb.run is not None:  # begun by the user's script
+        if wandb.run is not None:  # the user's script has already begun a W&B run
             return
         resumption = {"id": self._reported[WANDB], "resume": "allow"} if WANDB in self._reported else {}
         try:
             self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **resumption)
-        except Exception as error:  # such as no API key or no network
+        except Exception as error:  # W&B cannot begin a run, for example without an API key or a network
             raise ConfigError(f"ppo.report_to=wandb: {in_one_line(error)}") from error
         self._reported[WANDB] = self._own_run.id
         self._write_reported()
@@ -369,8 +376,9 @@ def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
 
     return Arguments(
         output_dir=None if folder is None else str(folder),
-        accelerator_config={"use_configured_state": True},  # otherwise it resets the run's Accelerator
-        report_to="none",  # this class calls the integrations itself
+        # `use_configured_state` keeps transformers' TrainingArguments from resetting the run's Accelerator
+        accelerator_config={"use_configured_state": True},
+        report_to="none",  # no integrations from TrainingArguments, because this class calls the callbacks itself
         max_steps=config.num_total_batches,
         logging_steps=1,
         save_steps=config.save_interval,

@@ -31,8 +31,10 @@ class CapturedPasses:
     def __init__(self, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Prepare passes with the run's graphs, its models, and the optimisers of all weights that train."""
         self._captures, self._optimizers, self._addresses = captures, optimizers, addresses(*models)
-        self._gradients: dict[nn.Parameter, Tensor] = {}  # the fixed gradient tensor of each weight
-        self._learners: dict[Hashable, list[nn.Parameter]] = {}  # for each kind of pass: the weights with a gradient
+        # The gradient tensor of each weight, at a fixed address, because a CUDA graph writes to fixed addresses
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        # For each kind of forward and backward pass, the weights that get a gradient
+        self._learners: dict[Hashable, list[nn.Parameter]] = {}
         self._buffers: dict[Hashable, _Buffers] = {}
 
     @classmethod
@@ -70,7 +72,8 @@ class CapturedPasses:
         zeroed = self._attach_gradients(learners or [])
         if self._captures.run(key, lambda: buffers.compute(compute)):
             for parameter, gradient, version in zeroed:
-                if gradient._version == version:  # a pass outside a graph may not use the weight
+                # The pass did not write this gradient: a pass outside a CUDA graph may not use the weight
+                if gradient._version == version:
                     parameter.grad = None
         if learners is None:
             self._learners[kind] = self._keep_gradients()
@@ -87,7 +90,8 @@ class CapturedPasses:
         for parameter, gradient in missing.items():
             parameter.grad = gradient
         if missing:
-            torch._foreach_zero_(tuple(missing.values()))  # torch has no public function that zeroes many tensors
+            # torch has no public function that zeroes many tensors in one kernel
+            torch._foreach_zero_(tuple(missing.values()))
         return [(parameter, gradient, gradient._version) for parameter, gradient in missing.items()]
 
     def _keep_gradients(self) -> list[nn.Parameter]:
@@ -129,7 +133,7 @@ class _Buffers:
 
     def compute(self, compute: Compute) -> None:
         result = compute(self.inputs)
-        if not self._results:  # the first run, which is not captured
+        if not self._results:  # keep the result of the first run, which is not captured in a CUDA graph
             self._results.append(result.clone())
         self.result.copy_(result)
 

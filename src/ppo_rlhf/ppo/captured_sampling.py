@@ -38,13 +38,13 @@ class CapturedSampler:
         self.uniforms = torch.zeros(rows, length, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, length, dtype=dtype, device=device)
-        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last token of each sequence
-        self.result_rows = torch.arange(rows, device=device)  # the row of each sequence in the results
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # the last sampled token of each sequence
+        self.result_rows = torch.arange(rows, device=device)  # the row of each sequence in the tensors of results
         self.has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.step_index = torch.zeros(1, dtype=torch.long, device=device)  # counted from 0
-        self.live = rows  # number of sequences still decoded: the first rows of the buffers
+        self.step_index = torch.zeros(1, dtype=torch.long, device=device)  # number of the decoding step, counted from 0
+        self.live = rows  # number of sequences that are still decoded, which are the first rows of the buffers
         self._model, self._addresses, self._autocast = model, addresses(model), _autocast_now(device)
-        self._stops: dict[tuple[int, ...], Tensor] = {}  # stop token ids as tensors on the device
+        self._stops: dict[tuple[int, ...], Tensor] = {}  # stop token ids as tensors on the device, by the tuple of ids
 
     @property
     def bytes(self) -> int:
@@ -72,7 +72,7 @@ class CapturedSampler:
         self.logprobs.zero_()
         self.step_index.zero_()
         torch.arange(len(self.result_rows), out=self.result_rows)
-        self.has_ended.copy_(self.result_rows >= prompts)  # rows without a prompt count as ended
+        self.has_ended.copy_(self.result_rows >= prompts)  # rows of the buffers without a prompt count as ended
         self.live = min(next_size(prompts, FEWEST_ROWS), self.decoder.rows)
         if settings.stop_token_ids not in self._stops:
             stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
@@ -174,9 +174,10 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
         if (rows, columns, length) == held.sizes:
             return held
         if rows <= most_rows(model, columns):
-            needed = rows, columns, length  # an evaluation between rollouts may need more tokens and fewer rows
+            # Keep the larger sizes, because an evaluation between rollouts may need more tokens and fewer rows
+            needed = rows, columns, length
     captures.release(DECODING)
-    del held  # frees its buffers: memory may not hold both samplers
+    del held  # free the old sampler's buffers first, because the GPU's memory may not hold the buffers of two samplers
     sampler = CapturedSampler(model, *needed)
     captures.held[DECODING] = sampler
     return sampler
@@ -209,7 +210,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
 
 
 _PROBE = "probe"
-_PROBED_STEPS = 4  # one plain, one captured, two replayed
+_PROBED_STEPS = 4  # one step without a CUDA graph, one step that is captured, and two steps that replay the graph
 
 
 def _states(model: PreTrainedModel, prompts: list[list[int]], tokens: Tensor, captures: Captures) -> Tensor:

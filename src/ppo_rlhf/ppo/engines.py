@@ -78,7 +78,8 @@ class Responses:
     response_ids: Tensor  # [N, T] long
     lengths: Tensor  # [N] long
     terminated: Tensor  # [N] bool
-    policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
+    # [N, T] bool, True on tokens that the policy sampled; None: the policy sampled all tokens
+    policy_mask: Tensor | None = None
     sampler_logprobs: Tensor | None = None
     """`[N, T]`, the sampler's log-probabilities, tempered. The decoding loop computes them before top-k, top-p and the
     exclusion of stop tokens, an `Engine` after. None if the responses were sampled elsewhere."""
@@ -130,9 +131,8 @@ def generate_responses(
         decode = _decode_with_generate if generates(model, engine) else decode_packed
         columns, used_again, most = longest + settings.response_length, 0, None
         if captures is not None and captures.serves(DECODING) and decode is decode_packed:
-            from ppo_rlhf.ppo import (
-                captured_sampling,
-            )  # imported here: it imports this module, and a CPU does not need it
+            # Imported inside the function because captured_sampling imports this module, and a CPU does not need it
+            from ppo_rlhf.ppo import captured_sampling
 
             if not captured_sampling.why_not_captured(model):
                 decode = partial(captured_sampling.decode_captured, captures=captures)
@@ -178,7 +178,7 @@ def decode_packed(
     tokens = torch.full((rows, width), settings.pad_token_id, device=device)
     logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
     decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width)
-    live = torch.arange(rows, device=device)  # the row of each sequence that is still decoded
+    live = torch.arange(rows, device=device)  # the row of each sequence that is still being decoded
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = decoder.prefill()
     for step in range(width):
@@ -240,7 +240,8 @@ class _Cache(StaticCache):
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
-_widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # the most columns of each model's caches so far
+# Number of columns of the widest KV cache that each model has needed so far
+_widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
@@ -248,7 +249,8 @@ def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
 
     torch.compile compiles `generate` again for each width.
     """
-    name = argument_of(model, "cache", "past_key_values")  # `past_key_values` up to transformers 5.23
+    # transformers up to 5.23 names the argument with the KV cache `past_key_values`
+    name = argument_of(model, "cache", "past_key_values")
     if name is None:
         return {"cache_implementation": "static"}
     _widest[model] = max(columns, _widest.get(model, 0))
@@ -275,18 +277,21 @@ def _decode_with_generate(
         eos_token_id=list(settings.stop_token_ids) or None,
         disable_compile=device.type != "cpu" and not compiles(device),
     )
-    saved, model.generation_config = model.generation_config, plain  # the model's penalties, top_p etc. must not apply
+    # Generate with a plain configuration, because the model's own may set penalties, top_p and the like
+    saved, model.generation_config = model.generation_config, plain
     try:
         with padded_attention(model):
             sequences: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 logits_processor=LogitsProcessorList([sampler]),
-                **_cache(model, width + settings.response_length),  # compiled on a GPU, with CUDA graphs
+                # On a GPU transformers compiles the decoding step and uses CUDA graphs
+                **_cache(model, width + settings.response_length),
             )
     finally:
         model.generation_config = saved
-        vars(model).pop("_compiled_call", None)  # a copy of the model would still call the original
+        # Remove the compiled call, because a copy of the model would still call the original model's
+        vars(model).pop("_compiled_call", None)
     return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 
 
@@ -301,7 +306,8 @@ def sample_step(logits: Tensor, noise: Tensor, settings: SamplingSettings, may_s
     if may_stop or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     continuing = wide.clone()
-    for stop_token_id in settings.stop_token_ids:  # one by one: indexing with a list copies the list to the device
+    # Compare with one stop token at a time, because indexing with a list copies the list to the device
+    for stop_token_id in settings.stop_token_ids:
         continuing[:, stop_token_id].fill_(-torch.inf)
     tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]

@@ -82,6 +82,7 @@ class Epilogue(ABC):
         if why:
             say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
         self.state.stopping = True
-        if not processes.from_main(self.callbacks.is_saved):  # no checkpoint was due
+        # The last iteration's checkpoint was not due, and none was saved
+        if not processes.from_main(self.callbacks.is_saved):
             self.save()
         raise self.interruption(signum, why)

@@ -41,11 +41,11 @@ def sample_episodes(
         RewardError: As `environments.reply_by_function`.
     """
     environment, turn_length = settings.environment, settings.turn_length
-    assert environment is not None  # PPOConfig requires both settings or neither
+    assert environment is not None  # PPOConfig requires both `environment` and `turn_length`, or neither
     assert turn_length is not None
     rows, width = uniforms.shape
     turn_settings = replace(settings, response_length=turn_length)
-    ids: list[list[int]] = [[] for _ in range(rows)]  # the tokens of each episode so far
+    ids: list[list[int]] = [[] for _ in range(rows)]  # token ids of each episode so far, its prompt excluded
     is_policy: list[list[bool]] = [[] for _ in range(rows)]
     logprobs = torch.zeros(rows, width, dtype=compute_dtype(policy))
     terminated = torch.zeros(rows, dtype=torch.bool)
@@ -57,7 +57,7 @@ def sample_episodes(
         turns = generate_responses(
             policy, contexts, noise, turn_settings, engine=engine, batch_size=batch_size, captures=captures
         )
-        assert turns.sampler_logprobs is not None  # generate_responses always sets them
+        assert turns.sampler_logprobs is not None  # `generate_responses` always sets the sampler's log-probabilities
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
         for row, turn in zip(live, turns.token_lists(), strict=True):
             ids[row] += turn

@@ -27,9 +27,9 @@ class Experience:
 
     rollouts: Rollouts
     scores: Scores
-    rewards: Tensor  # [B, T], shaped
-    advantages: Tensor  # [B, T], whitened with `whiten_advantages`, 0 in padding
-    returns: Tensor  # [B, T], 0 in padding
+    rewards: Tensor  # [B, T], rewards after shaping
+    advantages: Tensor  # [B, T], GAE advantages, whitened if `whiten_advantages` is true, 0 in padding
+    returns: Tensor  # [B, T], returns that the critic learns, 0 in padding
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:

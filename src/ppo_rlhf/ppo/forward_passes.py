@@ -38,10 +38,11 @@ policy's vocabulary."""
 class PolicyOutput(NamedTuple):
     """Output of the policy for B sequences with T response columns; 0 in padding."""
 
-    logprobs: Tensor  # [B, T], nats, of the tempered policy, float32 or wider
-    entropy: Tensor | None  # [B, T], nats per token; None if it was not asked for
-    kl: Tensor | None  # [B, T], nats, over the whole vocabulary; None if it was not asked for
-    values: Tensor | None  # [B, T + 1]; None unless policy and critic share a trunk
+    # [B, T], log-probabilities of the response tokens at the sampling temperature, in nats, float32 or float64
+    logprobs: Tensor
+    entropy: Tensor | None  # [B, T], entropy in nats per token; None if the caller did not ask for it
+    kl: Tensor | None  # [B, T], KL over the whole vocabulary in nats; None if the caller did not ask for it
+    values: Tensor | None  # [B, T + 1], the critic's values; None unless policy and critic share a trunk
 
 
 class PolicyForward(nn.Module):

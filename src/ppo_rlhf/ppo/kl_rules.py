@@ -69,10 +69,10 @@ class KLSituation:
     """A run's KL and KL coefficient at some iteration; KL is in nats per response."""
 
     config: PPOConfig
-    kl: float  # KL of one iteration, or mean over several
-    kl_error: float  # standard error of the mean; NaN for a single iteration
-    highest_kl: float  # highest mean so far; NaN for a single iteration
-    kl_coef: float  # current KL coefficient
+    kl: float  # KL from the reference policy: of one iteration, or the mean of several
+    kl_error: float  # standard error of the mean KL; NaN for a single iteration
+    highest_kl: float  # highest mean KL so far; NaN for a single iteration
+    kl_coef: float  # the KL controller's current coefficient
 
     @property
     def adaptive(self) -> bool:
@@ -85,9 +85,10 @@ class KLRule:
     """A rule on the KL of a run."""
 
     holds: Callable[[KLSituation], bool]
-    seen: Callable[[KLSituation], str]  # the observed numbers: first half of the message
-    meaning: str  # the usual cause: second half of the message
-    change: Callable[[KLSituation], Change | None]  # the setting to change first; None if no setting helps
+    seen: Callable[[KLSituation], str]  # returns the observed numbers: the first half of the warning
+    meaning: str  # the usual cause of the numbers: the second half of the warning
+    # Returns the change of a setting to try first; None: no setting helps
+    change: Callable[[KLSituation], Change | None]
 
 
 def set_to(s: KLSituation, setting: str, value: Any) -> Change:
@@ -117,7 +118,8 @@ def lower_kl(s: KLSituation) -> Change:
 def help_controller(s: KLSituation) -> Change:
     """Return the change that brings KL nearer to its target: first coefficient, controller's speed or learning rate."""
     too_high, factor = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
-    moved = factor if too_high else 1.0 / factor  # how far the controller has moved in the right direction
+    # Factor by which the controller has moved kl_coef in the right direction
+    moved = factor if too_high else 1.0 / factor
     if BETTER_START < moved <= SATURATED:
         return scaled(s, "kl_coef", factor)
     if moved <= SATURATED and s.config.kl_horizon > 2 * s.config.batch_size:
@@ -160,7 +162,7 @@ KL_RULES = {
     ),
 }
 
-WINDOW = 10  # iterations per mean
+WINDOW = 10  # number of iterations in each mean of the KL
 History = Sequence[Mapping[str, float]]
 
 
@@ -168,7 +170,8 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
     """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
     before, lines = _holding(config, history[:-1]), []
     for name, situation in _holding(config, history).items():
-        if name in before or (name == "warning" and "alarm" in before):  # falling below `alarm` is no new warning
+        # A KL that falls from the range of `alarm` to that of `warning` is no new warning
+        if name in before or (name == "warning" and "alarm" in before):
             continue
         rule = KL_RULES[name]
         change = allowed(rule.change(situation), config)

@@ -34,19 +34,20 @@ class StepSums:
     During the update `local` has this process's statistics on the device; `add_over_processes` turns them into numbers.
     """
 
-    tokens: int  # number of tokens that the losses of the whole minibatch count; if 0, no step is taken
-    local: Tensor | None = None  # [9], in the order of SUMMED
-    policy_loss: float = 0.0  # the clipped surrogate alone
-    value_loss: float = 0.0  # before vf_coef
-    kl: float = 0.0  # before kl_coef; 0 unless KL is in the loss
-    entropy: float = 0.0  # before entropy_coef; 0 unless there is a bonus
-    nll: float = 0.0  # loss of positive examples, before positive_coef; 0 without positive_threshold
+    tokens: int  # number of the whole minibatch's tokens that the losses count; if 0, no optimiser step is taken
+    local: Tensor | None = None  # [9], this process's sums in the order of SUMMED
+    policy_loss: float = 0.0  # clipped surrogate loss of the policy alone
+    value_loss: float = 0.0  # value loss before multiplication by vf_coef
+    kl: float = 0.0  # KL term before multiplication by kl_coef; 0 unless the loss has a KL term
+    entropy: float = 0.0  # entropy before multiplication by entropy_coef; 0 unless the loss has an entropy bonus
+    # Loss of positive examples before multiplication by positive_coef; 0 if positive_threshold is not set
+    nll: float = 0.0
     approxkl: float = 0.0
     policy_clipfrac: float = 0.0
     value_clipfrac: float = 0.0
     ratio: float = 0.0
-    with_policy: bool = True  # False if only the critic trained
-    policy_grad_norm: float = 0.0  # before clipping
+    with_policy: bool = True  # False if the step trained only the critic
+    policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping
     value_grad_norm: float = 0.0
 
     def add(self, terms: Tensor, tokens: int) -> None:
@@ -64,7 +65,7 @@ class StepSums:
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step, summed over all processes, as numbers."""
-    none = torch.zeros(len(SUMMED))  # for a process without micro-batches
+    none = torch.zeros(len(SUMMED))  # sums of 0 for a process that had no micro-batches in the step
     local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
     sums = torch.stack(gather_tensors(local)).sum(0).tolist()
     return [
@@ -171,7 +172,7 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 def _speed(rollouts: Rollouts, clock: Clock) -> dict[str, float]:
     seconds, iteration_seconds = clock.seconds, time.perf_counter() - clock.started
     rate = {}
-    if seconds[SAMPLING]:  # 0 if the responses were sampled elsewhere
+    if seconds[SAMPLING]:  # the sampling time is 0 if a user's script sampled the responses itself
         rate = {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / seconds[SAMPLING]}
     return {
         "time/rollout_s": seconds[SAMPLING] + seconds[LOGPROBS],
@@ -200,9 +201,8 @@ def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState
         return {}
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
-    epochs = sum(critic + policy * step.with_policy for step in steps) / len(
-        rollouts.epochs[0]
-    )  # weights trained, summed over epochs
+    # Number of weights trained, summed over the epochs
+    epochs = sum(critic + policy * step.with_policy for step in steps) / len(rollouts.epochs[0])
     seconds = state.clock.seconds[UPDATE]
     return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
 
@@ -211,5 +211,5 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far in bytes: on a CUDA device, or of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    kilobytes = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    kilobytes = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes

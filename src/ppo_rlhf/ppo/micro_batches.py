@@ -45,10 +45,10 @@ inputs of the losses. Those of all micro-batches of an epoch are on the device t
 class Minibatch:
     """The rows of one optimiser step, as indices into the batch of all processes."""
 
-    rows: list[int]  # the rows of all processes
-    micro_batches: list[list[int]]  # this process's rows of each forward and backward pass
-    shards: list[list[int]]  # the rows of each process
-    with_policy: bool = True  # False in epochs that train only the critic
+    rows: list[int]  # the minibatch's rows of the batch, of all processes
+    micro_batches: list[list[int]]  # the rows of each forward and backward pass of this process
+    shards: list[list[int]]  # the rows of this minibatch that each process trains on
+    with_policy: bool = True  # False in epochs that train only the critic, not the policy
 
 
 Epochs = list[list[Minibatch]]
@@ -155,11 +155,11 @@ def _split_to(cut: list[list[int]], count: int) -> list[list[int]]:
 class UpdateBytes:
     """Bytes that one process's update takes, without weights and moments."""
 
-    gradients: int  # bytes of all gradients
-    fixed: int  # bytes of an epoch's tensors, and of copies of weights in the dtype of the computation
-    token: int  # bytes of the activations of one token of a micro-batch
-    logit: int  # bytes of one logit and of the tensors computed from it
-    held: int  # number of logits in memory at a time
+    gradients: int  # bytes of the gradients of all trained weights
+    fixed: int  # bytes of one epoch's tensors, and of the copies of weights in the computation's dtype
+    token: int  # bytes of activations that one token of a micro-batch keeps for the backward pass
+    logit: int  # bytes of one logit and of the tensors computed from the logit
+    held: int  # number of logits that are in memory at the same time
 
     def needed(self, tokens: int, logits: int) -> int:
         """Return the bytes of an update whose micro-batches have `tokens` tokens and `logits` logits."""
@@ -213,11 +213,13 @@ def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> i
     autocast casts all weights; with `load_in_4bit` the largest layer is unpacked.
     """
     itemsize = frozen_dtype(config).itemsize
-    if config.load_in_4bit:  # sizes from the features: packed 4-bit weights have another shape
+    # Count a linear layer's inputs x outputs, because 4-bit weights are packed into another shape
+    if config.load_in_4bit:
         sizes = [m.in_features * m.out_features for m in backbone.modules() if isinstance(m, nn.Linear)]
         sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
         return max(sizes) * itemsize
-    is_cast = itemsize == 2 and not config.use_peft  # with LoRA the weights are 16-bit already
+    # With LoRA the frozen weights are 16-bit already, so autocast makes no copies
+    is_cast = itemsize == 2 and not config.use_peft
     return 2 * sum(local_shard(p).numel() for p in policy.parameters()) if is_cast else 0
 
 
@@ -253,7 +255,8 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
 def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
     config, itemsize = state.config, frozen_dtype(state.config).itemsize
     backbones = backbone_of(state.policy), state.critic.backbone
-    has_buckets = process_count() > 1 and not shards_models()  # DDP's buckets take as much as the gradients again
+    # DDP's communication buckets take as much memory as the gradients
+    has_buckets = process_count() > 1 and not shards_models()
     return update_bytes(
         config,
         state.policy.config,

@@ -61,11 +61,13 @@ def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:
 
 def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return an optimiser's moments, named `<parameter index>.<moment>`, and its parameter groups, all JSON-able."""
-    saved = torch.optim.Optimizer.state_dict(optimizer)  # bitsandbytes' own method wraps its moments for FSDP
+    # torch's state_dict, because bitsandbytes' own method wraps the moments for FSDP
+    saved = torch.optim.Optimizer.state_dict(optimizer)
     moments = {}
     for index, row in saved["state"].items():
         for key, value in row.items():
-            # bitsandbytes' step count is a Python number. Its `qmap` tables are shared by all parameters, so copy them.
+            # bitsandbytes' step count is a Python number, which is saved as a tensor.
+            # Copy bitsandbytes' `qmap` tables, because all parameters share them.
             moments[f"{index}.{key}"] = value.clone() if key.startswith("qmap") else torch.as_tensor(value)
     return moments, saved["param_groups"]
 
@@ -80,7 +82,8 @@ def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in moments.items():
         index, key = name.split(".", 1)
-        is_count = value.dtype == torch.int64  # bitsandbytes' step count; torch's is float32
+        # An int64 value is bitsandbytes' step count; torch's step count is float32
+        is_count = value.dtype == torch.int64
         rows.setdefault(int(index), {})[key] = (
             value.item() if is_count else local_shard_of(value, parameters[int(index)])
         )

@@ -106,13 +106,15 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
     """
     if processes.process_count() > 1:
         processes.join_processes()
-    # Do not broadcast buffers: they are equal in all processes, and a broadcast would require equally many passes.
+    # Do not broadcast buffers in DDP: buffers are equal in all processes.
+    # Each broadcast would require all processes to run equally many forward passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
     )
     precision = _MIXED.get(_dtype_name(config), "no")
     make = partial(Accelerator, cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[ddp])
-    with contextlib.suppress(ValueError):  # raised if an earlier run or stage of this process has another precision
+    # accelerate raises ValueError if an earlier run or stage of this process used another precision
+    with contextlib.suppress(ValueError):
         accelerator = make()
         if accelerator.device.type == device.type:
             return accelerator
@@ -127,10 +129,11 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
     """
     if processes.shards_models():
         return sharded(forward, accelerator.device)
-    with warnings.catch_warnings():  # torch renamed the option; accelerate still uses the old name
+    # Hide a warning: torch renamed an option, and accelerate still uses the option's old name
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
-    if hasattr(wrapped, "register_comm_hook"):  # wrapped by DDP
+    if hasattr(wrapped, "register_comm_hook"):  # DDP has wrapped the model
         wrapped.register_comm_hook(processes.quick_group(), _sum_over_processes)  # type: ignore[operator]
     return wrapped
 

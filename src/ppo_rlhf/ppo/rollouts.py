@@ -47,18 +47,21 @@ class Rollouts:
     Log-probabilities, entropy and KL are in nats, and 0 in padding and on an environment's tokens.
     """
 
-    iteration: int  # counted from 1
-    prompts: PromptDataset  # B rows
+    iteration: int  # number of the iteration, counted from 1
+    prompts: PromptDataset  # the batch's B prompts
     responses: Responses
-    old_logprobs: Tensor  # [B, T], from the same forward pass as the update's
-    reference_logprobs: Tensor  # [B, T]
-    entropy: Tensor  # [B, T], of the tempered policy
-    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is after row i's last
-    epochs: Epochs  # the minibatches of every epoch of the update
-    full_kl: Tensor | None = None  # [B, T], KL over the whole vocabulary, with `kl_estimator=full`
+    old_logprobs: Tensor  # [B, T], the policy's log-probabilities, computed by the same forward pass as in the update
+    reference_logprobs: Tensor  # [B, T], the reference policy's log-probabilities
+    entropy: Tensor  # [B, T], the policy's entropy at the sampling temperature
+    # [B, T + 1]: column t is the critic's V(s_t) before response token t; column lengths[i] is after row i's last token
+    values: Tensor
+    epochs: Epochs  # the minibatches of each epoch of the update
+    # [B, T], KL from the reference policy over the whole vocabulary; None unless `kl_estimator=full`
+    full_kl: Tensor | None = None
     common_shapes: bool = False  # whether the passes of policy and critic have shapes that CUDA graphs can replay
-    scores: Scores | None = None  # with `drop_uniform_prompts`: the scores that decided which prompts were dropped
-    redraws: int = 0  # how many times dropped prompts were replaced
+    # With `drop_uniform_prompts`, the scores by which prompts with equal scores were dropped
+    scores: Scores | None = None
+    redraws: int = 0  # how many times dropped prompts were replaced by newly drawn prompts
 
     @property
     def mask(self) -> Tensor:
@@ -136,7 +139,7 @@ def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
     """
     gap, first = float(rollouts.logprob_gap or 0.0), history[0].get(LOGPROB_GAP) if history else None
     limit = MOST_AT_FIRST if first is None else max(ALWAYS_FINE, JUMP * first)
-    if not gap <= limit:  # also True for NaN
+    if not gap <= limit:  # `not <=` is also True for a gap of NaN
         raise TrainingError(
             f"iteration {rollouts.iteration}: the engine's log-probabilities differ from the policy's by {gap:.3g} "
             f"nats per token, above {limit:.3g}: the engine holds other weights. These tokens were not trained on; "
@@ -229,7 +232,7 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
     elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
         why = "an architecture needs padding"
     elif state.sampling.engine is None and generates(state.policy, state.config.rollout_engine):
-        # torch's own graphs free cuBLAS's workspace (clear_cublas_manager in torch's cudagraph_trees.py)
+        # CUDA graphs of torch's inductor free cuBLAS's workspace (clear_cublas_manager in torch's cudagraph_trees.py)
         why = "transformers' generate uses CUDA graphs of its own, beside which other graphs compute wrong numbers"
     if why is not None and why != state.plain_update:
         log.info("The update runs without CUDA graphs: %s.", why)
@@ -256,7 +259,8 @@ def policy_passes(
         torch.no_grad(),
         on_device(forward, state.device),
         reference_on_device,
-        autocast(state.config, state.device),  # one context around all passes, so that each weight is cast once
+        # One autocast context around all passes, so that autocast casts each weight only once
+        autocast(state.config, state.device),
         copied_weights(state.policy, captured_by(state.config, state.captures)),
     ):
         for batch in to_device(batches, state.device):
@@ -281,7 +285,8 @@ def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Ep
         torch.no_grad(),
         on_device(forward, state.device),
         deterministic(state.config),
-        autocast(state.config, state.device),  # one context around all passes, so that each weight is cast once
+        # One autocast context around all passes, so that autocast casts each weight only once
+        autocast(state.config, state.device),
     ):
         values = [forward(batch) for batch in to_device(batches, state.device)]
         return _gathered(state, epochs, values, state.config.response_length + 1)

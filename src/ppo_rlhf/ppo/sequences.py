@@ -30,13 +30,13 @@ class SequenceBatch:
     their results.
     """
 
-    rows: TokenRows  # each prompt followed by its response, padded on the right
-    shape: tuple[int, int]  # B, T
-    state_positions: Tensor  # [M or more] long, indices of the states among the N real tokens, row by row
-    predicting: Tensor  # [R or more] long, indices among the states of those that predict a response token
-    targets: Tensor  # [R or more] long, the response tokens
-    response_slots: Tensor  # [R] long, indices of the response tokens in [B, T], flattened
-    state_slots: Tensor  # [M] long, indices of the states in [B, T + 1], flattened
+    rows: TokenRows  # token rows: each prompt followed by its response, padded on the right
+    shape: tuple[int, int]  # batch size B and longest response T
+    state_positions: Tensor  # [M or more] long, index of each state among the batch's N real tokens, row by row
+    predicting: Tensor  # [R or more] long, indices among the states of the states that predict a response token
+    targets: Tensor  # [R or more] long, the response tokens that those states predict
+    response_slots: Tensor  # [R] long, index of each response token in the flattened [B, T]
+    state_slots: Tensor  # [M] long, index of each state in the flattened [B, T + 1]
 
     def scatter_responses(self, values_R: Tensor) -> Tensor:
         """Return values of the R response tokens as a table `[B, T]` with 0 in padding."""
@@ -112,7 +112,7 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     all_rows, all_responses = _size(rows, 2), _size(responses, 4, LEAST_FILL)
     all_states = all_responses + all_rows
     all_tokens, longest = _size(max(tokens, all_states), 8, LEAST_FILL), _size(layout.shape[1], 4, LEAST_WIDTH)
-    # Upper bounds for any batch on the padding that is needed: each row has one more state than response tokens.
+    # Compute bounds on padding that hold for any batch of this size: each row has one more state than response tokens.
     spare_responses = _step(all_responses, 4, LEAST_FILL) + all_rows
     spare_tokens = _step(all_tokens, 8, LEAST_FILL) + spare_responses
     all_sequences = all_rows - (-spare_tokens // longest)

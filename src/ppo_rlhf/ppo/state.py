@@ -48,7 +48,8 @@ class Clock:
     def restart(self) -> None:
         """Reset the clock at the beginning of an iteration."""
         self.started = time.perf_counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # seconds of each part so far
+        # Seconds that each part of the iteration has taken so far
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -63,37 +64,47 @@ class TrainingState:
     """Models, optimisers, controller and counters of one PPO run."""
 
     policy: PreTrainedModel
-    critic: Critic | SharedCritic  # a SharedCritic is only a head on the policy's trunk
+    # The critic: a model of its own, or (SharedCritic) a value head on the policy's trunk
+    critic: Critic | SharedCritic
     tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
-    config: PPOConfig  # never changes within a run
-    sampling: SamplingSettings  # has the stop token ids of this tokenizer and model
-    captures: Captures  # CUDA graphs of the run's steps, and their buffers
-    accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
-    policy_forward: nn.Module  # wrapped for several processes; with a shared trunk it also computes the values
-    critic_forward: nn.Module | None  # wrapped for several processes; None with a shared trunk
-    policy_optimizer: torch.optim.Optimizer  # steps the policy, and the value head on a shared trunk
-    critic_optimizer: torch.optim.Optimizer  # the same object as policy_optimizer with a shared trunk
-    kl_controller: FixedKLController  # holds the current KL coefficient
-    reward_moments: RunningMoments  # mean and variance of all scores so far, before shaping
-    iteration: int = 0  # iterations done
-    episode: int = 0  # responses trained on
-    optimiser_steps: int = 0  # steps taken, without skipped ones; each moves policy and critic
-    skipped_steps: int = 0  # steps not taken because of a non-finite gradient
-    skipped_in_a_row: int = 0  # consecutive skipped steps, not counting float16 loss-scale overflows
-    micro_batch_tokens: int | None = None  # token budget of a micro-batch, if computed from the free memory
-    early_stops: int = 0  # iterations whose update ended early because of `target_kl`
-    policy_average: WeightAverage | None = None  # moving average of the policy's weights, with `ema_decay`
-    component_moments: dict[str, RunningMoments] = field(default_factory=dict)  # with reward.normalise=component
-    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
-    clock: Clock = field(default_factory=Clock)  # clock of the current iteration
-    plain_update: str | None = None  # why the update runs without CUDA graphs although they are on
-    updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
-    stop_requested: bool = False  # this process was asked to stop, for example by a signal
-    stopping: bool = False  # some process was asked to stop, so all processes save this iteration and stop
-    ended: bool = False  # a callback ended training: no further iteration runs
-    save_asked: bool = False  # a callback asked for this iteration's checkpoint
-    evaluation_asked: bool = False  # a callback asked for this iteration's evaluation
-    origin: dict[str, str] = field(default_factory=dict)  # fingerprints of a script's models, reward and prompts
+    config: PPOConfig  # the run's settings, which never change within a run
+    sampling: SamplingSettings  # settings of sampling, with the stop token ids of this tokenizer and model
+    captures: Captures  # the CUDA graphs of the run's steps, and their buffers
+    accelerator: Accelerator  # accelerate's Accelerator, which wraps the forward passes, and scales losses in float16
+    # The policy's forward pass, wrapped by DDP for several processes; with a shared trunk it also returns the values
+    policy_forward: nn.Module
+    # The critic's forward pass, wrapped by DDP for several processes; None with a shared trunk
+    critic_forward: nn.Module | None
+    policy_optimizer: torch.optim.Optimizer  # optimiser of the policy, and of the value head on a shared trunk
+    # Optimiser of the critic; with a shared trunk the same object as policy_optimizer
+    critic_optimizer: torch.optim.Optimizer
+    kl_controller: FixedKLController  # the KL controller, which holds the current KL coefficient
+    reward_moments: RunningMoments  # mean and variance of all scores so far, before reward shaping
+    iteration: int = 0  # number of complete iterations
+    episode: int = 0  # number of responses trained on
+    optimiser_steps: int = 0  # number of optimiser steps taken, without skipped steps; one step moves policy and critic
+    skipped_steps: int = 0  # number of optimiser steps skipped because of a non-finite gradient
+    # Number of consecutive skipped steps, not counting overflows that lower float16's loss scale
+    skipped_in_a_row: int = 0
+    # Token budget of a micro-batch, computed from the free memory; None: not computed
+    micro_batch_tokens: int | None = None
+    early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
+    policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
+    # Running moments of each reward component, with reward.normalise=component
+    component_moments: dict[str, RunningMoments] = field(default_factory=dict)
+    # Metrics of each iteration, including the number `iteration`
+    history: list[dict[str, float]] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
+    # The reason why the update runs without CUDA graphs although cuda_graphs is on; None: there is no reason
+    plain_update: str | None = None
+    updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
+    stop_requested: bool = False  # True if this process was asked to stop, for example by a signal
+    stopping: bool = False  # True if some process was asked to stop: all processes then save this iteration and stop
+    ended: bool = False  # True if a callback ended training: no further iteration runs
+    save_asked: bool = False  # True if a callback asked for a checkpoint of this iteration
+    evaluation_asked: bool = False  # True if a callback asked for an evaluation in this iteration
+    # Fingerprints of the models, reward and prompts that a user's script passed
+    origin: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_iterations(self) -> int:
@@ -147,7 +158,8 @@ class TrainingState:
         """
         self.iteration += 1
         self.episode += self.config.batch_size
-        self.reward_moments.update(scores.total, scores.total.isfinite())  # a NaN would stay in the running mean
+        # Update with finite scores only, because a NaN would stay in the running mean
+        self.reward_moments.update(scores.total, scores.total.isfinite())
         for name in scores.apart or ():
             component_scores = scores.components[name]
             moments = self.component_moments.setdefault(name, RunningMoments())
@@ -164,7 +176,8 @@ class TrainingState:
             log.warning(line)
         self.captures.say_once()
         self.updating = False
-        self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
+        # Ask all processes, because a signal may have reached only one of them
+        self.stopping = any(from_all(self.stop_requested))
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""

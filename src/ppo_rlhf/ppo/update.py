@@ -47,7 +47,8 @@ from ppo_rlhf.runtime.processes import shards_models, together
 
 log = logging.getLogger(__name__)
 
-EARLY_STOP_FACTOR = 1.5  # multiplies target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
+# The update ends early above target_kl times this factor, as in TRL's first PPO, Spinning Up and stable-baselines3
+EARLY_STOP_FACTOR = 1.5
 
 
 def optimise_policy(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> list[StepSums]:
@@ -64,7 +65,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     state.check_whole()
     _check_kl(float(experience.rollouts.kl.sum(-1).mean()), iteration, config)
     set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
-    _drop_gradients(state)  # left from an interrupted update
+    _drop_gradients(state)  # drop gradients that an interrupted update has left in the weights
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
     with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
         return run_epochs(state, experience, reference)
@@ -89,12 +90,14 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
     epochs = experience.rollouts.epochs
     epoch_micro_batches = _micro_batches(state, experience, epochs[0], mask, advantages)
     for epoch, next_epoch in zip_longest(epochs, epochs[1:]):
-        on_device = iter(to_device(epoch_micro_batches, state.device))  # one copy for the whole epoch
+        # Copy all micro-batches of the epoch to the device in one transfer
+        on_device = iter(to_device(epoch_micro_batches, state.device))
         for minibatch in epoch:
             micro_batches = [next(on_device) for _ in minibatch.micro_batches]
             step = compute_gradients(state, experience, minibatch, mask, micro_batches, reference, passes)
             steps.append(step)
-            if minibatch is epoch[-1] and next_epoch is not None:  # before the next device sync, while the device works
+            # Prepare the next epoch's micro-batches while the device works, before the next device sync
+            if minibatch is epoch[-1] and next_epoch is not None:
                 epoch_micro_batches = _micro_batches(state, experience, next_epoch, mask, advantages)
             state.updating = True
             if config.target_kl is not None:
@@ -115,14 +118,16 @@ class MicroBatch:
     """
 
     batch: SequenceBatch
-    tokens: int  # number of tokens that the losses count
+    tokens: int  # number of the micro-batch's tokens that the losses count
     mask: Tensor  # [b, t] bool, True on the tokens that the losses count
-    old_logprobs: Tensor  # [b, t], the sampler's with `importance_low`
-    reference_logprobs: Tensor  # [b, t]
-    advantages: Tensor  # [b, t], times the importance weights
-    values: Tensor  # [b, t], before the update
-    returns: Tensor  # [b, t]
-    positive: Tensor | None = None  # [b, t] bool, True on the tokens of positive examples; None without their loss term
+    # [b, t], log-probabilities before the update; with `importance_low`, the sampler's log-probabilities
+    old_logprobs: Tensor
+    reference_logprobs: Tensor  # [b, t], log-probabilities of the reference policy
+    advantages: Tensor  # [b, t], advantages multiplied by the importance weights
+    values: Tensor  # [b, t], the critic's values before the update
+    returns: Tensor  # [b, t], returns that the critic learns
+    # [b, t] bool, True on the tokens of positive examples; None if the loss has no term for positive examples
+    positive: Tensor | None = None
 
 
 def _micro_batches(
@@ -159,17 +164,17 @@ def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
 class Kind(NamedTuple):
     """The operations of a pass depend on these fields, on the run's settings and on the micro-batch's shapes."""
 
-    learns: bool  # False while only the critic warms up, so that the policy does not train
-    with_policy: bool  # False in epochs that train only the critic
-    reference: Reference  # set if the loss has the KL over the whole vocabulary
+    learns: bool  # False while only the critic warms up, so that the policy has no gradients
+    with_policy: bool  # False in epochs that train only the critic, so that the policy has no forward pass
+    reference: Reference  # the reference policy, if the loss has the KL over the whole vocabulary; else None
 
 
 class Factors(NamedTuple):
     """Numbers that differ between minibatches or iterations; in a CUDA graph they are scalars on the device."""
 
-    denominator: float | Tensor  # divides the losses
-    positives: float | Tensor  # divides the loss of positive examples
-    kl_coef: float | Tensor  # coefficient of the KL in the loss
+    denominator: float | Tensor  # the summed losses are divided by this number
+    positives: float | Tensor  # the summed loss of positive examples is divided by this number
+    kl_coef: float | Tensor  # coefficient of the KL term in the loss
 
 
 def compute_gradients(
@@ -188,7 +193,8 @@ def compute_gradients(
     """
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
-    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # rows of all processes
+    # Mask of the minibatch's rows of all processes
+    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation
     step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
     positive = positive_mask(experience, mask, config)
@@ -302,13 +308,15 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     if state.critic_forward is not None:
         models["critic"] = state.critic_forward, state.critic_optimizer
     learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}
-    policy_learns = _has_gradients(state.policy)  # False while only the critic warms up
+    policy_learns = _has_gradients(state.policy)  # the policy has no gradients while only the critic warms up
     clipped = []
     for model, optimizer in learners.values():
         if scaler is not None:
-            scaler.unscale_(optimizer)  # accelerate unscales only optimisers that it prepared
+            # Unscale directly, because accelerate unscales only optimisers that accelerate prepared
+            scaler.unscale_(optimizer)
         clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
-    values = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []  # the step's only device sync
+    # This is the only device sync of the optimiser step
+    values = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []
     norms = dict(zip(learners, values, strict=True))
     step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
     step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
@@ -336,7 +344,8 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
-    if scaler is not None and scaler.get_scale() > 1.0:  # a smaller loss scale may help
+    # A float16 overflow may end at a smaller loss scale, so do not count this skipped step as consecutive
+    if scaler is not None and scaler.get_scale() > 1.0:
         log.info("float16 overflow of the %s in %s: step skipped, loss scale lowered.", culprits, where)
         return
     state.skipped_in_a_row += 1
@@ -403,7 +412,8 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
         f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
         f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
         f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
-        last_good_iteration=max(0, iteration - 2),  # the previous iteration's update gave this KL
+        # The update of the previous iteration led to this KL, so the good checkpoints end before that iteration
+        last_good_iteration=max(0, iteration - 2),
     )
 
 

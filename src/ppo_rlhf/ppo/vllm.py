@@ -30,7 +30,7 @@ from ppo_rlhf.runtime.processes import from_all, is_main_process, on_main, own_r
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 2.0  # seconds between two attempts to reach a server that does not answer
+PAUSE_S = 2.0  # seconds between two attempts to reach a vLLM server that does not answer
 Row = tuple[list[int], list[list[float | None]]]
 """A response's tokens, and for each token a list whose first entry is its log-probability; None stands for NaN."""
 
@@ -53,7 +53,8 @@ class _Weights(nn.Module):
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype) -> None:
         super().__init__()
-        self._policy, self._dtype = (policy,), dtype  # in a tuple, so that nn.Module does not register it
+        # The policy is in a tuple, so that nn.Module does not register it as a submodule
+        self._policy, self._dtype = (policy,), dtype
         self.name_or_path: Any = ""
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
@@ -66,7 +67,7 @@ class VLLMEngine:
 
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._generation: Any = None  # TRL's VLLMGeneration; with a server set only in the main process
+        self._generation: Any = None  # TRL's VLLMGeneration; with a vLLM server, only the main process makes one
 
     def __call__(self, policy: PreTrainedModel, prompt_ids: list[list[int]], settings: SamplingSettings) -> Responses:
         """Send the policy's weights to vLLM, and sample a response to each of N prompts; every process returns all.
@@ -79,7 +80,8 @@ class VLLMEngine:
         if self._config.vllm_mode == "server":
             rows = on_main(partial(self._with_retries, partial(sample, prompt_ids)))
         else:
-            share = -(-len(prompt_ids) // process_count())  # processes that share one vLLM need equally many prompts
+            # Processes that share one vLLM instance must send equally many prompts
+            share = -(-len(prompt_ids) // process_count())
             local_prompts = prompt_ids[own_rank() * share :][:share]
             fillers = prompt_ids[:1] * (share - len(local_prompts))
             local_rows = sample(local_prompts + fillers)[: len(local_prompts)]
@@ -104,7 +106,7 @@ class VLLMEngine:
         generation = self._generation
         generation.model = weights
         generation.sync_weights()
-        # ignore_eos: the stop tokens include the end-of-text token if it ends a response
+        # ignore_eos, because stop_token_ids already contains the end-of-text token if that token ends a response
         stops = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}
         how: dict[str, Any] = {
             "temperature": settings.temperature,
@@ -112,7 +114,8 @@ class VLLMEngine:
             "top_p": settings.top_p,
             "generation_kwargs": {**stops, "min_tokens": max(0, settings.min_response_length - 1)},
         }
-        if self._config.vllm_mode == "server":  # with TRL's own call, an error here would leave other processes waiting
+        # TRL's own call would leave the other processes waiting if this process raised an error
+        if self._config.vllm_mode == "server":
             answer = generation.vllm_client.generate(prompt_ids, max_tokens=settings.response_length, **how)
             return list(zip(answer["completion_ids"], answer["logprobs"], strict=True))
         for name, value in {**how, "max_completion_length": settings.response_length}.items():
@@ -128,7 +131,7 @@ class VLLMEngine:
                 return request()
             except PPORLHFError:
                 raise
-            except Exception as error:  # TRL raises plain Exception if the server returns an error
+            except Exception as error:  # TRL raises a plain Exception if the vLLM server returns an error
                 line = f"vLLM's server {self._config.vllm_server_base_url}: {in_one_line(error)}"
                 if until is None:
                     until = time.monotonic() + limit
@@ -143,21 +146,24 @@ class VLLMEngine:
             time.sleep(PAUSE_S)
 
     def _start(self, policy: PreTrainedModel, weights: _Weights) -> Any:
-        from trl.generation.vllm_generation import VLLMGeneration  # importing takes seconds
+        # Imported inside the function because the import takes seconds
+        from trl.generation.vllm_generation import VLLMGeneration
 
         config, accelerator = self._config, make_accelerator(self._config, policy.device)
-        trusted = type(policy).__module__.startswith(
-            "transformers_modules"
-        )  # the model's own code runs in this process already
+        # A policy whose remote code already runs in this process is trusted
+        trusted = type(policy).__module__.startswith("transformers_modules")
         if config.vllm_mode == "server":
-            accelerator.wait_for_everyone = lambda: None  # only the main process calls this function
+            # Only the main process calls this function, so TRL's barrier for all processes would wait for ever
+            accelerator.wait_for_everyone = lambda: None
         else:
-            source = policy.name_or_path or ""  # vLLM reads the architecture here; of an adapter it needs the base
+            # vLLM reads the architecture from this source; for an adapter it needs the base model's source
+            source = policy.name_or_path or ""
             base = PretrainedHandle(source, trusted).base if source else None
             source = source if base is None else base.source
             weights.name_or_path = source if is_local(source) else source.partition("@")[0]
-        options = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}  # TRL's names
-        options["server_timeout"] = 0.0  # `_with_retries` waits instead
+        # TRL's names of the options have no prefix vllm_
+        options = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}
+        options["server_timeout"] = 0.0  # TRL does not wait for a server, because `_with_retries` waits
         generation = VLLMGeneration(weights, accelerator, self._tokenizer, trust_remote_code=trusted, **options)  # type: ignore[arg-type]
         if config.vllm_mode == "server":
             mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
