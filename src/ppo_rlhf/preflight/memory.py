@@ -46,14 +46,16 @@ DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gr
 class RunShape:
     """The models, the sizes and the machine that a memory plan is made for, in addition to the settings of PPO."""
 
-    policy: PretrainedConfig  # the configuration of the SFT model
-    prompt_length: int  # tokens of the longest prompt
-    reward_model: PretrainedConfig | None = None  # None: the reward has no reward model
-    on_cpu: bool = True  # the run computes on the CPU, in the host's memory
-    evaluation_rows: int = 0  # batch size of the evaluations during training; 0: there are none
-    processes: int = 1  # the world size; the plan counts the bytes of one process
-    trust_remote_code: bool = False  # whether Python code in the models' directories may run
-    free: int | None = None  # free bytes for one process; None: batches are not cut to fit into the free memory
+    policy: PretrainedConfig  # configuration of the SFT model, from which the policy starts
+    prompt_length: int  # length of the longest prompt in tokens
+    # Configuration of the reward model; None: the reward uses no reward model
+    reward_model: PretrainedConfig | None = None
+    on_cpu: bool = True  # True if the run computes on the CPU, in the host's memory
+    evaluation_rows: int = 0  # batch size of the evaluations during training; 0: no evaluations during training
+    processes: int = 1  # world size of the run; the plan counts the bytes of one process
+    trust_remote_code: bool = False  # whether Python code in the models' directories may be executed
+    # Free bytes of memory for one process; None: micro-batches are not cut to fit into the free memory
+    free: int | None = None
     card: int = UNKNOWN_CARD  # total bytes of the GPU's memory
 
 
@@ -61,14 +63,16 @@ class RunShape:
 class MemoryPlan:
     """Bytes that one process needs, and the batch sizes that the run will use."""
 
-    held: dict[str, int]  # bytes held all the time, by name: weights, copies, moments, moving average, CUDA graphs
-    phases: dict[str, int]  # peak bytes of each phase, `held` included, in the order of an iteration
+    # Bytes held during the whole run, by name: weights, copies, moments, moving average, CUDA graphs
+    held: dict[str, int]
+    # Peak bytes of each phase of an iteration, including the bytes in `held`, in the order of the phases
+    phases: dict[str, int]
     on_host: int  # bytes of offloaded models in the host's memory
-    trained: int  # bytes of the trained weights
-    exported: int  # bytes of the exported policy, and of the exported critic
-    rollout_rows: int  # responses decoded at a time
-    update_rows: int  # responses in one micro-batch of the update
-    update_tokens: int | None  # the most tokens in one micro-batch; None: there is no limit
+    trained: int  # bytes of the weights that train
+    exported: int  # bytes of the exported policy and of the exported critic together
+    rollout_rows: int  # number of responses decoded at the same time
+    update_rows: int  # number of responses in one micro-batch of the update
+    update_tokens: int | None  # maximum number of tokens in one micro-batch; None: no limit
 
     @property
     def peak(self) -> str:
@@ -89,13 +93,14 @@ class MemoryPlan:
 class _Sizes(NamedTuple):
     """Bytes of the models of a run and of their optimisers."""
 
-    weights: dict[str, int]  # of each model, by name
-    trained: tuple[int, int]  # of the trained weights of the policy and of the critic
-    moments: int  # of the optimisers
-    copied: int  # of copies in the computation's dtype: autocast's copies, or one dequantised layer of 4-bit weights
-    kept: int  # of the static engine's 16-bit copies of the policy's linear weights
-    exported: int  # of the exported policy
-    activations: int  # of one token, in all layers
+    weights: dict[str, int]  # bytes of each model's weights, by the model's name
+    trained: tuple[int, int]  # bytes of the trained weights of the policy, and of the critic
+    moments: int  # bytes of the optimisers' moments
+    # Bytes of copies in the computation's dtype: autocast's copies, or one dequantised layer of 4-bit weights
+    copied: int
+    kept: int  # bytes of the static engine's 16-bit copies of the policy's linear weights
+    exported: int  # bytes of the exported policy's weights, and of the exported critic's
+    activations: int  # bytes of one token's activations in all layers
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
@@ -122,7 +127,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     one_layer = kept // layers
     decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
-    models_scored = 2 if config.kl_estimator == "full" else 1  # "full" also needs the reference's logits
+    # `kl_estimator=full` keeps the reference policy's logits beside the policy's
+    models_scored = 2 if config.kl_estimator == "full" else 1
     held_logits = most_logits(None if shape.on_cpu else shape.card)
 
     def logits(rows: int) -> int:
@@ -131,11 +137,13 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     def rollout(rows: int) -> int:
         return rows * decoding + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
 
-    def scoring(rows: int) -> int:  # without gradients only one layer or one chunk of logits is alive at a time
+    # A pass without gradients keeps only one layer or one chunk of logits in memory at a time
+    def scoring(rows: int) -> int:
         return max(rows * tokens * one_layer, models_scored * logits(rows)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> UpdateBytes:
-        accumulates = config.local_mini_batch_size > rows  # then gradients and DDP's buckets are separate tensors
+        # With gradient accumulation, gradients and DDP's buckets are separate tensors
+        accumulates = config.local_mini_batch_size > rows
         gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
@@ -158,7 +166,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     micro = micro_batch_rows(config, tokens, most_tokens)
     passing = micro * tokens, micro * config.response_length * text.vocab_size
     pass_bytes = update(micro).gradients + update(micro).passing(*passing)
-    has_room = sum(graph_bytes.values()) + pass_bytes <= most_kept  # otherwise the run drops the passes' CUDA graphs
+    # Without enough memory, the run drops the CUDA graphs of the forward and backward passes
+    has_room = sum(graph_bytes.values()) + pass_bytes <= most_kept
     if has_room and shape.processes == 1 and config.rollout_engine != "hf":
         graph_bytes[PASSES] = pass_bytes
     held |= graph_bytes
@@ -222,7 +231,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         if shape.reward_model is not None:
             reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
         stored = None
-        if config.value_model == "pretrained":  # assume that the pretrained critic is as large as the policy
+        if config.value_model == "pretrained":  # assume that the pretrained critic has as many weights as the policy
             stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
             nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
@@ -238,7 +247,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
                 for t in (*model.parameters(), *model.buffers())
                 if id(t) not in known
             }
-            known.update(new)  # count weights that several models share once
+            known.update(new)  # count a weight that several models share only once
             weights[name] = sum(new.values())
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
     trained = [sum(p.nbytes for p in parameters) for parameters in trainable]
@@ -278,7 +287,7 @@ def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
             continue
         try:
             lower = plan_memory(replace(config, **changes), shape).needed
-        except ConfigError:  # another setting excludes this change
+        except ConfigError:  # another setting of the run forbids this change
             continue
         if lower <= 0.98 * needed:
             yield Suggestion(changes, price, lower)

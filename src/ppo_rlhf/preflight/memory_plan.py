@@ -209,7 +209,8 @@ def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model.source, **trusted)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # ImportError: a package of the model's own code
+    # ImportError: the model's remote code needs a package that is not installed
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{model.source}: its configuration cannot be loaded: {why_unreadable(error)}") from None
     return config
 

@@ -98,7 +98,7 @@ def check_critic_start(run: RunRequest) -> None:
     if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
-        return  # `check_critic` reports different vocabularies
+        return  # the critic starts from a model with another vocabulary, which `check_critic` reports
     check_start(run.models[name].empty_critic(), run.models[run.start].config(), ppo.value_model)
 
 
@@ -120,7 +120,8 @@ def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
     Return None if the architecture cannot be built so small, or if its gradients are not finite.
     """
     config = handle.config().get_text_config()
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the architecture comes with the model's own code
+    # The architecture is defined by Python code in the model's directory, not by transformers
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     try:
         config = shrunk(config)
@@ -131,7 +132,8 @@ def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model.eval() if gradient_of_later_tokens(model).isfinite().all() else None
-    except Exception:  # architectures refuse sizes in many ways; then the node checks the real model
+    # Architectures refuse small sizes by many types of errors: leave the check to the node that builds the model
+    except Exception:
         return None
 
 

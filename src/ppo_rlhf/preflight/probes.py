@@ -178,13 +178,14 @@ class Probe:
     """A tiny problem with a known solution."""
 
     name: str
-    prompts: range  # token ids; each prompt is one token
-    length: int  # tokens of a response
-    pays: Callable[[Tensor, Tensor], Tensor]  # first tokens of prompts and responses [B] -> score is 1, bool [B]
+    prompts: range  # range of token ids, each of which is a prompt of one token
+    length: int  # number of tokens of each response
+    # Takes the first tokens of prompts and of responses, each [B]; returns bool [B], True where the score is 1
+    pays: Callable[[Tensor, Tensor], Tensor]
     judge: Callable[[Experience, PPOConfig], Judgement]
-    settings: dict[str, Any] = field(default_factory=dict)  # settings that this probe replaces
-    to_the_end: bool = False  # train for CONSTANT_ITERATIONS, even if no complaint is left before
-    starts_away: bool = False  # the reference differs from the policy at the start
+    settings: dict[str, Any] = field(default_factory=dict)  # PPO settings that this probe replaces
+    to_the_end: bool = False  # train for CONSTANT_ITERATIONS, even if the probe has no complaint earlier
+    starts_away: bool = False  # True if the reference policy differs from the policy at the start
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ class Outcome:
 
     name: str
     iterations: int
-    measured: str  # the measurements in words
-    broken: str  # the complaints; empty if the probe passed
+    measured: str  # the probe's measurements in words
+    broken: str  # the probe's complaints in words; empty if the probe passed
 
     @property
     def line(self) -> str:
@@ -266,7 +267,7 @@ def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[Pr
         text = architecture.get_text_config()
         try:
             return _drawn(shrunk(text), seed), type(text).__name__
-        except Exception as error:  # architectures refuse sizes in many ways
+        except Exception as error:  # architectures refuse small sizes by many types of errors
             reason = f"{type(text).__name__} cannot be built so small ({in_one_line(error)})"
     return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
 
@@ -277,7 +278,8 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     layers = {"layer_types": small.layer_types[:2]} if getattr(small, "layer_types", None) else {}
     for name, value in (SHAPE | OTHER_SHAPES | layers).items():
         if hasattr(small, name):
-            with contextlib.suppress(AttributeError):  # a size that is computed from others has no setter
+            # A size that the configuration computes from other sizes has no setter
+            with contextlib.suppress(AttributeError):
                 setattr(small, name, value)
     return small
 
@@ -365,7 +367,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
 
 def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
     kl, value = float(experience.rollouts.kl.sum(-1).mean()), float(experience.rollouts.values[:, 0].mean())
-    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # normalised equal scores are 0
+    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # equal scores are 0 after normalisation
     return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
         "the critic does not learn what is paid": abs(value - expected) <= (1 - CONTRAST / 2) * unit(config),
@@ -378,7 +380,7 @@ def _judge_penalty(experience: Experience, config: PPOConfig) -> Judgement:
     return f"KL {kl:z.3f} nats", {complaint: kl <= NEAR}
 
 
-# The rewarded responses, given the first tokens of prompts and of responses [B].
+# Functions that return which responses are rewarded, given the first tokens of prompts and of responses, each [B].
 
 
 def _pays_one_token(prompts: Tensor, tokens: Tensor) -> Tensor:

@@ -23,14 +23,16 @@ from ppo_rlhf.supervised.comparisons import FeedbackConfig
 T = TypeVar("T")
 
 MODELS_LAYER = "06_models"
-MADE_BY = {  # model: (stage that makes it, setting that names another model, options of a run that only reads it)
+# model: (stage that makes the model, setting that names another model, options of a run that only reads the model)
+MADE_BY = {
     "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
     "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
     "pretrained_critic": ("critic_pretraining", "critic_path", "--pipelines align"),
     "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)
-CRITIC_STARTS = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}  # by value_model
+# The model from which the critic starts, by the setting value_model
+CRITIC_STARTS = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}
 PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
 TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 
@@ -45,9 +47,10 @@ class RunRequest:
     data_root: str = "data"
     env: str | None = None
     tables: dict[str, Dataset] = field(default_factory=dict)
-    prompts: dict[str, Dataset] = field(default_factory=dict)  # tokenised by `PromptReader.tokenise`, by table
-    demonstrations: pd.DataFrame | None = None  # the checked demonstrations for training
-    swept: list[RewardConfig] = field(default_factory=list)  # the rewards of a sweep's trainings
+    # Tables tokenised by `PromptReader.tokenise`, by the table's name
+    prompts: dict[str, Dataset] = field(default_factory=dict)
+    demonstrations: pd.DataFrame | None = None  # the demonstrations for training, after the checks
+    swept: list[RewardConfig] = field(default_factory=list)  # the reward settings of each training of a sweep
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
@@ -138,7 +141,8 @@ class RunRequest:
             return self.not_set(setting)
         if not self.is_ours(source) or self.catalog[name].exists():
             return ""
-        stages = f"data_preparation,{stage}" if name == "sft_policy" else stage  # SFT reads what data_preparation makes
+        # The SFT stage reads the output of the stage data_preparation
+        stages = f"data_preparation,{stage}" if name == "sft_policy" else stage
         path, command = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
         if not self.is_made_here(name):
             return f"{path}: nothing is there. Correct {setting}, or run {command}, which would write the model there."

@@ -57,14 +57,15 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
-SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}  # stages that run under FSDP; only ppo trains
-OWN_CODE = "transformers_modules."  # the package into which transformers imports Python code of a model's directory
+# Stages that may run under FSDP; of these only ppo trains
+SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}
+OWN_CODE = "transformers_modules."  # transformers imports Python code of a model's directory as modules of this package
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
 }
-# Entries that `check_start` need not find on disk: tables and models have checks of their own, and the log of
-# evaluations is empty before the first evaluation.
+# Types of catalog entries that `check_start` need not find on disk, such as models, which have checks of their own.
+# The log of evaluations need not exist either, because it is empty before the first evaluation.
 READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
@@ -167,7 +168,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
             yield f"ppo.{name} is not a parameter of this group. Set {name} in {run.globals_file} or with --params."
         check_device(ppo, resolve_device(ppo.device))
-        if run.writes("prompt_dataset"):  # the run trains by PPO
+        if run.writes("prompt_dataset"):  # only a run that trains by PPO writes `prompt_dataset`
             check_libraries(ppo)
 
 
@@ -219,7 +220,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     if name in MADE_BY and (why := run.why_missing(name)):
         yield why
         return
-    if run.source(name) is None:  # base_model_path is null: the policy starts from random weights
+    if run.source(name) is None:  # base_model_path is null, so the policy starts from random weights
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
@@ -240,7 +241,8 @@ def check_model_options(run: RunRequest) -> None:
     """Refuse settings of PPO that the architecture does not support. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
     is_set = ppo is not None and (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile)
-    if ppo is None or not is_set or run.start not in run.models or run.reads("ppo_policy"):  # evaluations do not train
+    # A run that reads `ppo_policy` evaluates a trained policy and does not train
+    if ppo is None or not is_set or run.start not in run.models or run.reads("ppo_policy"):
         return
     empty = run.models[run.start].empty_causal_lm()
     if ppo.gradient_checkpointing:
@@ -258,7 +260,7 @@ def check_critic(run: RunRequest) -> Iterator[str]:
     ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
     reward = run.group("reward", RewardConfig)
     for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
-        if group is None or run.reads("ppo_policy"):  # an evaluation has no critic
+        if group is None or run.reads("ppo_policy"):  # a run that evaluates a trained policy has no critic
             continue
         setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
         start = CRITIC_STARTS.get(group.value_model, "")
@@ -278,7 +280,8 @@ def check_sft_data(run: RunRequest) -> None:
         table = frame_of(run.tables["raw_demonstrations"])
         run.demonstrations, _ = split_demonstrations(table, settings, run.tokenizers.get(run.start))
         if run.writes("sft_policy") and run.source("base_model") is None:
-            next(corpus_texts(run.demonstrations))  # this run trains a tokenizer on these texts
+            # this run trains a tokenizer on the demonstrations: raise an error if they are chats
+            next(corpus_texts(run.demonstrations))
 
 
 def check_preferences(run: RunRequest) -> None:
@@ -302,7 +305,8 @@ def check_prompts(run: RunRequest) -> None:
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     reader, tokenised = None if ppo is None else _policy_reader(run, ppo), run.prompts
     if reader is not None:
-        for name, table in tables.items():  # read whole files, so that row numbers in messages are those of the file
+        # Read whole files, so that the row numbers in error messages are those of the file
+        for name, table in tables.items():
             source = str(run.source(name))
             tokenised[name] = reader.tokenise(table, settings.column, source)
             reader.fit(tokenised[name], source)
@@ -329,7 +333,7 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
     if settings is None or run.source("base_model") is not None or run.demonstrations is None:
         return None
-    context = settings.max_position_embeddings  # from here on, the policy is one that the run trains from scratch
+    context = settings.max_position_embeddings  # from here on, the run trains the policy from scratch
     tokenizer = train_word_tokenizer(corpus_texts(run.demonstrations), context)
     return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 
@@ -362,7 +366,8 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         whole = [None if chat is None else answered(chat, text) for chat, text in zip(chats, texts, strict=True)]
         columns = {**few.columns, TURNS: [[text] for text in texts], MESSAGES: whole}
         ids = None
-        if reference in run.reward_functions:  # if the tokenizer is not trained yet, bytes serve as token ids
+        # If the run has not trained its tokenizer yet, the bytes of the text serve as token ids
+        if reference in run.reward_functions:
             ids = [[*text.encode()] for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
         scores = call_reward_function(function, f"{reference} on {source}", few.texts, texts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):
