@@ -6,7 +6,7 @@ from datasets import Dataset
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """Copied from verl's examples/data_preprocess/gsm8k.py. verl's published run counts only answers in this form."""
 
-_SHORTEST_REVIEW = 200  # characters; TRL's example leaves out shorter reviews
+_SHORTEST_REVIEW = 200  # minimum number of characters: TRL's example leaves out shorter reviews
 _FEWEST_WORDS, _MOST_WORDS = 2, 7
 
 

@@ -19,7 +19,8 @@ def positive_logit(prompts: Sequence[str], completions: Sequence[str], **_: Any)
     classifier = _classifier(MODEL)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     positive = classifier.model.config.id2label[1]
-    with errors_only("transformers"):  # silences the pipeline's advice, after ten calls on a GPU, to use a dataset
+    # Silence the advice to use a dataset, which transformers' pipeline logs after ten calls on a GPU
+    with errors_only("transformers"):
         outputs = classifier(texts, batch_size=_BATCH_SIZE, truncation=True, top_k=None, function_to_apply="none")
     return [label["score"] for labels in outputs for label in labels if label["label"] == positive]
 
