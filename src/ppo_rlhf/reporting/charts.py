@@ -46,13 +46,14 @@ class Panel:
 
     title: str
     unit: str
-    curves: Mapping[str, str]  # metric key and label of each curve
+    curves: Mapping[str, str]  # metric key of each curve, with the curve's label
     explanation: str
-    band: tuple[str, str] | None = None  # metric keys of the lower and upper edge of a shaded band
-    level: float | None = None  # value of a dashed horizontal line, drawn once a curve comes near
-    limit: str | None = None  # PPO setting whose value is the level
-    y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})  # settings of plotly's y axis
-    expected: ExpectedCurve | None = None  # a reference curve, drawn dotted
+    band: tuple[str, str] | None = None  # metric keys of the lower and upper edge of the chart's shaded band
+    level: float | None = None  # value of a dashed horizontal line, which is drawn only if a curve comes near it
+    limit: str | None = None  # name of the PPO setting whose value is the dashed line's level
+    # Settings of the chart's y axis, as plotly takes them
+    y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
+    expected: ExpectedCurve | None = None  # a curve to compare with, which is drawn dotted
 
 
 PANELS = (
@@ -228,7 +229,8 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
         figure.add_scatter(x=x, y=y, name="expected", mode="lines+markers", line=dots, **cell)
     if panel.level is not None and highest > 0.6 * panel.level:
         figure.add_hline(panel.level, line={"dash": "dash", "color": GREY, "width": 1}, **cell)
-    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are integers
+    # Few ticks, so that plotly labels the x axis with whole iterations
+    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)
     figure.update_yaxes(panel.y_axis, **cell)
 
 
@@ -252,7 +254,7 @@ def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
         paper_bgcolor=_TRANSPARENT,
         plot_bgcolor=_TRANSPARENT,
         font={"color": GREY, "size": 11},
-        dragmode=False,  # so that a finger on a chart scrolls the page
+        dragmode=False,  # without plotly's drag mode, a finger on a chart scrolls the page
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False)
     figure.update_yaxes(gridcolor=_GRID, zeroline=False)

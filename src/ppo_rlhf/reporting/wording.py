@@ -24,7 +24,7 @@ class Measure:
     label: str
     unit: str = ""
     decimals: int = 2
-    is_share: bool = False  # write the value in per cent
+    is_share: bool = False  # True: write the value of this metric in per cent
 
     @property
     def heading(self) -> str:

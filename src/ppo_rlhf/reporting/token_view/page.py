@@ -18,9 +18,10 @@ from ppo_rlhf.reporting.token_view.samples import TokenSample, TokenSamples
 class Quantity(NamedTuple):
     """A quantity that the view shows for each token."""
 
-    name: str  # key in TokenSample's `numbers`
+    name: str  # the quantity's key in `numbers` of TokenSample
     label: str
-    meaning: str = ""  # meaning of the colours; a quantity without a meaning cannot be chosen for colouring
+    # Explains the quantity's colours; a quantity without an explanation cannot be chosen for colouring
+    meaning: str = ""
 
 
 QUANTITIES = (

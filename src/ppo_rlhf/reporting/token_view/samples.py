@@ -18,25 +18,26 @@ class TokenSample(TypedDict):
     """One response of n tokens."""
 
     prompt: str
-    tokens: list[str]  # n texts whose concatenation is the response
-    is_policy: list[bool]  # n flags: True if the policy wrote the token, False in an environment's reply
-    score: float  # raw score of the reward
-    terminated: bool  # whether a stop token ended the response
-    numbers: dict[str, list[float]]  # n numbers for each quantity
+    tokens: list[str]  # the texts of the n tokens, whose concatenation is the response
+    # N flags: True if the policy wrote the token, False if the token belongs to an environment's reply
+    is_policy: list[bool]
+    score: float  # the reward's raw score of the response
+    terminated: bool  # True if a stop token ended the response
+    numbers: dict[str, list[float]]  # for each quantity, by name, one number for each of the n tokens
 
 
 class TokenSamples(TypedDict):
     """Some responses of one iteration, from the highest score to the lowest."""
 
     iteration: int
-    responses: int  # number of all responses of the iteration
+    responses: int  # number of responses in the whole iteration
     samples: list[TokenSample]
 
 
 def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
     """Return at most `limit` responses, from the best to the worst score in equal steps of rank."""
     rollouts = experience.rollouts
-    quantities = {  # tensors by name, each [B, T] or wider
+    quantities = {  # quantities of each token: tensors by name, each [B, T] or wider
         "reward": experience.rewards,
         "kl": rollouts.kl,
         "value": rollouts.values,
