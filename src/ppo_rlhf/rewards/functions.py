@@ -28,7 +28,8 @@ RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
 _OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
-_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)  # passed only to functions whose signature names them
+# Arguments that are passed only to functions whose signature names them
+_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
@@ -48,7 +49,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
             module = importlib.import_module(module_name)
     except (TerminationSignal, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a user's module can raise any exception, and a script may call sys.exit
+    except BaseException as error:  # importing a user's module can raise any exception, and a script may call sys.exit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (module_name + ".").startswith(missing + "."):
             raise RewardError(
@@ -62,9 +63,10 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         what = "is not a function" if hasattr(module, name) else "does not exist there"
         raise RewardError(f"{reference}: {name} {what} ({getattr(module, '__file__', module_name)}).")
 
-    @functools.wraps(function)  # keeps the signature, which decides the arguments of the call
+    # functools.wraps keeps the signature, which decides the arguments that the function gets
+    @functools.wraps(function)
     def in_project(*positional: Any, **named: Any) -> list[float]:
-        with _first_on_path(searched):  # the function may import other files of the project during the call
+        with _first_on_path(searched):  # the reward function may import other files of the project while it runs
             return cast("list[float]", _awaited(function(*positional, **named)))
 
     return in_project
@@ -91,7 +93,7 @@ def _restoring_globals() -> Iterator[None]:
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
     try:
-        # `set_grad_enabled` and `chdir` restore the grad mode and the working directory
+        # Restore the grad mode (`set_grad_enabled`) and the directory (`chdir`) that a user's function may change
         with guarded(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
             yield
     finally:
@@ -168,11 +170,13 @@ def call_function(
     try:
         with _restoring_globals(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
             result = _awaited(function(**{name: _copies(rows) for name, rows in arguments.items()}))
-        values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
+        # tensors, NumPy arrays and pandas Series have `tolist`
+        values = result.tolist() if hasattr(result, "tolist") else result
         values = list(values) if isinstance(values, list | tuple) else values
-    except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
+    # Signals and Ctrl-C are no errors of the user's function: re-raise them unchanged
+    except (TerminationSignal, KeyboardInterrupt):
         raise
-    except RewardError:  # of a judge of ours, which says all: a traceback could show its server's key
+    except RewardError:  # a RewardError of our LLM judge is complete; a traceback could show the server's key
         raise
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
@@ -205,7 +209,8 @@ def _awaited(result: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(result)
-    with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop in this thread
+    # Run the coroutine in another thread, because a notebook already runs an event loop in this thread
+    with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, result).result()
 
 
@@ -222,7 +227,7 @@ def _arguments(
             if name in signature.parameters or (takes_all and name not in _ON_REQUEST)
         }
         signature.bind(**named)
-    except (TypeError, ValueError) as error:  # some built-ins have no signature
+    except (TypeError, ValueError) as error:  # some built-in functions have no signature
         reserved = [*_OURS, *(name for name in columns if name in (MESSAGES, AGAINST))]
         others = ", ".join(name for name in columns if name not in reserved) or "none"
         raise RewardError(
@@ -235,9 +240,9 @@ def _arguments(
 def _score(value: Any, name: str, row: int, completion: str) -> float:
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # `float` of a user's object can raise any exception
+    except Exception:  # calling float on a user's object can raise any exception
         score = math.nan
-    if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included
+    if not abs(score) <= torch.finfo(torch.float32).max:  # `not <=` is also True for a score of NaN
         shown = f"{value!r:.40}" if isinstance(value, float | str | None) else f"a value of type {type(value).__name__}"
         raise RewardError(
             f"reward function {name} returned {shown} for response {row} ({completion[:60]!r}). "

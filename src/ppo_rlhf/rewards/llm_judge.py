@@ -22,7 +22,7 @@ from ppo_rlhf.rewards.answer_cache import Answer, AnswerCache
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
 from ppo_rlhf.rewards.llm_settings import CRITERIA, SCORE_PATTERN, VERDICT_PATTERN, LLMJudgeConfig
 
-if TYPE_CHECKING:  # openai is an optional package
+if TYPE_CHECKING:  # imported here only for type checkers, because openai is an optional package
     from openai import AsyncOpenAI
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class LLMJudge:
         Raises:
             RewardError: The answer has no score or verdict, and `unparsable` is "error".
         """
-        if answer is None:  # the server refused the text; `_ask` has counted this
+        if answer is None:  # the judge's server refused the text; `_ask` has counted the refusal
             return None
         matches = self._pattern.findall(answer.text) if answer.is_whole else []
         score: float | None = None
@@ -182,7 +182,7 @@ class LLMJudge:
             lowest, highest = self.config.scale
             try:
                 score = float(matches[-1])
-            except ValueError:  # a user's pattern may match text that is not a number
+            except ValueError:  # a user's pattern may match a text that is not a number
                 score = None
             score = score if score is not None and lowest <= score <= highest else None
         if score is not None:
@@ -206,7 +206,7 @@ class LLMJudge:
     def _text(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(values)
-        except Exception as error:  # a template is a program: it can raise any exception
+        except Exception as error:  # a chat template is a program, so rendering can raise any exception
             names = ", ".join(sorted(values))
             raise RewardError(
                 f"{self.name}: llm.template fails: {kind_and_text(error)}. The template can use {names}."
@@ -264,7 +264,8 @@ class LLMJudge:
 
             await asyncio.gather(*map(ask, bodies))
         if failures:
-            raise failures[0] from None  # the text of the cause may contain the key
+            # `from None`, because the text of the original error may contain the server's key
+            raise failures[0] from None
 
     async def _answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> Answer:
         raw = await client.chat.completions.with_raw_response.create(**body, extra_body=self.config.extra_body or None)
@@ -303,7 +304,8 @@ class LLMJudge:
                 f"{self.name}: the environment variable {variable} is not set. Set the variable to the key, or leave "
                 "out llm.api_key_variable if the server needs no key."
             )
-        if not re.fullmatch("[!-~]+", key):  # the client's errors may show other characters escaped, unlike `key`
+        # Refuse an unusual key: the client's errors may show the key escaped, where hiding `key` would miss it
+        if not re.fullmatch("[!-~]+", key):
             raise RewardError(
                 f"{self.name}: the key in {variable} contains spaces or characters that are not printable ASCII. "
                 "Correct the key."

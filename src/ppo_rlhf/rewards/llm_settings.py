@@ -122,7 +122,8 @@ class LLMJudgeConfig:
                 "llm.base_url must have the form http://host:port/v1, without a key. Correct the address."
             )
         variable = self.api_key_variable
-        if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable):  # not shown: it may be the key itself
+        # Do not show the given value, because the user may have given the key itself
+        if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable):
             raise ConfigError(
                 "llm.api_key_variable is not the name of an environment variable, such as OPENAI_API_KEY."
             )

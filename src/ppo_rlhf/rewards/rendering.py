@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 class Rendering:
     """Renders prompts with responses as the token ids that a reward model reads."""
 
-    tokenizer: PreTrainedTokenizerBase  # the reward model's
-    policy_tokenizer: PreTrainedTokenizerBase  # encoded the prompts and responses
+    tokenizer: PreTrainedTokenizerBase  # the reward model's tokenizer
+    policy_tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer, which encoded the prompts and responses
 
     @cached_property
     def reads_policy_ids(self) -> bool:
@@ -119,7 +119,7 @@ class Rendering:
         """Return the tools if the reward model's chat template renders tools; else None, with one log line."""
         if not tools or not self.tokenizer.chat_template:
             return tools
-        with suppress(DataError):  # `render_chat` reports a refusal of the template later
+        with suppress(DataError):  # if the chat template refuses the chat, `render_chat` reports the refusal later
             text = apply_template(chat, self.tokenizer, "", tools=tools)
             if find_hidden(chat, tools, self.tokenizer, text).tools:
                 say_once("The reward model's chat template renders no tools: it reads conversations without tools.")
@@ -154,9 +154,9 @@ class Rendering:
         return batch.prompt_ids[row] + closed
 
     def _encode(self, batch: ResponseBatch, rows: list[int]) -> list[list[int]]:
-        if not rows:  # some versions of transformers decode an empty list to one text
+        if not rows:  # for an empty list, some versions of transformers return one text instead of none
             return []
-        # Decode prompt and response together, so that the policy's tokenizer decides on the space between the two
+        # Decode prompt and response together, so that the policy's tokenizer decides on a space between both
         whole = [batch.prompt_ids[row] + batch.response_ids[row] for row in rows]
         encoded = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
         eos = self.tokenizer.eos_token_id
@@ -194,7 +194,7 @@ def conversation_ids(
             "(docs/conversations.md)"
         )
     if not stopped and not (chat[-1]["content"] or "").strip():
-        chat = chat[:-1]  # the reply is still empty
+        chat = chat[:-1]  # drop the assistant's last message, because the reply has no text yet
     return chat_ids(chat, tokenizer, where, to_answer=not stopped, tools=tools)
 
 
@@ -254,9 +254,10 @@ class ReplyForm:
     """What a chat template writes around the content of an assistant's message."""
 
     begun: str = ""  # part of the reply that the generation prompt already contains, such as `<think>`
-    channel: str = ""  # mark with special tokens that the policy writes itself: `<|channel|>final<|message|>`
+    # Text with special tokens before the content, which the policy writes itself: `<|channel|>final<|message|>`
+    channel: str = ""
 
-    end: str | None = None  # text after the content; None: the template does not reveal it
+    end: str | None = None  # text after the content of a reply; None: the chat template does not reveal the text
 
     @classmethod
     def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
@@ -268,7 +269,7 @@ class ReplyForm:
         return _form(tokenizer, str(tokenizer.chat_template), json.dumps(system))
 
 
-@lru_cache(maxsize=256)  # each row may have another system message
+@lru_cache(maxsize=256)  # cache many forms, because each row may have another system message
 def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> ReplyForm:
     """Return the form of replies after `system`, the system messages as JSON.
 
@@ -282,10 +283,11 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> Rep
         return ReplyForm()
     end, earlier = last[1], around_answer(tokenizer, chat, [question])
     asked = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    if asked == last[0] or earlier is None:  # the generation prompt contains everything before the content
+    # The generation prompt contains all text that the template writes before the reply's content
+    if asked == last[0] or earlier is None:
         return ReplyForm(end=end)
     shared = shared_length(asked, earlier[0])
-    if shared < len(asked):  # white space alone does not count as the beginning of a reply
+    if shared < len(asked):  # white space alone does not count as a beginning of the reply
         return ReplyForm(begun=asked[shared:] if asked[shared:].strip() else "", end=end)
     channel = earlier[0][shared:]
     is_marked = special_ids(tokenizer).intersection(tokenizer(channel, add_special_tokens=False)["input_ids"])
@@ -300,7 +302,8 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
     contains. If the template uses channels, the content is the text after the last mark of the answer channel.
     """
     if getattr(tokenizer, "response_template", None):
-        with suppress(Exception):  # the parser can fail on sampled text; the reply is then read without the parser
+        # transformers' parser can fail on sampled text; the reply is then read without the parser
+        with suppress(Exception):
             parsed: dict[str, Any] = tokenizer.parse_response(reply, prefix=before)
             whole = chat[:-1] if chat[-1]["role"] == ASSISTANT else chat
             if isinstance(parsed.setdefault("content", ""), str):
@@ -311,7 +314,8 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
     if form.channel:
         reply = _answer_in_channel(reply, tokenizer(form.channel, add_special_tokens=False)["input_ids"], tokenizer)
     begun = tokenizer(form.begun, add_special_tokens=False)["input_ids"] if form.begun else []
-    if begun and _ends_with(before, begun, tokenizer):  # an environment may have begun the turn differently
+    # An environment may have begun the assistant's turn differently from the chat template
+    if begun and _ends_with(before, begun, tokenizer):
         (text,) = continuations(tokenizer, [before], [reply])
         return answered(chat, f"{tokenizer.decode(begun, skip_special_tokens=True)}{text}")
     return answered(chat, str(tokenizer.decode(reply, skip_special_tokens=True)))
@@ -320,7 +324,8 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
 def _ends_with(ids: list[int], begun: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the text of `ids` ends with the text of `begun`, whose tokens may be split differently there."""
     text = str(tokenizer.decode(begun)).strip()
-    return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)  # 8: room for white space
+    # Decode 8 tokens more, which leaves room for white space at the end
+    return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)
 
 
 def _answer_in_channel(reply: list[int], channel: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -366,9 +371,9 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
         marked = [*chat[:-1], {**chat[-1], "content": CONTENT_MARK}, {"role": role, "content": CONTENT_MARK}]
         try:
             rendered = apply_template(marked, tokenizer, "", to_answer=True)
-        except DataError:  # the template refuses this role
+        except DataError:  # the chat template refuses a message of this role
             continue
-        if rendered.count(CONTENT_MARK) < 2:  # the template leaves this role out
+        if rendered.count(CONTENT_MARK) < 2:  # the chat template leaves out a message of this role
             continue
         rest, _, after = rendered.rpartition(CONTENT_MARK)
         before, after, text = rest.rpartition(CONTENT_MARK)[2].lstrip(), after.rstrip(), text.strip()

@@ -166,7 +166,8 @@ def check_context(
     rendering: Rendering, context: int | None, longest: int, response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
     """Raise `ModelError` if a prompt of `longest` tokens with its response could exceed the reward model's context."""
-    closes = not rendering.special_ids.issuperset(stop_token_ids)  # an end-of-text token then follows the stop token
+    # An end-of-text token follows a stop token that is not one of the rendering's `special_ids`
+    closes = not rendering.special_ids.issuperset(stop_token_ids)
     needed = longest + response_length + closes
     if rendering.reads_policy_ids and context is not None and needed > context:
         end = " and an end-of-text token after its stop token" if closes else ""

@@ -44,16 +44,17 @@ class ResponseBatch:
     """N responses: texts for reward functions, token ids for reward models."""
 
     prompts: list[str]
-    completions: Sequence[str]  # without special tokens
-    columns: dict[str, list[Any]]  # the prompt table's other columns, N entries each
+    completions: Sequence[str]  # texts of the N responses, without special tokens
+    columns: dict[str, list[Any]]  # the other columns of the prompt table, with N entries each
     prompt_ids: list[list[int]]
-    response_ids: list[list[int]]  # a terminated response includes its stop token
+    response_ids: list[list[int]]  # token ids of each response; a terminated response includes its stop token
     terminated: list[bool]  # True: a stop token ended the response; False: the length limit cut it off
-    # texts of each response's turns, in order: policy, environment, policy, …; empty: every response is one turn
+    # texts of the turns of each response in order: policy, environment, policy, …; empty: every response is one turn
     turns: list[list[str]] = field(default_factory=list)
-    policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
-    # messages of each prompt with its response (`rendering.conversations`), None for a prompt that is plain text;
-    # empty: all prompts are plain text
+    # [N, T] bool, True on tokens that the policy sampled; None: the policy sampled all tokens
+    policy_mask: Tensor | None = None
+    # For each prompt, its chat with the response (`rendering.conversations`), or None if the prompt is plain text.
+    # An empty list means that all prompts are plain text
     chats: list[Chat | None] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -121,7 +122,8 @@ class RewardScorer:
         for name, weight, scoring in self.components:
             rewards = scoring(batch).to("cpu", torch.float64)
             if rewards.dim() == 2:
-                if batch.policy_mask is not None:  # the environment's tokens are not actions and get no reward
+                # The environment's tokens are not actions of the policy, so they get no reward
+                if batch.policy_mask is not None:
                     rewards = torch.where(batch.policy_mask[:, : rewards.shape[1]], rewards, 0.0)
                 token_rewards = weight * rewards + (0.0 if token_rewards is None else token_rewards)
                 rewards = rewards.sum(-1)

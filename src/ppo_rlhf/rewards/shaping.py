@@ -112,7 +112,8 @@ def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOCo
         penalty = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
         scores = scores - penalty.to(scores.dtype)
     if config.truncated_responses == "bootstrap":
-        return torch.where(terminated, scores, 0.0)  # GAE bootstraps with V(s_T) instead
+        # A truncated response gets 0 here, because GAE bootstraps with the critic's value V(s_T)
+        return torch.where(terminated, scores, 0.0)
     if config.missing_eos_penalty is None:
         return scores
     replace = config.truncated_responses == "replace"
