@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 SLOW_S = 2.0
 """A process that waits longer than this for a folder logs a warning."""
-_held: WeakSet[IO[bytes]] = WeakSet()  # the lock files that this process holds
+_held: WeakSet[IO[bytes]] = WeakSet()  # the open lock files whose locks this process holds
 
 
 def lock_run(directory: Path) -> IO[bytes] | None:
@@ -44,7 +44,7 @@ def lock_run(directory: Path) -> IO[bytes] | None:
         except (BlockingIOError, PermissionError):
             file.close()
             return None
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system does not support locks
             logger.warning("%s cannot be locked (%s): let no other process resume this run.", path, error.strerror)
         if folder != directory:
             folder.replace(directory)
@@ -68,7 +68,8 @@ def is_let_go(directory: Path) -> bool:
     False if the file system does not support locks.
     """
     try:
-        with (directory / LOCK_FILE).open("r+b") as file:  # network file systems lock only writable files
+        # A network file system locks only files that are open for writing
+        with (directory / LOCK_FILE).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -93,5 +94,5 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         waits.cancel()
         yield
     finally:
-        waits.cancel()  # a signal may have interrupted the wait
+        waits.cancel()  # cancel the timer here too, because a signal may have interrupted the wait for the lock
         os.close(descriptor)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 PATIENCE_S = 5.0
 """Python exits within this many seconds unless a thread or child process keeps it alive."""
-_guarded: list[int] = []  # the process id of each open block of `guarded`, of all threads
+_guarded: list[int] = []  # for each open block of `guarded`, in any thread, the id of the process that opened the block
 _guarding = threading.Lock()
 _leave = os._exit
 
@@ -54,7 +54,8 @@ def guarded() -> Iterator[None]:
         try:
             yield
         finally:
-            if os.getpid() == process:  # in a forked process another thread's lock is never released
+            # Skip this in a forked process, where a lock that another thread held is never released
+            if os.getpid() == process:
                 with _guarding:
                     _guarded.remove(process)
                     if not _guarded:
@@ -63,7 +64,7 @@ def guarded() -> Iterator[None]:
 
 def _refuse(code: int) -> None:
     if os.getpid() not in _guarded:
-        _leave(code)  # worker processes that the user's code has forked may exit
+        _leave(code)  # a worker process that the user's code has forked may call os._exit
     raise SystemExit(f"os._exit({code})")
 
 
@@ -74,7 +75,8 @@ def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
     """
 
     def say() -> None:
-        if threading.main_thread().is_alive():  # a notebook, or a program that has other work
+        # The main thread still runs: a notebook, or a program that has other work to do
+        if threading.main_thread().is_alive():
             return
         threads = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon]
         names = ", ".join([*threads, *(child.name for child in multiprocessing.active_children())])
@@ -101,6 +103,7 @@ def _end(stop: BaseException, leave: Callable[[int], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # the stream is closed, missing or a pipe without a reader
+        # The standard stream is closed, missing or a pipe without a reader
+        except (OSError, ValueError, AttributeError):
             continue
     leave(code)

@@ -175,7 +175,8 @@ def forget_accelerator() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=process_count() == 1)
-    GradientState._reset_state()  # an interrupted gradient accumulation leaves `sync_gradients` False
+    # An interrupted gradient accumulation leaves accelerate's `sync_gradients` False, so reset the state
+    GradientState._reset_state()
 
 
 @cache
@@ -247,14 +248,16 @@ def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
         names_process = isinstance(error, LaunchError)
         text = str(error) if names_process else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
         first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", text).decode()
-    except dist.DistError:  # the store is gone: it belongs to the launcher or to process 0
+    # torch's key-value store is gone, because the launcher or process 0 that holds the store has ended
+    except dist.DistError:
         gone = "the launcher or process 0, which connects the processes, has ended."
         return LaunchError(gone) if is_peer_lost else error
     return error if first in (text, "-") else LaunchError(" ".join(first.split()))
 
 
 def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public function for the store
+    # torch has no public function that returns the default process group's key-value store
+    from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
@@ -408,7 +411,8 @@ def gather_tensors(local: torch.Tensor) -> list[torch.Tensor]:
     import torch
 
     sent = local.contiguous()
-    sent = sent.view(torch.uint8) if local.dtype == torch.bool else sent  # gloo does not support bool
+    # The backend gloo cannot send tensors of dtype bool
+    sent = sent.view(torch.uint8) if local.dtype == torch.bool else sent
     received = [torch.empty_like(sent) for _ in range(process_count())]
     with together():
         torch.distributed.all_gather(received, sent, group=quick_group("gloo"))

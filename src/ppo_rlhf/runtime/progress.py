@@ -18,7 +18,7 @@ from ppo_rlhf.runtime.processes import is_main_process
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
 SHOWN = {
-    "objective/scores": "score {:z.3f}",  # before the KL penalty
+    "objective/scores": "score {:z.3f}",  # the mean score before the KL penalty is subtracted
     "objective/kl": "KL {:z.2f}",
     "objective/entropy": "entropy {:z.2f}",
     "response/length": "length {:.1f}",
@@ -63,7 +63,7 @@ class Lines:
     others at most one line in `interval_s` seconds.
     """
 
-    done: int  # iterations that were complete at the start
+    done: int  # number of iterations that were complete when training started
     total: int
     interval_s: float = LINE_INTERVAL_S
     step: str = "Iteration"

@@ -57,7 +57,8 @@ def as_error(stop: BaseException) -> Exception:
     error: Exception = TrainingError(f"The run was ended by {type(stop).__name__}: {str(stop) or 'no reason'}.")
     if isinstance(stop, TerminationSignal | KeyboardInterrupt):
         error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT), getattr(stop, "why", ""))
-    elif isinstance(stop.__context__, BrokenPipeError):  # rich exits like this when its output is closed
+    # rich raises SystemExit when the reader of its output closes the pipe
+    elif isinstance(stop.__context__, BrokenPipeError):
         error = RunInterruptedError(signal.SIGPIPE)
     error.__cause__ = stop
     return error
@@ -67,12 +68,13 @@ def as_error(stop: BaseException) -> Exception:
 class _State:
     """The state of the signal handlers of this process."""
 
-    process: int = 0  # id of the process that set the handlers; forked workers inherit the handlers
-    blocks: int = 0  # number of nested blocks of `raising_on_signals`
-    deferring: int = 0  # number of nested blocks of `deferring_signals`
-    held: int | None = None  # the signal that is raised at the end of the outermost block of `deferring_signals`
-    first_at: float | None = None  # time of the first signal, in seconds
-    finish_first: Callable[[int], None] | None = None  # called with the first signal instead of raising an exception
+    process: int = 0  # id of the process that set the signal handlers, because forked workers inherit the handlers
+    blocks: int = 0  # number of nested `raising_on_signals` blocks that are open
+    deferring: int = 0  # number of nested `deferring_signals` blocks that are open
+    held: int | None = None  # the signal to raise when the outermost `deferring_signals` block ends
+    first_at: float | None = None  # time in seconds at which the first signal arrived
+    # Function that is called with the first signal, instead of raising an exception
+    finish_first: Callable[[int], None] | None = None
 
 
 _state = _State()
@@ -106,7 +108,8 @@ def raising_on_signals() -> Iterator[None]:
         yield
     finally:
         for signum, handler in former.items():
-            if handler is not None:  # None: code outside Python set the handler, which Python cannot restore
+            # The previous handler is None if code outside Python set it; Python cannot restore such a handler
+            if handler is not None:
                 signal.signal(signum, handler)
         _state.blocks -= 1
 
@@ -143,8 +146,8 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
     if not _in_main_thread():
         yield
         return
-    # Items are (signal, line), or None at the end of the block. A signal handler may call `put` of SimpleQueue only:
-    # the methods of other queues wait for locks.
+    # The queue holds (signal, log line), or None at the end of the block.
+    # A signal handler may call only the `put` of a SimpleQueue: the methods of other queues wait for locks.
     requests: SimpleQueue[tuple[int, str] | None] = SimpleQueue()
 
     def stop_after_grace() -> None:
@@ -157,7 +160,8 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
             return
         name = signal.Signals(signum).name
         say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stays valid.")
-        _state.first_at = float("-inf")  # so that the next signal does not count as a repetition of the first
+        # Forget the time of the first signal, so that the signal sent below does not count as a repetition
+        _state.first_at = float("-inf")
         signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
     watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
@@ -172,11 +176,12 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if signum == signal.SIGHUP:  # the terminal is being closed: printing to the terminal would fail
+    if signum == signal.SIGHUP:  # SIGHUP: the terminal is being closed, so printing to the terminal would fail
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    if os.getpid() != _state.process:  # a forked worker exits at once: it has no iteration to finish
+    # A forked worker process exits at the signal, because only its parent has an iteration to finish
+    if os.getpid() != _state.process:
         raise TerminationSignal(signum)
     now, first_at = monotonic(), _state.first_at
     if first_at is not None and now - first_at < SAME_REQUEST_S:

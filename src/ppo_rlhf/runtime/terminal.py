@@ -17,7 +17,8 @@ def prepare_terminal() -> None:
     changed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:  # in this order each stream gets its usual descriptor, which a file of the run would get else
+    # Open the streams in this order: each gets its usual file descriptor, which a file of the run would get otherwise
+    for name in closed:
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if stream is not None and stream is getattr(sys, name):

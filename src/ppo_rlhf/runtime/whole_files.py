@@ -36,14 +36,16 @@ def drafted(target: Path) -> Iterator[Path]:
     An unpublished draft is deleted after the block. Drafts of killed processes are deleted before the block.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(draft_of("*", process="*") + "*"):  # SQLite appends -journal
-        with suppress(FileNotFoundError):  # another process has just renamed it
+    # The last "*" matches the ending -journal of SQLite's journal beside a draft
+    for old in target.parent.glob(draft_of("*", process="*") + "*"):
+        # FileNotFoundError: another process has just renamed the draft to its final name
+        with suppress(FileNotFoundError):
             match = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
             has_ended = match is not None and not psutil.pid_exists(int(match[1]))
             if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
     draft = target.with_name(draft_of(target.name))
-    delete(draft)  # left by an earlier process with the same process id
+    delete(draft)  # delete the draft of an earlier process that had the same process id
     try:
         yield draft
     finally:
