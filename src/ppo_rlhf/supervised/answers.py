@@ -30,7 +30,7 @@ def agreement(answers: Sequence[Mapping[str, str]]) -> float | None:
     several = [values for values in answers if len(values) > 1]
     if not several:
         return None
-    from nltk.metrics.agreement import AnnotationTask  # slow to import, so imported only when needed
+    from nltk.metrics.agreement import AnnotationTask  # imported inside the function because the import is slow
 
     triples = [(person, pair, value) for pair, values in enumerate(several) for person, value in values.items()]
     return float(AnnotationTask(triples).alpha())

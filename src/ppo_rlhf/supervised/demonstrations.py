@@ -40,7 +40,7 @@ from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, 
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label that torch's cross entropy ignores
+IGNORED = -100  # torch's cross entropy ignores tokens with this label
 PARTS = ("training demonstrations", "held-out demonstrations")
 """Names, in messages, of the tables that `split_demonstrations` returns."""
 _NO_MARKS = (
@@ -134,7 +134,8 @@ def tokenise_demonstrations(
     for ids, learnt in encoded:
         truncated += max_length is not None and len(ids) > max_length
         ids, learnt = ids[:max_length], learnt[:max_length]
-        if any(label != IGNORED for label in learnt[1:]):  # the first token is never predicted
+        # Keep sequences with a label to learn; the first token has none, because no token precedes it
+        if any(label != IGNORED for label in learnt[1:]):
             input_ids.append(ids)
             labels.append(learnt)
     if truncated:
@@ -160,15 +161,17 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
     """
     if assistant_only is False or not getattr(tokenizer, "chat_template", None):
         return None
-    from trl.chat_template_utils import get_training_chat_template  # slow to import, so imported only for chats
+    # Imported inside the function because the import is slow and only chats need the module
+    from trl.chat_template_utils import get_training_chat_template
 
     template = templates_of(tokenizer)["default"]
     body = without_template_defaults(template)
-    with_body = copy.copy(tokenizer)  # TRL looks up a template by its text, so the prepended defaults must go
+    # TRL finds a training template by the exact text of a known template, so remove the prepended defaults
+    with_body = copy.copy(tokenizer)
     with_body.chat_template = body
     try:
         return template.removesuffix(body) + (get_training_chat_template(with_body) or body)
-    except ValueError as error:  # TRL has no training template for this template
+    except ValueError as error:  # TRL has no training version of this chat template
         if assistant_only:
             raise ConfigError(
                 f"supervised_finetuning.assistant_only_loss=true: {_NO_MARKS}. Set the setting to false to learn whole "
@@ -223,7 +226,7 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         table[standard] = [
             read(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])
         ]
-    # The first row decides whether prompts and completions are chats or texts
+    # The first row of the table decides whether all its prompts and completions are chats or texts
     are_chats = not isinstance(table.iloc[0, -1], str)
     kind, expected = (list, "a chat") if are_chats else (str, "text")
     for given, standard in chosen.items():
@@ -298,7 +301,7 @@ def _marked(
         encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
-    except Exception as error:  # a template is a program: it can raise any exception
+    except Exception as error:  # a chat template is a program, so rendering can raise any exception
         raise DataError(f"{where}: the chat template refuses a chat: {in_one_line(error)}") from error
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     check_shown(messages, tokenizer, where, str(tokenizer.decode(ids)), tools=tools)

@@ -80,7 +80,8 @@ def check_preferences(
     records = [_separate_prompt(record, row) for row, record in enumerate(table.to_dict("records"))]
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
-    used = [*renamed, *(KEPT if TRACE in frame else ())]  # columns of people's answers are stored with the model
+    # Columns that trace people's answers count as used, because they are stored with the reward model
+    used = [*renamed, *(KEPT if TRACE in frame else ())]
     name_unused("preferences", frame.columns, used, of_chats=any(are_chats))
     for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
         where = f"preferences: row {row}"
@@ -127,7 +128,8 @@ def _separate_prompt(record: dict[str, str | Chat], row: int) -> dict[str, str |
         is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
         start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
         return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
-    from trl.data_utils import extract_prompt  # slow to import, so imported only for chats
+    # Imported inside the function because the import is slow and only chats need the module
+    from trl.data_utils import extract_prompt
 
     extracted = extract_prompt({"chosen": chosen, "rejected": rejected})
     pair: dict[str, str | Chat] = {name: list(value) for name, value in extracted.items()}
@@ -153,7 +155,7 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     for row, prompt, *responses, row_tools in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
         ids = [_encode(prompt, response, row_tools, tokenizer, f"preferences: row {row}") for response in responses]
         rows.append([*map(_readable, [prompt, *responses]), *ids])
-    # Different texts can have equal tokens: a template may remove white space, for example
+    # Leave out pairs with equal tokens: a chat template may render different texts equally
     return _without_equals(pd.DataFrame(rows, columns=list(COLUMNS), index=frame.index), "chosen_ids", "rejected_ids")
 
 
@@ -169,7 +171,7 @@ def noisy_preference(
     labels = []
     for first, second in zip(first_scores, second_scores, strict=True):
         logit = 0.0 if first == second else beta * (first - second)
-        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow
+        # Compute the sigmoid as σ(x) = (1 + tanh(x / 2)) / 2, which does not overflow
         labels.append(rng.random() < 0.5 * (1.0 + math.tanh(0.5 * logit)))
     return labels
 

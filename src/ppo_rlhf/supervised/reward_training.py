@@ -125,11 +125,13 @@ def train_reward_model(
             OWN_FORM,
             error,
         )
-    saved.config.held_out_accuracy = accuracy  # reports read the model's accuracy from its configuration
+    # Reports read the reward model's held-out accuracy from its configuration
+    saved.config.held_out_accuracy = accuracy
     facts = _facts(config, len(trained), accuracy, len(held_out))
     has_template = tokenizer.chat_template is not None
     card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
-    tokenizer.padding_side = "right"  # some classifiers, such as GPT-2's, count positions wrongly with left padding
+    # Pad on the right, because some classifiers, such as GPT-2's, count positions wrongly with left padding
+    tokenizer.padding_side = "right"
     return TrainedModel(saved, tokenizer, card=card), history
 
 
@@ -142,7 +144,8 @@ def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.
         DataError: There are fewer than two distinct prompts, or without prompts fewer than two distinct pairs.
     """
     has_prompts = bool(pairs["prompt"].astype(bool).any())
-    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)  # lists have no hash
+    # Compare chats as text, because lists of messages have no hash
+    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)
     keys = pairs["prompt"].tolist() if has_prompts else list(sides)
     share, most = config.held_out_share, config.max_held_out
     advice = "Give pairs of more prompts." if has_prompts else "Give more pairs."
@@ -185,7 +188,7 @@ def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
         TrainingError: All scores are equal, or a score is not finite.
     """
     mean, deviation = float(scores.double().mean()), float(scores.double().std())
-    if not deviation > 0.0:  # NaN included
+    if not deviation > 0.0:  # `not >` is also True for a deviation of NaN
         raise TrainingError(
             f"reward_modelling: the scores of all responses have mean {mean} and standard deviation {deviation}, so "
             "they cannot be normalised."
@@ -202,7 +205,8 @@ def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch
 
 
 def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
-    return [[int(i) for i in ids] for ids in pairs[column]]  # a table from Parquet has arrays
+    # Convert NumPy arrays, which pandas reads from a Parquet file, to lists
+    return [[int(i) for i in ids] for ids in pairs[column]]
 
 
 def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:

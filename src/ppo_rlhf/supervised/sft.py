@@ -54,7 +54,8 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     template for it, marks these turns (`{% generation %}`); else false, and whole chats are learnt."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
+        # Rotary position embeddings (RoPE) rotate pairs of a head's dimensions, so each head needs an even width
+        if self.hidden_size % (2 * self.num_attention_heads):
             raise ConfigError(
                 f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
                 f"num_attention_heads={self.num_attention_heads}"

@@ -67,7 +67,8 @@ def run_sft_trainer(
     _check_processes("supervised_finetuning", config)
     options = {**trainer_options(config), "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     text = model.config.get_text_config()
-    if not hasattr(text, "num_experts"):  # TRL's router loss reads `num_experts`, which Granite lacks
+    # TRL's router loss reads `num_experts` from the configuration, which Granite's lacks
+    if not hasattr(text, "num_experts"):
         options["router_aux_loss_coef"] = 0.0
         if getattr(text, "num_local_experts", 0):
             logger.warning("supervised_finetuning: %s is trained without its router loss", type(model).__name__)
@@ -102,16 +103,18 @@ def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
         gradient_checkpointing.NAME: config.gradient_checkpointing,
         "max_steps": config.max_steps or -1,
         "lr_scheduler_type": "constant_with_warmup" if warms_up else config.lr_scheduler_type,
-        "warmup_steps": config.warmup_ratio,  # a value below 1 is a share of the steps
-        "accelerator_config": {"split_batches": True},  # the batch is shared by all processes, not one for each
+        "warmup_steps": config.warmup_ratio,  # transformers reads a value below 1 as a share of the training steps
+        # All processes share one batch, instead of each process having a batch of its own
+        "accelerator_config": {"split_batches": True},
         "use_cpu": resolve_device(config.device).type == "cpu",
         "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
         "length_column_name": "length",
-        "remove_unused_columns": False,  # True would remove the lengths; the collators select columns by name
-        "max_length": None,  # the sequences are truncated already
-        "logging_nan_inf_filter": False,  # True would log the last finite loss instead of NaN
+        # True would remove the column of lengths; the collators select the columns that they need by name
+        "remove_unused_columns": False,
+        "max_length": None,  # the sequences have been truncated before, so TRL must not truncate them
+        "logging_nan_inf_filter": False,  # True would log the last finite loss in place of a NaN
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -171,16 +174,18 @@ def _train(
     callback: HistoryCallback,
 ) -> History:
     """Train `model` in place, and restore its configurations; the model stays on the device of the training."""
-    configurations = {  # trainers align these with the tokenizer; classifiers have no generation_config
+    # Trainers change both configurations to match the tokenizer; classifiers have no generation_config
+    configurations = {
         name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
     }
     with (
         _global_randomness_restored(),
-        errors_only("transformers.trainer_utils"),  # silences the warning about the alignment, which is undone below
+        # Silence the warning that the trainer changed the configurations, which are restored below
+        errors_only("transformers.trainer_utils"),
         tempfile.TemporaryDirectory() as output_dir,
         callback.display,
     ):
-        # Disable TRL's telemetry: a run makes no network requests
+        # Disable TRL's telemetry, because a run must make no network requests
         silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})
         trainer = silent(
             model,
@@ -189,10 +194,9 @@ def _train(
             processing_class=copy.deepcopy(tokenizer),
             callbacks=[callback],
         )
-        trainer.remove_callback(PrinterCallback)  # it prints every log to standard output
+        trainer.remove_callback(PrinterCallback)  # PrinterCallback would print every log entry to standard output
         trainer.train()
-    # Remove the `forward` that TRL and accelerate set on the instance: a copy of the model would call it with the
-    # weights of the original
+    # Remove TRL's and accelerate's `forward` of this instance: a copy of the model would use the instance's weights
     vars(model).pop("forward", None)
     gradient_checkpointing.disable_gradient_checkpointing(model)
     for name, configuration in configurations.items():
