@@ -33,7 +33,7 @@ from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 10.0  # seconds between log lines; a terminal shows a progress bar in between
+LINE_INTERVAL_S = 10.0  # seconds between two log lines; on a terminal, a progress bar shows the metrics in between
 
 
 class Bookkeeper(Epilogue):
@@ -113,7 +113,8 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
                 )
             elif not (directory / files.checkpoint_name(state.iteration)).exists():
                 log.warning("The last whole iteration is saved: %s", write_checkpoint(directory, state))
-        except CheckpointError as error:  # only a warning, so that the exception that ended training is raised
+        # Only warn about a checkpoint that cannot be written, so that the exception that ended training is raised
+        except CheckpointError as error:
             log.warning("%s", error)
         raise
 
@@ -134,7 +135,8 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
             raise KeyboardInterrupt
         if not state.stop_requested:
             state.stop_requested, asked_at = True, now
-            if is_main_process():  # os.write, not logging: the signal may have interrupted a logging call
+            # Write with os.write instead of logging, because the signal may have interrupted a logging call
+            if is_main_process():
                 line = (
                     f"\nCtrl-C: finishing iteration {state.iteration + 1}, then stopping; a second one stops at once.\n"
                 )

@@ -86,7 +86,8 @@ def take_prompts(
 def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # tensor, NumPy array or pandas Series
+    # tensors, NumPy arrays and pandas Series have `tolist`
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
@@ -99,9 +100,8 @@ def _columns(prompts: Any, argument: str) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, Dataset):
         check_texts(prompts, f"PPOTrainer: {argument}")
         return {name: prompts[name] for name in prompts.column_names}
-    if isinstance(prompts, Mapping) and not hasattr(
-        prompts, "column_names"
-    ):  # a DatasetDict is a Mapping with column_names
+    # A DatasetDict is also a Mapping, but has column_names
+    if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):
         if texts := [column for column, rows in prompts.items() if isinstance(rows, str)]:
             raise DataError(f"PPOTrainer: {argument}: column `{texts[0]}` is a single text; give a list of texts")
         return prompts
@@ -141,9 +141,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         model_tokenizer = tokenizer or policy.tokenizer
         _check_ids_of_critic(model_tokenizer, policy, config)
         model = take_over(model, "reward model", dtype, HOST if offload else device).requires_grad_(False)
-        if isinstance(
-            score := getattr(model, "score", None), nn.Linear
-        ):  # the head's size counts, not the configuration
+        # The size of the head decides num_labels, because the configuration may give another number
+        if isinstance(score := getattr(model, "score", None), nn.Linear):
             model.config.num_labels = score.out_features
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model must be a sequence classifier with num_labels=1; {why}")
@@ -215,7 +214,8 @@ def probe_batch(prompts: PromptDataset) -> ResponseBatch:
     first_rows = prompts.select(range(min(2, len(prompts))))
     chats = [
         None if chat is None else answered(chat, text)
-        for chat, text in zip(first_rows.messages, first_rows.texts, strict=False)  # `messages` is empty without chats
+        # Zip is not strict, because `messages` is empty if no prompt is a chat
+        for chat, text in zip(first_rows.messages, first_rows.texts, strict=False)
     ]
     return ResponseBatch(
         prompts=first_rows.texts,
@@ -236,7 +236,7 @@ def given_scores(scores: Any, rows: int) -> RewardScorer:
     """
     try:
         values = [float(score) for score in scores]
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: an element with several numbers
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: an element is a tensor with several numbers
         raise RewardError(f"step: scores must be one number for each response: {error}") from None
     if len(values) != rows:
         raise RewardError(f"step: {len(values)} scores for {rows} responses; give one score per response")
@@ -293,7 +293,8 @@ def without_padding(
     vocabulary = model.config.get_text_config().vocab_size
     stop_ids = stops_of(config, tokenizer, model)
     ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
-    right = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]  # pad tokens at each end of each row
+    # Number of pad tokens at the right end of each row
+    right = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
     left = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, right, strict=True)]
     texts = [row[first : len(row) - last] for row, first, last in zip(ids, left, right, strict=True)]
     meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *stop_ids}
@@ -352,7 +353,8 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
     row_lengths = torch.tensor([len(row) for row in rows])
     response_ids = torch.tensor([ids + [sampling.pad_token_id] * (width - len(ids)) for ids in rows])
     lengths, terminated = response_lengths(response_ids, sampling.stop_token_ids)
-    terminated &= lengths <= row_lengths  # padding after a row does not end its response, even if pad is a stop token
+    # Padding that this function added does not end a response, even if the pad token is a stop token
+    terminated &= lengths <= row_lengths
     lengths = lengths.minimum(row_lengths)
     is_response = torch.arange(width) < lengths[:, None]
     return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)

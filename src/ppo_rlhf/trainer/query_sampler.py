@@ -132,15 +132,16 @@ def _stop_ids(value: Any) -> dict[str, Any]:
 
 _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_new_tokens": lambda value: {"response_length": int(value)},
-    # Before min_new_tokens, which takes precedence if both are given.
+    # `min_length` stands before `min_new_tokens`, which takes precedence if the script gives both.
     "min_length": lambda value: {"min_response_length": 0, "min_length": int(value or 0)},
     "min_new_tokens": lambda value: {"min_response_length": int(value or 0)},
     "temperature": lambda value: {"temperature": float(value)},
     "top_k": lambda value: {"top_k": int(value or 0)},
     "top_p": lambda value: {"top_p": 1.0 if value is None else float(value)},
-    "pad_token_id": lambda _: {},  # no effect: responses are returned without padding
+    "pad_token_id": lambda _: {},  # pad_token_id has no effect, because responses are returned without padding
     "eos_token_id": _stop_ids,
-    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},  # last: overrides top_k, top_p
+    # do_sample is the last entry, because False overrides top_k and top_p
+    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},
 }
 """For each argument of transformers' `generate`, the fields of SamplingSettings that it changes, in this order."""
 

@@ -151,7 +151,7 @@ class PPOTrainer:
         check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, prompt_tokens=tokens, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin | ({} if self._prompts is None else printed_date(self._prompts, start.tokenizer))
-        self._folders: set[Path] = set()  # folders with checkpoints of this run
+        self._folders: set[Path] = set()  # folders in which this run has saved checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
             by_reward = judge_function is None or judge_function is reward
@@ -264,7 +264,8 @@ class PPOTrainer:
         cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
         if not sampler.rows:
-            self.state.clock.restart()  # `generate`, which otherwise restarts the clock, was not called
+            # Restart the clock, because the script did not call `generate`, which otherwise restarts the clock
+            self.state.clock.restart()
         prompts = PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {})
         rollouts = measure(self.state, self.reference_policy, prompts, cut_responses)
         metrics = loop.learn(self.state, self.reference_policy, rollouts, scorer)
