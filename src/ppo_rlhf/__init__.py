@@ -5,12 +5,11 @@ import os
 
 __version__ = "0.1.0"
 
-# cuBLAS is deterministic (ppo.deterministic) only with a workspace of fixed size, and reads this variable at its first
-# matrix product. The value means 32 MiB, torch's own default on newer devices.
+# With ppo.deterministic=true, cuBLAS needs a workspace of fixed size to be deterministic: this variable sets the size.
+# cuBLAS reads the variable at the first matrix product. The value means 32 MiB, torch's own default on newer GPUs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Hide a warning about an optional CPU kernel. bitsandbytes prints the warning whenever peft imports bitsandbytes, even
-# if no model has 4-bit weights.
+# Hide a warning about an optional CPU kernel, which bitsandbytes prints whenever peft imports bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from ppo_rlhf.runtime.paths import SHIPPED_CONF
 from ppo_rlhf.runtime.terminal import prepare_terminal
 
-prepare_terminal()  # before the imports that take seconds
-if not Path("conf/logging.yml").is_file():  # outside a project use the shipped file; Kedro reads the path when imported
+prepare_terminal()  # the terminal is prepared before the slow imports below, which take seconds
+# Outside a project, Kedro uses the logging.yml of this package. Kedro reads the path when Kedro is imported.
+if not Path("conf/logging.yml").is_file():
     os.environ.setdefault("KEDRO_LOGGING_CONFIG", str(SHIPPED_CONF / "logging.yml"))
 
 # ruff: noqa: E402
@@ -43,7 +44,8 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
         configure_project(package)
     else:
         bootstrap_project(project_path)
-    from ppo_rlhf.cli import cli  # import this last: plugins and pipelines look the project up when imported
+    # Import the CLI last, because Kedro's plugins and the pipelines look up the project when they are imported
+    from ppo_rlhf.cli import cli
 
     return cli(words, prog_name=package, **{"standalone_mode": not hasattr(sys, "ps1"), **options})
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
-NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # they log an INFO line per node, per load and per save
+# Kedro's loggers that log an INFO line for each node, each load and each save
+NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ class LoopPlan:
     A resumed run executes `rerun_on_resume` once, because its checkpoint was saved before these nodes ran.
     """
 
-    upstream: tuple[Node, ...]  # untagged nodes that do not depend on an iteration; they run once, before the loop
-    until_update: tuple[Node, ...] = ()  # tagged nodes up to the node that makes the next training state
-    after_update: tuple[Node, ...] = ()  # tagged nodes that depend on the next training state
-    rerun_on_resume: tuple[Node, ...] = ()  # nodes of `after_update` that read no other output of the iteration
-    downstream: tuple[Node, ...] = ()  # untagged nodes that depend on an iteration; they run once, after the loop
+    # Nodes that run once, before the training loop: untagged nodes that do not depend on an iteration
+    upstream: tuple[Node, ...]
+    until_update: tuple[Node, ...] = ()  # nodes of each iteration, up to the node that makes the next training state
+    after_update: tuple[Node, ...] = ()  # nodes of each iteration that depend on the next training state
+    # Nodes of `after_update` that read no other output of the iteration, so that a resumed run can run them again
+    rerun_on_resume: tuple[Node, ...] = ()
+    # Nodes that run once, after the training loop: untagged nodes that depend on an iteration
+    downstream: tuple[Node, ...] = ()
 
     @property
     def iteration(self) -> tuple[Node, ...]:
@@ -148,7 +152,8 @@ class LoopRunner(SequentialRunner):
         """
         try:
             with raising_on_signals(), ending_children():
-                if only_missing_outputs:  # look for the outputs in their usual paths, not in the run's own folder
+                # For --only-missing-outputs, look for the outputs in their usual paths, not in the run's own folder
+                if only_missing_outputs:
                     pipeline = self._filter_pipeline_for_missing_outputs(pipeline, catalog)
                 run_catalog = _catalog_of_run(pipeline, catalog)
                 outputs = super().run(_without_finished(pipeline, run_catalog), run_catalog, hook_manager, run_id)
@@ -160,7 +165,7 @@ class LoopRunner(SequentialRunner):
     def _run(
         self,
         pipeline: Pipeline,
-        catalog: Any,  # a RunCatalog, which is not in Kedro's annotations
+        catalog: Any,  # a RunCatalog: Kedro's annotations do not know this class, so the type is Any
         hook_manager: PluginManager | None = None,
         run_id: str | None = None,
     ) -> None:
@@ -172,13 +177,14 @@ class LoopRunner(SequentialRunner):
         loads = Counter(name for node in pipeline.nodes for name in node.inputs)
 
         def execute(node: Node) -> None:
-            node_copy = copy(node)  # leave the pipeline's node unchanged, because it runs again
-            if not inspect.isgeneratorfunction(node.func):  # Kedro would not recognise a wrapped generator function
+            node_copy = copy(node)  # change only a copy of the node, because the pipeline runs the node again
+            # Kedro recognises a generator function by inspection, and would not recognise a wrapped one
+            if not inspect.isgeneratorfunction(node.func):
                 node_copy.func = ending_children()(node.func)
             Task(node_copy, catalog, self._is_async, hook_manager, run_id).execute()
 
-        # `ppo.max_time` limits all stages of a run that reads the group `ppo`. Without readers Kedro does not make the
-        # group a PPOConfig.
+        # `ppo.max_time` limits all stages of a run that reads the parameter group `ppo`.
+        # Kedro makes the parameter group `ppo` a PPOConfig only if a node reads the group.
         hours = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
         last_stage = ""
 
@@ -232,7 +238,8 @@ class LoopSession(KedroSession):
             def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: Any) -> None:
                 raise PreparedRun(run_params, pipeline, catalog)
 
-        self._hook_manager.register(BeforeTheRun())  # Kedro has neither a dry run nor a public hook manager
+        # Kedro has no dry run and no public hook manager, so register a hook that ends the run before its first node
+        self._hook_manager.register(BeforeTheRun())
         try:
             self.run(**options)
         except PreparedRun as prepared:
@@ -255,7 +262,7 @@ def _first_error(stop: BaseException) -> Exception:
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
     """Return the RunCatalog of a run; the annotation is Any, because Kedro's annotations do not allow a RunCatalog."""
-    from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported here because it is slow
+    from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported inside the function because the import is slow
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
 
@@ -296,7 +303,8 @@ def _stop_if_over(hours: float | None, next_node: str) -> None:
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
     """Run iterations until training is finished, or until a process got a signal and the last iteration is saved."""
-    from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # imported here because it is slow
+    # Imported inside the function because the import is slow
+    from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
 
     state: TrainingState = catalog.load(STATE)
     own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
@@ -304,7 +312,8 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     with (
         contextlib.closing(all_callbacks) as callbacks,
         state.captures.during(),
-        ending_children(),  # a forked child process must end inside this block, or it would close the callbacks
+        # A forked child process must end inside this block, otherwise the child would close the callbacks of its parent
+        ending_children(),
     ):
         _iterate(plan, catalog, execute, state, callbacks)
 
@@ -356,8 +365,9 @@ class _NodesAfterUpdate(Epilogue):
     ) -> None:
         super().__init__(state, callbacks, catalog.save_checkpoint)
         self._catalog, self._execute = catalog, execute
-        self.nodes = plan.rerun_on_resume  # `_iterate` sets `after_update` before the first iteration
-        self.iteration = state.iteration + 1  # the iteration that runs now
+        # `_iterate` replaces these nodes by `after_update` before the first iteration
+        self.nodes = plan.rerun_on_resume
+        self.iteration = state.iteration + 1  # number of the iteration that is running now
         self._signum: int | None = None
         evaluates = any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
         self._loads_evaluation = evaluates and not callbacks.is_empty

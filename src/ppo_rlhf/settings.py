@@ -6,7 +6,7 @@ import warnings
 
 from ppo_rlhf.runtime.terminal import prepare_terminal
 
-prepare_terminal()  # before the imports that take seconds
+prepare_terminal()  # the terminal is prepared before the slow imports below, which take seconds
 
 # ruff: noqa: E402
 import mlflow.telemetry
@@ -16,20 +16,27 @@ from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.runner import LoopSession
 from ppo_rlhf.runtime.processes import is_main_process
 
-# Kedro itself causes this warning, four times a command. conf/logging.yml hides the warnings before this line.
+# Hide omegaconf's warning about register_new_resolver, which Kedro's own code causes four times a command.
+# Until this line runs, conf/logging.yml hides the warning.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")
 logging.getLogger("py.warnings").setLevel(logging.WARNING)
 
-logging.setLogRecordFactory(VisibleRecord)  # set here, because Kedro's logging.yml cannot name a project's class
+# The log record class is set here, because Kedro's logging.yml cannot name a class of the project
+logging.setLogRecordFactory(VisibleRecord)
 
 os.environ.setdefault("DO_NOT_TRACK", "true")
-mlflow.telemetry.set_telemetry_client()  # applies DO_NOT_TRACK, because MLflow was imported before the line above
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # the loop's progress bar is enough
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # MLflow would print the password in the URL
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a dead server then costs seconds, not minutes,
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # and a server that hangs costs a minute and a half
+# Make MLflow read DO_NOT_TRACK again, because MLflow was imported before the variable was set
+mlflow.telemetry.set_telemetry_client()
+# Hide MLflow's progress bars, because the training loop shows its own
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# Hide the tracking URI, because MLflow would print the password in it
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+# A tracking server that is down delays the run by seconds, not minutes
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+# Together with the retries, a tracking server that hangs delays the run by a minute and a half
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-SESSION_CLASS = LoopSession  # its default runner is LoopRunner
+SESSION_CLASS = LoopSession  # the session class whose default runner is LoopRunner
 
 # Plugins are disabled by the names of their distributions. TrackingHook replaces kedro-mlflow's hook.
 HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (WorkerHook(),)
@@ -41,8 +48,8 @@ CONFIG_LOADER_ARGS = {
     "base_env": "base",
     "default_run_env": "local",
     "config_patterns": {"mlflow": ["mlflow*", "mlflow*/**", "**/mlflow*"]},
-    # Merge groups key by key: Kedro's default drops a group's other keys if conf/local sets one of them.
+    # Merge parameter groups key by key: by default, a group in conf/local replaces the whole group in conf/base.
     "merge_strategy": {"parameters": "soft", "mlflow": "soft"},
-    # ${first:a,b} is the first value that is not null.
+    # In conf files, ${first:a,b} is the first of its values that is not null.
     "custom_resolvers": {"first": lambda *values: next((value for value in values if value is not None), None)},
 }
