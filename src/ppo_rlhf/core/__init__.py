@@ -1,6 +1,6 @@
 """The numerics of PPO-RLHF: pure functions on tensors, and the error tree. Each module's docstring says what it holds.
 
-The modules import torch and the standard library only. They know no model, tokenizer, file, or training loop.
+The modules of `core` import torch and the standard library only, and know no model, tokenizer, file or training loop.
 
 Axes: B sequences, T response tokens (time order, padding on the right), V vocabulary. A tensor's name carries its axes
 as a suffix (`kl_BT`). A mask is True on real tokens, unless the function's docstring says otherwise. The content of

@@ -49,9 +49,9 @@ def generalized_advantage_estimate(
         mask: [B, T], True on the response's real tokens, a prefix of each row.
         gamma: Discount per token, 0..1.
         lam: λ, 0 (one-step) .. 1 (Monte Carlo): one number for all rows, or a tensor [B] with one λ for each row. The
-            range of a tensor is not checked.
+            range of a tensor `lam` is not checked.
         bootstrap_values: V_{L+1} [B], the value after the last real token of a cut-off response; 0 for a response that
-            ended with a stop token. None: 0 for all rows, so that the last token is terminal.
+            ended with a stop token. None: the bootstrap value is 0 for all rows, so that the last token is terminal.
 
     Returns:
         `advantages` and `returns`, each [B, T], 0 in padding. Advantages are not whitened.

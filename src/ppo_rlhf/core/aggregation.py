@@ -23,17 +23,18 @@ def aggregate_loss(
     | token_sum_fixed_length | sum over real tokens | sequences × fixed length |
 
     A sequence is a row with at least one real token. If all micro-batches of a minibatch get the same `denominator`,
-    their losses add up to the loss of the whole minibatch, and their gradients add up to its gradient.
+    their losses add up to the loss of the whole minibatch, and the micro-batches' gradients add up to the minibatch's
+    gradient.
 
     Args:
         token_loss: [B, T]; padding may hold anything.
         mask: [B, T], True on the tokens that count; holes and empty rows are allowed.
         loss_aggregation: One of LOSS_AGGREGATIONS.
         denominator: The optimiser step's global count: `aggregation_count` of the whole minibatch, summed over ranks.
-            None: the count of this call, with this call's width T as the fixed length.
+            None: the token or sequence count of this call, with this call's width T as the fixed length.
 
-    The result is 0, with gradient 0, if no token counts. Raises ShapeError if shapes do not fit, and ConfigError for an
-    unknown aggregation, or a `denominator` that is a negative or non-finite number (the value of a tensor is not
+    The result is 0, with gradient 0, if `mask` is all False. Raises ShapeError if shapes do not fit, and ConfigError
+    for an unknown aggregation, or a `denominator` that is a negative or non-finite number (the value of a tensor is not
     checked).
     """
     where = "aggregate_loss"
@@ -60,7 +61,7 @@ def aggregate_loss(
 def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
     """Count the denominator of `aggregate_loss` for one aggregation, as an int64 scalar. Sum the counts over all ranks.
 
-    `mask` [B, T] is that of the whole minibatch. `fixed_length`, >= 1, is the number of token slots of a response
+    `mask` [B, T] is the mask of the whole minibatch. `fixed_length`, >= 1, is the number of token slots of a response
     (response_length), which only token_sum_fixed_length uses; None: T.
 
     Raises ShapeError if `mask` is not [B, T], and ConfigError for an unknown aggregation or `fixed_length` below 1.

@@ -42,8 +42,8 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
 def best_of_n_kl(n: int) -> float:
     """Return KL(best-of-n || the policy that sampled) = log n - (n - 1) / n, in nats per response.
 
-    The formula is an upper bound. It is exact if every response is improbable and no two responses have equal rewards
-    (Beirami et al. 2024, arXiv:2401.01879).
+    The formula is an upper bound of the KL. The bound is exact if every response is improbable and no two responses
+    have equal rewards (Beirami et al. 2024, arXiv:2401.01879).
 
     Source: Stiennon et al. (2020), arXiv:2009.01325.
     """

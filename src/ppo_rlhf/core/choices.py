@@ -1,4 +1,4 @@
-"""The names of the formulas that settings choose from. No torch import here, so that reading settings is fast."""
+"""The names of the formulas that settings choose from; no torch import, so that reading settings is fast."""
 
 from typing import Literal, get_args
 

@@ -26,8 +26,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
     k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference).
 
-    `logprobs` and `reference_logprobs` belong to the sampled tokens. They have the same shape, usually [B, T], and the
-    result has that shape, too, in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
+    `logprobs` and `reference_logprobs` belong to the sampled tokens. Both tensors and the result have the same shape,
+    usually [B, T]; the result is in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
     `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite. Raises ShapeError if the
     shapes differ, and ConfigError if the estimator is unknown.
 
@@ -52,7 +52,10 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
 
 
 class FixedKLController:
-    """A constant KL coefficient, in reward units per nat. Raises ConfigError unless it is finite and >= 0."""
+    """A constant KL coefficient, in reward units per nat.
+
+    Raises ConfigError unless the coefficient is finite and >= 0.
+    """
 
     def __init__(self, kl_coef: float) -> None:
         check_range(type(self).__name__, at_least=0.0, kl_coef=kl_coef)
@@ -83,7 +86,8 @@ class AdaptiveKLController(FixedKLController):
 
     `kl_coef` is the first coefficient, in reward units per nat (a coefficient of 0 would stay 0 for ever). `target` is
     the wanted KL, in nats summed over a response. `horizon` is the number of episodes over which a constant error e
-    changes the coefficient by about the factor 1 + e. Raises ConfigError unless all three are > 0.
+    changes the coefficient by about the factor 1 + e. Raises ConfigError unless `kl_coef`, `target` and `horizon` are >
+    0.
 
     Source: Ziegler et al. (2019), "Fine-Tuning Language Models from Human Preferences", section 2.2.
     """

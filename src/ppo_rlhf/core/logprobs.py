@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 2**20
 """Logits in a block on a CPU: 4 MiB of float32, small enough for the CPU's cache."""
 BLOCK_SHARE = 1024
 """A block on an accelerator holds one logit per this many bytes of the device's memory: in float32 a block takes 1/256
-of the memory. Blocks are large there, because kernel launches cost more than memory."""
+of the memory. Blocks are large on accelerators, because kernel launches cost more than memory."""
 UNKNOWN_CARD = 64 * 2**30
 """Bytes of memory assumed for a device whose memory torch does not report."""
 
@@ -33,7 +33,7 @@ Block = tuple[slice, slice]
 
 @cache
 def card_bytes(device: torch.device) -> int:
-    """Return the total bytes of an accelerator's memory. Free memory would vary, and with it the size of the blocks."""
+    """Return the total bytes of an accelerator's memory; block sizes that follow the free memory would vary."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     return UNKNOWN_CARD

@@ -19,7 +19,7 @@ from ppo_rlhf.core.statistics import masked_mean
 
 
 class PolicyLoss(NamedTuple):
-    """Scalars of one call. `loss` has a gradient; the others are detached means over this call's real tokens.
+    """Scalars of one call. `loss` has a gradient; all other fields are detached means over this call's real tokens.
 
     To average these means over micro-batches, weight each micro-batch by its number of real tokens.
     """
@@ -124,9 +124,9 @@ def masked_policy_loss(
 ) -> PolicyLoss:
     """Compute SAO's importance-weighted surrogate loss, which masks tokens with an extreme ratio, to be minimised.
 
-    With ρ = exp(clamp(logp − sampler logp, ±20)), the loss of a token is −A ρ if low < ρ < high. Its gradient is
-    −A ρ ∇logp, the same as that of −sg(ρ) A logp. The loss of any other token is 0, without a gradient, but the token
-    still counts in the divisor of `aggregate_loss`.
+    With ρ = exp(clamp(logp − sampler logp, ±20)), the loss of a token is −A ρ if low < ρ < high. The gradient of −A ρ
+    is −A ρ ∇logp, which is also the gradient of −sg(ρ) A logp. The loss of any other token is 0, without a gradient,
+    but the token still counts in the divisor of `aggregate_loss`.
 
     The tokens were drawn under `sampler_logprobs`. Log-probabilities of the trained forward before the update are not
     needed. In the result, `clipfrac` is the share of masked tokens, and `approxkl` and `ratio` compare the policy with

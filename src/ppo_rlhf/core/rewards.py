@@ -61,7 +61,10 @@ def shape_rewards(
 
 
 def clip_scores(scores: Tensor, reward_clip: float | None) -> Tensor:
-    """Clip scores of any shape to ± `reward_clip` in reward units; None: no clipping. ConfigError unless it is > 0."""
+    """Clip scores of any shape to ± `reward_clip` in reward units; None: no clipping.
+
+    Raises ConfigError unless `reward_clip` is > 0.
+    """
     if reward_clip is None:
         return scores
     check_range("clip_scores", above=0.0, reward_clip=reward_clip)
@@ -71,9 +74,9 @@ def clip_scores(scores: Tensor, reward_clip: float | None) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Compute a penalty on long responses: min(max(length − (max_length − buffer), 0), buffer) / buffer.
 
-    `lengths` [B] are in tokens, 0..max_length. The penalty [B], float64, is to be subtracted from the scores. It is 0
-    up to max_length − buffer tokens, and rises linearly to 1 at max_length. Raises ShapeError if `lengths` is not [B],
-    and ConfigError if `buffer` is outside 1..max_length.
+    `lengths` [B] are in tokens, 0..max_length. The penalty [B], float64, is to be subtracted from the scores. The
+    penalty is 0 up to max_length − buffer tokens, and rises linearly to 1 at max_length. Raises ShapeError if `lengths`
+    is not [B], and ConfigError if `buffer` is outside 1..max_length.
 
     Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
     """

@@ -28,7 +28,7 @@ def sample_tokens(
         temperature: Divides the logits exactly; > 0.
         top_k: Keep the k most probable tokens, and all tokens that tie with the k-th; 0: keep all.
         top_p: Keep the most probable tokens until their mass reaches this share of the mass that top-k kept. The token
-            that reaches the share, and all tokens that tie with it, are kept. > 0; 1.0: keep all.
+            that reaches the share, and all tokens of the same probability, are kept. > 0; 1.0: keep all.
 
     Returns:
         `tokens` [B] int64 in 0..V−1. `logprobs` [B], nats, float32 (float64 for float64 logits), without gradient,

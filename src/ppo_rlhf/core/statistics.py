@@ -48,8 +48,8 @@ def masked_whiten(
         x: Any shape.
         mask: Same shape, True on the entries to whiten.
         shift_mean: False adds the mean back after scaling, so that the result keeps the mean of `x`.
-        moments: Global (mean, Bessel-corrected variance) to use instead of those of this call, so that all shards of a
-            batch are whitened with the same moments.
+        moments: Global (mean, Bessel-corrected variance) to use instead of the moments of this call, so that all shards
+            of a batch are whitened with the same moments.
 
     The result is 0 where `mask` is False. One selected entry, or entries that are all equal, give exactly 0 (the mean
     if `shift_mean` is False). Raises ShapeError if the shapes differ.
@@ -73,7 +73,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Share of the returns' variance that the critic explains: 1 − Var(returns − values) / Var(returns), a scalar.
 
     1 is a perfect critic, 0 a critic as good as the constant mean return, and a negative number a worse critic. The
-    result is 0 if the returns do not vary or fewer than two are selected. Raises ShapeError if the shapes differ.
+    result is 0 if the returns do not vary or fewer than two returns are selected. Raises ShapeError if the shapes
+    differ.
     """
     check_shape("explained_variance", None, values=values, returns=returns, mask=mask)
     selected = as_bool(mask)
@@ -89,8 +90,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Pearson's correlation, Cov(values, returns) / √(Var(values) · Var(returns)), a scalar in −1..1.
 
-    The result is 0 if the values or the returns do not vary, or fewer than two are selected. Raises ShapeError if the
-    shapes differ.
+    The result is 0 if the values or the returns do not vary, or fewer than two entries are selected. Raises ShapeError
+    if the shapes differ.
     """
     check_shape("correlation", None, values=values, returns=returns, mask=mask)
     selected, dtype = as_bool(mask), compute_dtype(values, returns)
@@ -104,7 +105,7 @@ class RunningMoments:
     """Mean and variance of all numbers seen so far, in float64 (parallel update of Chan et al. 1983).
 
     Attributes:
-        count: How many numbers were seen.
+        count: Number of numbers seen so far.
         mean: Mean of the numbers; 0 before the first number.
         m2: Sum of the numbers' squared distances from the mean.
     """
