@@ -31,8 +31,8 @@ def sample_batch(
 ) -> tuple[PromptDataset, Responses, Scores | None, int]:
     """Sample the responses of the next iteration.
 
-    With `drop_uniform_prompts` prompts whose responses all score alike are replaced by other prompts. There are at most
-    `drop_uniform_prompts` such redraws; prompts that are still uniform afterwards stay.
+    With `drop_uniform_prompts` prompts whose responses all score alike are replaced by other prompts. Prompts are
+    redrawn at most `drop_uniform_prompts` times; prompts whose responses then still score alike stay in the batch.
 
     Returns:
         The prompts, one per response; the responses; the scores that decided which prompts were replaced, or None
@@ -86,8 +86,8 @@ def sample_responses(
     Args:
         policy: The policy.
         prompts: N prompts.
-        uniforms: The noise, `[N, T]` float64 in [0, 1); a `sampling.engine` has its own noise and ignores it.
-        sampling: How responses are drawn; with an environment a response has several turns.
+        uniforms: The noise, `[N, T]` float64 in [0, 1); a `sampling.engine` has its own noise and ignores `uniforms`.
+        sampling: Settings of how responses are drawn; with an environment a response has several turns.
         config: Hyperparameters.
         batch_size: Responses decoded at a time; None: as many as fit into memory.
         captures: The CUDA graphs of the policy's run.
@@ -138,7 +138,7 @@ def uniform_groups(scores: Tensor, size: int) -> list[int]:
 def _with_rows(table: Any, other: Any, rows: list[int], other_rows: list[int]) -> Any:
     """Return `table` with the rows at `rows` replaced by the rows of `other` at `other_rows`.
 
-    Both are tensors, or dataclasses or dictionaries of tensors.
+    `table` and `other` are tensors, or dataclasses or dictionaries of tensors.
     """
     # A single number is the weight of a reward component, not a table of scores
     if table is None or isinstance(table, float):

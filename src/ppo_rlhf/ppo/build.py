@@ -60,10 +60,10 @@ def lora_settings(config: PPOConfig) -> LoraSettings:
 def load_policies(
     sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
 ) -> tuple[TrainedModel, PreTrainedModel]:
-    """Return the policy to train, with its tokenizer and its value head if it has one, and the frozen reference.
+    """Return the policy to train, with its tokenizer and, if there is one, its value head, and the frozen reference.
 
     With `use_peft` the weights are loaded once: the reference is the model itself, and the policy is the same model
-    with an adapter. With `offload_reference_policy` the reference is in the host's memory while it is not used.
+    with an adapter. With `offload_reference_policy` an unused reference policy is in the host's memory.
 
     Raises:
         ConfigError: A setting needs another device, or a compiler or vLLM that is missing.
@@ -183,7 +183,7 @@ def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
     """Freeze the critic's weights that `ppo.value_freeze` names.
 
     Raises:
-        ModelError: These weights cannot be found in the architecture.
+        ModelError: The weights to freeze cannot be found in the critic's architecture.
     """
     if config.value_freeze == "none":
         return
@@ -203,7 +203,7 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
     """Return the stored critic in the type of the critic's weights, its head as `score`; None if none is asked for.
 
     Raises:
-        ModelError: It cannot be loaded, or has not exactly one label.
+        ModelError: The stored critic cannot be loaded, or does not have exactly one label.
     """
     if stored is None or config.value_model != "pretrained":
         return None

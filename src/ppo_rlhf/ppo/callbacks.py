@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
-"""File beside the checkpoints: the id of W&B's run, and the last reported steps of metrics and of evaluations. It is
-written when W&B's run is begun here, and when a process ends in order."""
+"""File beside the checkpoints: the id of W&B's run, and the last reported steps of metrics and of evaluations. The file
+is written when W&B's run is begun here, and when a process ends in order."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
 METRICS, EVALUATIONS = "metrics", "evaluations"
 
@@ -84,7 +84,8 @@ def checked(callback: Any, where: str) -> TrainerCallback:
     """Return a callback that is given as an object or as its class.
 
     Raises:
-        ConfigError: It is not a TrainerCallback, cannot be created, or implements an event that PPO's loop lacks.
+        ConfigError: The callback is not a TrainerCallback, cannot be created, or implements an event that PPO's loop
+            lacks.
     """
     from transformers import TrainerCallback
 
@@ -99,7 +100,9 @@ def checked(callback: Any, where: str) -> TrainerCallback:
 
 
 class Callbacks:
-    """Calls a run's callbacks and acts on their flags. Every process calls them; the main process's flags count.
+    """Calls a run's callbacks and acts on their flags.
+
+    Every process calls the callbacks; the main process's flags count.
 
     After each event the iteration is saved if a callback asked for it, ended training, or failed. Then the error is
     raised: TrainingError for an exception in a callback, `sys.exit` and `os._exit` included; ConfigError for a flag
@@ -121,10 +124,10 @@ class Callbacks:
         Args:
             state: The training state; its iteration is the current one.
             own: The user's callbacks.
-            reporting: The callbacks that report; each is sent the steps that it has not reported yet.
+            reporting: The callbacks that report; each callback is sent the steps that it has not reported yet.
             folder: The folder of the run's checkpoints; None saves none.
             save: Saves the current iteration.
-            can_evaluate: Whether the run can evaluate; otherwise `should_evaluate` is an error.
+            can_evaluate: Whether the run can evaluate; if not, a callback that sets `should_evaluate` is an error.
         """
         from transformers import TrainerControl, TrainerState
 
@@ -255,8 +258,8 @@ class Callbacks:
 
         TensorBoard gets the steps from the resumed iteration on again, since `_hide_repeated` hides them. W&B is asked
         for the last step of a run that this object resumed; a run that the user's script began may have the steps of
-        another training. For all others the file `REPORTED` counts. A killed process has not written its last steps
-        there, so those steps are reported twice.
+        another training. For all other integrations the file `REPORTED` counts. A killed process has not written its
+        last steps to `REPORTED`, so its last steps are reported twice.
         """
         resumed_at, kind = self._state.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":

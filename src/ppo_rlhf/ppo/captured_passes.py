@@ -1,9 +1,9 @@
 """Forward and backward passes of micro-batches as CUDA graphs, including the gradients.
 
-A replayed graph reads and writes the same addresses as when it was captured. So each micro-batch is copied into fixed
-buffers, and each weight has one fixed gradient tensor. autocast caches its casts of weights until its context ends, so
-the autocast context is entered and left within a pass. Between two optimiser steps `.grad` is None, as without graphs:
-the optimiser skips weights without a gradient.
+A replayed graph reads and writes the same addresses as when it was captured. Each micro-batch is therefore copied into
+fixed buffers, and each weight has one fixed gradient tensor. autocast caches its casts of weights until its context
+ends, so the autocast context is entered and left within a pass. Between two optimiser steps `.grad` is None, as without
+graphs: the optimiser skips weights without a gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_rlhf.models.transfers import tensors_of
 Inputs = tuple[Any, ...]
 """Tensors and dataclasses of tensors, on the device."""
 Compute = Callable[[Inputs], Tensor]
-"""A pass: adds to `.grad`, and returns its statistics as one tensor."""
+"""A function that runs a pass: it adds to `.grad`, and returns the pass's statistics as one tensor."""
 
 
 class CapturedPasses:
@@ -97,7 +97,8 @@ class CapturedPasses:
     def _keep_gradients(self) -> list[nn.Parameter]:
         """Return the weights that have a gradient after a kind's first pass.
 
-        Each of these gradients becomes the weight's fixed gradient tensor, or is copied into it if there is one.
+        The gradient of such a weight becomes the weight's fixed gradient tensor, or is copied into the fixed gradient
+        tensor if there is one.
         """
         trained = [
             weight for optimizer in self._optimizers for group in optimizer.param_groups for weight in group["params"]

@@ -91,7 +91,7 @@ class CapturedSampler:
     def step(self, rows: int, width: int, may_stop: bool, settings: SamplingSettings) -> None:
         """Decode one step of the first `rows` sequences: the work that a graph captures.
 
-        The step reads the model's weights at their own addresses, not copies of them.
+        The step reads the model's weights at their own addresses, not copies of the weights.
         """
         with _autocast_without_cache(self._autocast, self.token.device):
             self._draw(self.decoder.advance(self.token[:rows], width), settings, may_stop=may_stop)
@@ -146,9 +146,9 @@ def decode_captured(
     settings: SamplingSettings,
     captures: Captures,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as `engines.decode_packed`, with CUDA graphs; falls back to it if the buffers do not fit into memory.
+    """Sample as `engines.decode_packed`, with CUDA graphs; without CUDA graphs if the buffers do not fit into memory.
 
-    Both give the same tokens up to rounding.
+    Sampling with and without CUDA graphs gives the same tokens up to rounding.
     """
     rows, tokens = -(-len(prompt_ids) // FEWEST_ROWS) * FEWEST_ROWS, max(len(ids) for ids in prompt_ids)
     length = settings.response_length
@@ -165,8 +165,8 @@ def decode_captured(
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:
     """Return the sampler that `captures` holds if its capacity suffices, else a new one.
 
-    A new sampler has the larger of the held and the needed sizes, so that it serves both; if that is too large, only
-    the needed sizes.
+    A new sampler has the larger of the held and the needed sizes, so that it serves old and new batches; if the larger
+    sizes do not fit into memory, it has the needed sizes.
     """
     held = captures.held.get(DECODING)
     if isinstance(held, CapturedSampler) and held.is_of(model):
@@ -187,8 +187,9 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
 def why_not_captured(model: PreTrainedModel) -> str:
     """Return and log why decoding steps cannot be captured; "" if replayed steps give the states of plain steps.
 
-    The first call for a model compares replayed steps with plain steps, under the caller's autocast. Some architectures
-    force a device sync in each pass, such as mixtures of experts that loop over their experts, and cannot be captured.
+    At the first call for a model, replayed steps are compared with plain steps, under the caller's autocast. Some
+    architectures force a device sync in each pass, such as mixtures of experts that loop over their experts, and cannot
+    be captured.
     """
     device, captures = model.device, Captures(model.device, warns=False)
     if not captures.on:

@@ -1,8 +1,8 @@
 """Sampling of responses from a causal language model with given noise.
 
 Two engines give the same tokens for the same uniforms. `static` decodes without padding and drops sequences that have
-ended. `hf` is transformers' `generate` with transformers' attention and cache; a logits processor draws its tokens. It
-is the oracle in the tests of `static`.
+ended. `hf` is transformers' `generate` with transformers' attention and cache; a logits processor draws the tokens.
+`hf` is the oracle in the tests of `static`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from ppo_rlhf.ppo.sequences import without_padding
 STEPS_BETWEEN_CHECKS = 16
 """Decoding steps on an accelerator between two checks of which sequences have ended: a check forces a device sync."""
 ROWS_STEP = 16
-"""On an accelerator the number of sequences decoded together is a multiple of this, while enough sequences are left."""
+"""On an accelerator the number of sequences decoded together is a multiple of this number, while enough sequences are
+left."""
 
 Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[list[int] | None]]
 """Takes the prompts of episodes, the tokens of each episode so far, and whether the policy wrote each token. Returns
@@ -42,7 +43,7 @@ the tokens of the reply to each episode; None where the episode is over."""
 
 
 Engine = Callable[[PreTrainedModel, list[list[int]], "SamplingSettings"], "Responses"]
-"""Samples a response to each prompt with another program. Every process calls it, and gets the responses to all
+"""Samples a response to each prompt with another program. Every process calls the engine, and gets the responses to all
 prompts."""
 
 
@@ -69,10 +70,11 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to N prompts on the CPU, right-padded to `T = response_length`: ids with the pad token, others with 0.
+    """Responses to N prompts on the CPU, right-padded to `T = response_length`.
 
-    `terminated` is True where a stop token ended the response; the stop token is then the response's last token. In a
-    response of several turns, the environment's replies are between the policy's turns.
+    Token ids are padded with the pad token, all other tensors with 0. `terminated` is True where a stop token ended the
+    response; the stop token is then the response's last token. In a response of several turns, the environment's
+    replies are between the policy's turns.
     """
 
     response_ids: Tensor  # [N, T] long
@@ -81,8 +83,8 @@ class Responses:
     # [N, T] bool, True on tokens that the policy sampled; None: the policy sampled all tokens
     policy_mask: Tensor | None = None
     sampler_logprobs: Tensor | None = None
-    """`[N, T]`, the sampler's log-probabilities, tempered. The decoding loop computes them before top-k, top-p and the
-    exclusion of stop tokens, an `Engine` after. None if the responses were sampled elsewhere."""
+    """`[N, T]`, the sampler's log-probabilities, tempered. The decoding loop computes log-probabilities before top-k,
+    top-p and the exclusion of stop tokens, an `Engine` afterwards. None if the responses were sampled elsewhere."""
 
     @property
     def mask(self) -> Tensor:
@@ -120,8 +122,8 @@ def generate_responses(
         settings: How responses are sampled.
         engine: `static` or `hf`; architectures that need padding are decoded by `hf` in any case.
         batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
-        captures: With these, the steps of `static` are CUDA graphs if the model allows it. The buffers of the graphs
-            then limit the batch size, too.
+        captures: CUDA graphs for the steps of `static`, if the model allows graphs. The buffers of the graphs then
+            limit the batch size, too.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = compute_dtype(model)
@@ -219,7 +221,7 @@ def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
 
 
 class _ForcedSampling(LogitsProcessor):
-    """Draws each token itself, and masks all others, so that `generate`'s greedy search takes the drawn token."""
+    """Draws each token itself, and masks all other tokens, so that `generate`'s greedy search takes the drawn token."""
 
     def __init__(self, uniforms: Tensor, settings: SamplingSettings) -> None:
         self.uniforms = uniforms

@@ -33,7 +33,7 @@ def reply_by_function(
         tokenizer: The policy's tokenizer.
         prompts: The prompts of the episodes.
         ids: The tokens of each episode so far.
-        is_policy: For each of these tokens, whether the policy wrote it.
+        is_policy: For each token of each episode, whether the policy wrote the token.
 
     Raises:
         RewardError: As `call_environment`, or a reply has no tokens.

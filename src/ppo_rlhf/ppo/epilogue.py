@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Epilogue(ABC):
-    """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run if it was asked to stop.
+    """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run on request.
 
     An iteration is saved before callbacks and evaluation, so that an error in them loses no iteration (decision 0011).
     All processes call the same methods, and stop after the same iteration.
@@ -47,7 +47,7 @@ class Epilogue(ABC):
         return TerminationSignal(signum, why)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Call the callbacks before the first iteration; evaluate a resumed iteration if that is due.
+        """Call the callbacks before the first iteration; evaluate a resumed iteration if its evaluation is due.
 
         An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
         """

@@ -2,7 +2,7 @@
 
 An episode is one row: the prompt, the policy's first turn up to its stop token, the environment's reply, the policy's
 next turn, and so on. Only the policy's tokens are actions, which PPO trains on and counts in the KL. The environment's
-tokens are context, as the prompt is.
+tokens are context, like the prompt.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def sample_episodes(
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
-    The environment replies to every turn that ended in a stop token; if it has no reply the episode is over. An episode
-    is cut off if a turn has no stop token, or if the reply and one more turn do not fit into the T = `response_length`
-    tokens of an episode. The arguments are those of `generate_responses`.
+    The environment replies to every turn that ended in a stop token; if the environment has no reply, the episode is
+    over. An episode is cut off if a turn has no stop token, or if the reply and one more turn do not fit into the T =
+    `response_length` tokens of an episode. The arguments are those of `generate_responses`.
 
     Raises:
         RewardError: As `environments.reply_by_function`.

@@ -33,7 +33,7 @@ class Experience:
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
-    """Return the scores of all responses; with `drop_uniform_prompts` the rollouts have them already."""
+    """Return the scores of all responses; with `drop_uniform_prompts` the rollouts have the scores already."""
     with state.clock.timed(REWARDS):
         return rollouts.scores or scorer.score(response_batch(rollouts.prompts, rollouts.responses, state.tokenizer))
 
@@ -78,7 +78,7 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
     """Return `[B, T]` bool, True on the tokens that both losses count.
 
-    With `truncated_responses=mask` it is False on cut-off responses.
+    With `truncated_responses=mask` the mask is False on cut-off responses.
     """
     if config.truncated_responses != "mask":
         return rollouts.mask

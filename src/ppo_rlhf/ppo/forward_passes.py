@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and values of responses, computed from hidden states.
 
 `PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training must
-call the wrapper: it sums the gradients over the processes.
+call the wrapper, which sums the gradients over the processes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.sequences import SequenceBatch
 
 LOGITS_HELD = 2**24
-"""The most logits in memory at a time on a CPU: 64 MiB of float32. If there are more, logits are computed chunk by
-chunk and again in the backward pass, which takes about 2 % of an update."""
+"""The most logits in memory at a time on a CPU: 64 MiB of float32. If a pass has more logits, they are computed chunk
+by chunk and again in the backward pass, which takes about 2 % of an update."""
 LOGIT_SHARE = 256
-"""On an accelerator there is at most one logit in memory per this many bytes of its memory: 16-bit logits take 1/128 of
-the memory."""
+"""An accelerator holds at most one logit per this many bytes of its memory: 16-bit logits take 1/128 of the memory."""
 
 Reference = PreTrainedModel | None
 """The frozen reference policy, to compute the KL over the whole vocabulary; None computes no such KL. It has the
@@ -105,7 +104,7 @@ def response_statistics(
         batch: B sequences with T response columns.
         states_MH: The model's last hidden states at `batch.state_positions`.
         temperature: Divides the logits.
-        with_entropy: Whether to compute entropies; otherwise None is returned for them.
+        with_entropy: Whether to compute entropies; if False, None is returned for the entropies.
         reference: The reference policy of the KL; without one None is returned for the KL.
     """
     head = logits_of(model)

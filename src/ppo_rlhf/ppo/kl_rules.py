@@ -1,7 +1,7 @@
 """Rules on the KL from the reference policy: the condition of each rule, its meaning, and the setting to change first.
 
 The alarms during a run and the advice at its end (`advice`) use these rules. The advice leaves out `collapsed`, since
-no run is known in which changing a setting helped against it.
+no run is known in which changing a setting helped against a collapsed KL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ the updates keeps KL from its target."""
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of PPOConfig, its present value, and what to do: multiply it by about `factor` or set it to `value`."""
+    """A setting of PPOConfig, its present value, and a change: multiply by about `factor`, or set to `value`."""
 
     setting: str
     now: Any

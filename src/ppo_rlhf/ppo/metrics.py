@@ -29,7 +29,7 @@ FIRST_MEAN = SUMMED.index("approxkl")
 
 @dataclass
 class StepSums:
-    """Statistics of one minibatch: losses are means over the minibatch, the other fields sums over its tokens.
+    """Statistics of one minibatch: losses are means over the minibatch, all other fields are sums over tokens.
 
     During the update `local` has this process's statistics on the device; `add_over_processes` turns them into numbers.
     """
@@ -192,8 +192,8 @@ of CUDA's device names."""
 def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
-    It counts 6 operations per weight and token of a model that trains, without attention. It is empty in float32 and
-    float64, which do not reach this peak, and on other devices.
+    A model that trains counts 6 operations per weight and token; attention is left out. The returned dictionary is
+    empty in float32 and float64, whose matrix products do not reach the 16-bit peak, and on other devices.
     """
     words = torch.cuda.get_device_name(state.device).replace("-", " ").split() if state.device.type == "cuda" else []
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)

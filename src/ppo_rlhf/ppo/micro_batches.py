@@ -1,8 +1,8 @@
 """Splits a batch into epochs, minibatches and micro-batches, and computes how many tokens of a micro-batch fit.
 
 A batch is split once per iteration, before its first forward pass: old log-probabilities and values are computed on the
-first epoch's micro-batches. The first epoch repeats the same forward passes, so its first ratio is exactly 1; passes of
-other shapes would round differently.
+first epoch's micro-batches. Training on the first epoch repeats the same forward passes, so its first ratio is exactly
+1; passes of other shapes would round differently.
 
 On an accelerator, unless `ppo.max_tokens_per_micro_batch` is set, a micro-batch has as many tokens as fit into the free
 memory. The memory of an update is computed as in `kedro doctor` (docs/memory.md).
@@ -38,7 +38,7 @@ FEWEST_TOKENS = 2
 """The lowest value of `ppo.max_tokens_per_micro_batch`."""
 EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
 """Bytes per token, plus bytes per response token, of the tensors that an update reads: ids, positions, indices and the
-inputs of the losses. Those of all micro-batches of an epoch are on the device together (`ppo.update`)."""
+inputs of the losses. The tensors of all micro-batches of an epoch are on the device together (`ppo.update`)."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
     Args:
         config: Hyperparameters.
         iteration: The iteration, counted from 1.
-        peak: The peak learning rate, None for the policy's. Only the polynomial schedule reads it, to end at 1e-7.
+        peak: The peak learning rate, None for the policy's. Only the polynomial schedule reads `peak`, to end at 1e-7.
         resting: The number of first iterations in which the model does not train and the factor is 0. i, n and w
             count only later iterations.
     """
@@ -126,7 +126,7 @@ def set_learning_rates(
 ) -> None:
     """Set both optimisers' learning rates for an iteration, counted from 1.
 
-    With a shared trunk policy and critic have one optimiser. It follows the critic's schedule in the first
+    With a shared trunk, policy and critic have one optimiser, which follows the critic's schedule in the first
     `ppo.critic_warmup_iterations`, in which the policy does not train, and the policy's schedule afterwards.
     """
     policy_peak, critic_peak = peak_learning_rates(config)

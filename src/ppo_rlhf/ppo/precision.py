@@ -26,7 +26,8 @@ _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 def trained_dtype(config: PPOConfig) -> torch.dtype:
     """Return the dtype of weights that train: float64 with `ppo.dtype=float64`, else float32.
 
-    It is never a 16-bit dtype: at the learning rates of RLHF, steps are too small to change a bfloat16 weight.
+    Trainable weights never have a 16-bit dtype: at the learning rates of RLHF, steps are too small to change a bfloat16
+    weight.
     """
     return torch.float64 if config.dtype == "float64" else torch.float32
 
@@ -100,7 +101,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
-    """Return an Accelerator with this run's precision. This is cheap: all Accelerators share the process group.
+    """Return an Accelerator with this run's precision; a further one is cheap: all share the process group.
 
     `finds_unused` lets DDP search for weights without a gradient in each step.
     """

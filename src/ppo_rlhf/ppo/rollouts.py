@@ -96,7 +96,7 @@ def measure(
 ) -> Rollouts:
     """Compute log-probabilities, entropies, KL and values of responses, and return the next iteration's rollouts.
 
-    There must be `batch_size` prompts, and as many responses with `response_length` columns.
+    `batch_size` prompts are needed, and `batch_size` responses with `response_length` columns.
     """
     config, iteration, lengths = state.config, state.iteration + 1, responses.lengths.tolist()
     with state.clock.timed(LOGPROBS), deterministic(config):
@@ -142,7 +142,7 @@ def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
     if not gap <= limit:  # `not <=` is also True for a gap of NaN
         raise TrainingError(
             f"iteration {rollouts.iteration}: the engine's log-probabilities differ from the policy's by {gap:.3g} "
-            f"nats per token, above {limit:.3g}: the engine holds other weights. These tokens were not trained on; "
+            f"nats per token, above {limit:.3g}: the engine holds other weights. No step trained on the tokens; "
             "resume from the last checkpoint"
         )
 
@@ -161,7 +161,7 @@ def compute_logprobs(
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, 0 elsewhere.
 
     Each process computes its shard, without gradients. Rows are sorted by length, so that models that need padding
-    compute little of it.
+    compute little padding.
 
     Args:
         model: A causal language model with dropout off; an offloaded model is on the device only during the call.
@@ -171,7 +171,7 @@ def compute_logprobs(
         temperature: Divides the logits.
         device: The device to compute on.
         batch_size: Responses per forward pass; None: as many as fit into memory.
-        pad_token_id: Any token id: no result depends on padding.
+        pad_token_id: Any token id, used for padding; no result depends on padding.
     """
     tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
     shards = dealt_rows(tokens)

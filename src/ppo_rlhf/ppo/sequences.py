@@ -1,8 +1,8 @@
 """Prompts and responses as model inputs; masks come from lengths, never from token ids.
 
-`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay their passes. It appends
-sequences after the real ones, states and targets of other tokens, and rows to the tables `[B, T]`. Nothing reads their
-results. The models need no change.
+`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay their passes. `in_common_shapes`
+appends sequences after the real sequences, states and targets of further tokens, and rows of the tables `[B, T]`.
+Nothing reads the results of the appended entries. The models need no change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LEAST_WIDTH = 16
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
-    The N real tokens of all rows are packed one after the other. M of these tokens are states: s_0 (each prompt's last
-    token) to s_T (each response's last token). Each of the R response tokens is predicted by the state before it. So
-    that few shapes occur, further states may follow the M states, and further targets the R targets; nothing reads
-    their results.
+    The N real tokens of all rows are packed one after the other. M of the N packed tokens are states: s_0 (each
+    prompt's last token) to s_T (each response's last token). Each of the R response tokens is predicted by the state
+    before it. So that few shapes occur, further states may follow the M states, and further targets the R targets;
+    nothing reads their results.
     """
 
     rows: TokenRows  # token rows: each prompt followed by its response, padded on the right
@@ -104,8 +104,8 @@ def _filled(indices: Tensor, available: int) -> Tensor:
 def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     """Return a batch, which is on the CPU and not filled, in shapes that many batches share.
 
-    The tables get `columns` columns, the same in all batches of a run and at least those of the batch. The real rows
-    come first. The padded form of the tokens is left out, so the models must pack.
+    The tables get `columns` columns; all batches of a run have the same `columns`, which is at least the number of
+    columns of any batch. The real rows come first. The padded form of the tokens is left out, so the models must pack.
     """
     (rows, width), layout = batch.shape, batch.rows.layout
     tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)

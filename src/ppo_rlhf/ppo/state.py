@@ -32,7 +32,8 @@ from ppo_rlhf.runtime.processes import from_all
 log = logging.getLogger(__name__)
 
 COMPONENTS = "component_moments"
-"""Key in a checkpoint's extra state of the reward components' moments; only with `reward.normalise=component`."""
+"""Key of the reward components' moments in a checkpoint's extra state; the key exists only with
+`reward.normalise=component`."""
 
 
 SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
@@ -154,7 +155,7 @@ class TrainingState:
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
 
-        `scores` are those of the iteration's responses before shaping, and `metrics` the iteration's metrics.
+        `scores` are the scores of the iteration's responses before shaping, and `metrics` the iteration's metrics.
         """
         self.iteration += 1
         self.episode += self.config.batch_size

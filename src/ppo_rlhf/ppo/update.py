@@ -114,7 +114,7 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
 class MicroBatch:
     """The inputs of one forward and backward pass: b rows with t response columns.
 
-    In common shapes b and t are those of the batch's tables; the mask is False on the added rows.
+    In common shapes b and t are the rows and columns of the batch's tables; the mask is False on the added rows.
     """
 
     batch: SequenceBatch
@@ -336,7 +336,7 @@ def take_step(state: TrainingState, step: StepSums) -> None:
 
 
 def _skip_step(state: TrainingState, culprits: str) -> None:
-    """Count and log a skipped step.
+    """Count and log a skipped optimiser step.
 
     Raises:
         DivergenceError: `max_skipped_steps` steps in a row were skipped.
@@ -353,7 +353,7 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
     if state.skipped_in_a_row >= state.config.max_skipped_steps:
         raise DivergenceError(
             f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the "
-            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). These steps were "
+            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). The steps were "
             "skipped; lower ppo.learning_rate, or check for non-finite rewards",
             last_good_iteration=state.iteration,
         )

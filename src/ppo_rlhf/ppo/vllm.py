@@ -70,7 +70,7 @@ class VLLMEngine:
         self._generation: Any = None  # TRL's VLLMGeneration; with a vLLM server, only the main process makes one
 
     def __call__(self, policy: PreTrainedModel, prompt_ids: list[list[int]], settings: SamplingSettings) -> Responses:
-        """Send the policy's weights to vLLM, and sample a response to each of N prompts; every process returns all.
+        """Send the policy's weights to vLLM, and return a response to each of N prompts, all in every process.
 
         Raises:
             ConfigError: The server runs with another `--logprobs-mode` than processed_logprobs.
