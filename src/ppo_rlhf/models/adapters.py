@@ -45,7 +45,7 @@ class LoraSettings:
     `target_modules` is a comma-separated list of names of linear layers (the last parts of their paths). `all-linear`
     selects every plain linear layer except the language-model head; `all-linear+head` selects the head, too. In most
     mixtures of experts, router and experts are not plain linear layers and get no adapter. A router that contains a
-    plain linear layer, as Gemma 4's, gets an adapter.
+    plain linear layer, as the router of Gemma 4 does, gets an adapter.
     """
 
     rank: int  # rank r of the adapter: the number of columns of B and of rows of A
@@ -62,7 +62,7 @@ class LoraSettings:
         """Return the paths of the layers of a model that `all-linear` or `all-linear+head` selects.
 
         In some mixtures of experts, peft mistakes other layers, such as shared experts, for the experts, because of
-        their names. An adapter on such a layer could not be loaded again, so these layers are not selected.
+        their names. An adapter on a mistaken layer could not be loaded again, so mistaken layers are not selected.
         """
         head, excluded = model.get_output_embeddings(), mixtures(model)
         paths = []
@@ -125,8 +125,8 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torc
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Raise `ModelError` unless an adapter fits a language model and every target name matches one of its layers.
 
-    The model may be on the device `meta`, without weights. This check exists because peft ignores names that match no
-    layer.
+    The model may be on the device `meta`, without weights. The target names are checked here because peft ignores names
+    that match no layer.
     """
     adapted = _adapted_layers(_inject(share_weights(model), settings))
     if unknown := [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]:
@@ -142,7 +142,7 @@ def mixtures(model: nn.Module) -> list[str]:
 
 
 def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | None:
-    """Say in one line which layers of a mixture of experts get an adapter and which do not; None for other models."""
+    """Return a line on which layers of a mixture of experts get an adapter and which do not; else None."""
     if settings.names or not (excluded := mixtures(model)):
         return None
     paths, head = settings.layers(model), model.get_output_embeddings()
@@ -152,7 +152,7 @@ def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | No
     also = f", nor do {mistaken}, whose names peft mistakes for experts" if mistaken else ""
     return (
         f"ppo.lora_target_modules={settings.target_modules} adapts {', '.join(adapted)} of {type(model).__name__}. "
-        f"Its routers and experts that are not plain linear layers ({', '.join(_last_parts(excluded))}) do not train"
+        f"Routers and experts that are not plain linear layers ({', '.join(_last_parts(excluded))}) do not train"
         f"{also}."
     )
 

@@ -18,7 +18,7 @@ class WeightAverage:
     The average starts at the model's first weights, without bias correction, as in DeepSpeed-Chat's `moving_average`.
 
     Attributes:
-        decay: In (0, 1); the average reaches back over about 1 / (1 − decay) updates.
+        decay: Number in (0, 1); the average reaches back over about 1 / (1 − decay) updates.
         weights: Averaged tensors by parameter name.
     """
 

@@ -22,7 +22,7 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
 """Tolerance of `are_close` by the bytes of a number: the largest norm of the difference, relative to the norm of the
 expected hidden states. The tolerance is ten times the effect of rounding, so that a probe gives the same result after
-training has changed the weights. Hidden states of a token at a wrong position differ by more."""
+training has changed the weights. Hidden states of a token at a wrong position differ by more than the tolerance."""
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, LookupError)
 """Errors that models raise for arguments that they do not support."""
 
@@ -69,8 +69,9 @@ def hidden_states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
 def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> Tensor:
     """Return the gradient of the hidden states that `compute` returns with respect to the token embeddings.
 
-    The gradient has the embeddings' shape. It is exactly 0 for tokens that the hidden states do not depend on. This is
-    a sharper test than changing a token: in a model with small weights, the hidden states would hardly change.
+    The gradient has the embeddings' shape. The gradient is exactly 0 for tokens that the hidden states do not depend
+    on. A gradient is a sharper test than changing a token: in a model with small weights, another token hardly changes
+    the hidden states.
     """
     embedded: list[Tensor] = []
 
@@ -122,7 +123,7 @@ def argument_of(model: PreTrainedModel, *names: str) -> str | None:
     Versions of transformers name an argument differently, and a model with remote code may keep an older name.
 
     Raises:
-        ModelError: Neither the model nor transformers' Llama has an argument of these names. The argument may then have
+        ModelError: No name in `names` is an argument of the model or of transformers' Llama. The argument may then have
             a name that this function does not know.
     """
     parameters = inspect.signature(type(model).forward).parameters

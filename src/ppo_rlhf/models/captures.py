@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 CAPTURED_ON = ("cuda",)
 """Types of devices on which work is captured."""
 CARDS_SHARE = 4
-"""Graphs may keep 1/4 of a GPU's memory. Models that would need more gain little: their kernels are large, and launches
-take little of their time."""
+"""Graphs may keep 1/4 of a GPU's memory. Models whose graphs would need more memory gain little from graphs: the
+models' kernels are large, and launches take little of the time."""
 DECODING, UPDATE = "decoding", "update"
 """Kinds of work. A kind is the first part of its graphs' keys, and the key of its buffers in `Captures.held`."""
 
@@ -41,9 +41,9 @@ class Held(Protocol):
 class Captures:
     """The graphs of one training run, by key, and the buffers that the graphs use. All graphs share one memory pool.
 
-    A captured function must do the same operations on the same addresses each time. It must read and change only
-    tensors that keep their addresses, and must not read values from the device to the host. Its temporary tensors lie
-    in the memory pool, where the next replay of any graph may overwrite them.
+    A captured function must do the same operations on the same addresses each time. A captured function may read and
+    change only tensors that keep their addresses, and must not read values from the device to the host. The function's
+    temporary tensors lie in the memory pool, where the next replay of any graph may overwrite them.
     """
 
     def __init__(self, device: torch.device, *, wanted: bool = True, warns: bool = True) -> None:
@@ -73,7 +73,7 @@ class Captures:
         return self._wanted and not self._is_closed and self._device.type in CAPTURED_ON
 
     def serves(self, kind: Hashable) -> bool:
-        """Return whether work of this kind is captured."""
+        """Return whether work of the given kind is captured."""
         return self.on and kind not in self.trouble
 
     def __len__(self) -> int:
@@ -90,9 +90,9 @@ class Captures:
     def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> bool:
         """Run a function eagerly at the first call with its key, and as a graph at later calls.
 
-        The first, eager call loads the kernels. The second call captures the function and replays the graph, and later
-        calls replay it. If the capture fails, the function runs eagerly, and its kind is given up. Returns whether the
-        function ran eagerly in this call.
+        For each key, the first call runs eagerly and loads the kernels, the second call captures the function and
+        replays the graph, and later calls replay the graph. If the capture fails, the function runs eagerly, and its
+        kind is given up. Returns whether the function ran eagerly in this call.
         """
         kind = key[0]
         if not self.serves(kind):
@@ -139,7 +139,7 @@ class Captures:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Capture only within the block. Its end, also by an exception, releases all graphs and buffers."""
+        """Capture only within the block; at the end of the block, also by an error, release all graphs and buffers."""
         self._is_closed = False
         try:
             yield
@@ -229,8 +229,8 @@ def pool_bytes(device: torch.device) -> int:
 
 _all: WeakSet[Captures] = WeakSet()
 _failed_graphs: list[torch.cuda.CUDAGraph] = []
-"""Empty graphs whose capture failed. They are kept because torch's allocator may still refer to them in later captures.
-https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
+"""Empty graphs whose capture failed. Failed graphs are kept because torch's allocator may still refer to them in later
+captures. https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
 
 
 @contextmanager

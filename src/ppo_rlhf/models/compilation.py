@@ -79,7 +79,7 @@ def check_compiler(device: torch.device) -> None:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Return whether torch can compile for a device. If not, log the reason once."""
+    """Return whether torch can compile for a device. If torch cannot compile, log the reason once."""
     try:
         check_compiler(device)
     except ConfigError as error:

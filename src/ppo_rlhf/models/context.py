@@ -23,7 +23,7 @@ def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
     The text is "" if RoPE sets no limit. RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole
     batch if one sequence is longer than the limit. A sequence's log-probabilities would then depend on the other
     sequences of its batch, but PPO compares log-probabilities from different batches (ratio, KL). Supervised training
-    makes no such comparison and may use the whole context.
+    does not compare batches and may use the whole context.
     """
     context, steady = context_length(config), min(_steady_lengths(config), default=None)
     if steady is None or (context is not None and context < steady):

@@ -1,7 +1,7 @@
 """Critics, which predict the return at every position, with their own backbone or on the policy's backbone.
 
-On disk, a value head has the weight names of TRL's `AutoModelForCausalLMWithValueHead`. Its weights lie among those of
-the language model; transformers ignores them when it loads the directory.
+On disk, a value head has the weight names of TRL's `AutoModelForCausalLMWithValueHead`. The value head's weights are
+stored with the language model's weights; transformers ignores the value head when it loads the directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ppo_rlhf.models.forward import backbone_of, width_of_states
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
-"""A function that returns a trainable backbone made from a given backbone. Training does not change the given one."""
+"""A function that returns a trainable backbone made from a given backbone. Training does not change the given
+backbone."""
 
 
 class ValueModel(nn.Module):
@@ -101,7 +102,8 @@ class Critic(ValueModel):
 class SharedCritic(ValueModel):
     """A value head on the policy's hidden states: a shared trunk, as in TRL's models with a value head.
 
-    The policy is not a submodule: only the head's parameters are parameters of the critic, and only they are saved.
+    The policy is not a submodule: only the head's parameters are parameters of the critic, and only the head's
+    parameters are saved.
     """
 
     def __init__(self, policy: PreTrainedModel, value_head: nn.Linear | None = None) -> None:

@@ -1,6 +1,7 @@
 """Decoding with a cache of keys and values without padding: all prompts start in column 0, whatever their lengths.
 
-In transformers' caches all rows have the same length. Shorter prompts would need padding that every step attends to.
+In transformers' caches all rows have the same length. With such a cache, shorter prompts would need padding that every
+step attends to.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ CACHES_SHARE = 2
 
 
 def next_size(needed: int, least: int) -> int:
-    """Return the smallest allowed size >= `needed`. Allowed are `least`, and 2^n and 3 · 2^(n − 1) above it."""
+    """Return the smallest allowed size >= `needed`.
+
+    The allowed sizes are `least`, and 2^n and 3 · 2^(n − 1) above `least`.
+    """
     size = least
     while size < needed:
         size = size * 3 // 2 if size & (size - 1) == 0 and size * 3 // 2 >= needed else 1 << size.bit_length()

@@ -116,7 +116,7 @@ def follow_umask(folder: Path) -> None:
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers. If it does not, this process reads models from the local cache only.
+    """Return whether the hub answers. If the hub does not answer, this process reads models from the local cache only.
 
     Without this check, the hub's client would retry each request for half a minute, even for cached files.
     """

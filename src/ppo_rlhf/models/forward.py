@@ -1,6 +1,6 @@
 """Forward passes of a language model: hidden states of chosen tokens, and logits of chosen hidden states.
 
-No code here depends on the names of architectures. Probes of a few tokens find out once what a model can do.
+No code in this module depends on the names of architectures. Probes of a few tokens find out once what a model can do.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     model's forward with the hidden states in place of the backbone's output.
 
     Raises:
-        ModelError: Neither of the two functions gives the model's logits.
+        ModelError: The output embeddings alone do not give the model's logits, and the model's forward does not either.
     """
     output_class = _find_head(model)
     if output_class is None:
@@ -114,7 +114,8 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     """Probe packed attention, and leave it switched on if it gives the same hidden states as padded attention.
 
     Packed hidden states must be close to padded hidden states at the model's default positions, and must not depend on
-    the other sequence. They need not be equal to the bit: a mixture of experts multiplies matrices of other sizes.
+    the other sequence. Packed and padded hidden states need not be equal to the bit: a mixture of experts multiplies
+    matrices of other sizes.
     """
     rows = right_padded([probe_ids(backbone, 5).tolist(), probe_ids(backbone, 3).tolist()], 0).to(backbone.device)
     try:
@@ -140,7 +141,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
     if a model does not count positions from 0, or reads padding.
 
     Raises:
-        ModelError: The hidden states differ, or they or the gradients are not finite.
+        ModelError: The hidden states differ, or the hidden states or the gradients are not finite.
     """
     ids, mask = probe_ids(backbone, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
     left = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)

@@ -92,9 +92,9 @@ def activation_bytes(backbone: nn.Module, number: int) -> int:
 def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_layer: int, number: int) -> int:
     """Return the bytes to decode one response: keys and values, and the prompt's pass or a step's logits.
 
-    Of the prompt's pass and the logits, only the larger counts, since the two do not exist at the same time. `tokens`
-    counts prompt and response. `one_layer` is the bytes of one token's activations in one layer, and `number` the bytes
-    of one number.
+    Only the larger of the prompt's pass and the logits counts, since the pass and the logits do not exist at the same
+    time. `tokens` counts prompt and response. `one_layer` is the bytes of one token's activations in one layer, and
+    `number` the bytes of one number.
     """
     step = text.vocab_size * (number + 3 * 4)  # bytes of one row of logits, and of their probabilities in float32
     return cache_bytes(text, tokens, number) + int(max(step, prompt_length * one_layer))
@@ -106,7 +106,9 @@ def cache_bytes(text: PretrainedConfig, tokens: int, number: int) -> int:
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Return the free bytes on a device and on the host, within the container's limit. On a CPU the two are equal.
+    """Return the free bytes on a device and on the host, within the container's limit.
+
+    On a CPU the free bytes on device and host are equal.
 
     The page cache of files that were read or written counts as free.
     """
@@ -129,8 +131,8 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device.
 
-    Free blocks of torch's allocator count as free. Free blocks in the memory pools of CUDA graphs do not: only a
-    capture can use them.
+    Free blocks of torch's allocator count as free. Free blocks in the memory pools of CUDA graphs do not count as free:
+    only a capture can use them.
     """
     free = available_memory(device)[0]
     if device.type != "cuda":

@@ -29,10 +29,11 @@ def check_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Switch gradient checkpointing on. It takes effect only within a `recomputing` block.
+    """Switch on gradient checkpointing, which takes effect only within a `recomputing` block.
 
     Raises:
-        ModelError: The architecture does not support it, or this version of transformers marks layers differently.
+        ModelError: The architecture does not support gradient checkpointing, or this version of transformers marks
+            layers differently.
     """
     check_gradient_checkpointing(model)
     # preserve_rng_state is False because the layers draw no random numbers
@@ -53,7 +54,10 @@ def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Let models checkpoint within the block only. Outside they decode with a cache, which checkpointing forbids."""
+    """Let models checkpoint within the block only.
+
+    Outside the block, models decode with a cache, which checkpointing forbids.
+    """
     marked = [module for model in models for module in _marked(model)]
     for module in marked:
         module.training = True

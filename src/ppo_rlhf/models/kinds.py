@@ -50,7 +50,7 @@ def check_generates(config: PretrainedConfig, source: str) -> None:
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a sequence classifier of transformers, this project, or remote code."""
+    """Return whether a configuration belongs to a sequence classifier of transformers, this project, or remote code."""
     architecture, own_code = next(iter(config.architectures or ()), None), getattr(config, "auto_map", None) or {}
     return (
         architecture in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
@@ -76,7 +76,10 @@ def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
 
 @cache
 def rows_on_hub(name: str, revision: str) -> int | None:
-    """As `rows_of_head` for a classifier on the hub. Only the headers of its weights files are downloaded."""
+    """Return the number of outputs of the head of a classifier on the hub, as `rows_of_head` does.
+
+    Only the headers of the classifier's weights files are downloaded.
+    """
     if not hub_answers():
         return None
     try:

@@ -166,7 +166,7 @@ class PretrainedHandle:
         return None if path is None else path.read_text(encoding="utf-8")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer. It pads on the left and has a pad token; its vocabulary is unchanged."""
+        """Return the tokenizer, which pads on the left and has a pad token; the vocabulary is unchanged."""
         config = self.config()
         # An adapter's directory may have its own tokenizer, which is preferred to the base model's
         if self.base and not self._file("tokenizer_config.json"):
@@ -190,7 +190,8 @@ class PretrainedHandle:
         Raises:
             ConfigError: bitsandbytes is missing.
             ModelError: The weights cannot be read, or some weights are missing, NaN or infinite. The model is not
-                causal: a hidden state depends on later tokens. Or `quantised_on` is given for an adapter.
+                causal: a hidden state depends on later tokens. Or `quantised_on` is given although the source is an
+                adapter.
         """
         self.check_causal_lm()
         self.check_quantisable(quantised_on is not None)
@@ -231,7 +232,7 @@ class PretrainedHandle:
             raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Return the reward model in eval mode. Its output has `.logits` [B, 1].
+        """Return the reward model in eval mode, whose output has `.logits` [B, 1].
 
         The model is a `CausalLMRewardModel` or a sequence classifier of transformers. If the configuration has
         `score_mean`, the scores have that mean subtracted (`reward_model.with_mean`). A language model with
@@ -330,8 +331,8 @@ class PretrainedHandle:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.
 
         The fingerprint of a directory covers config.json and each weights file's name, size, first and last mebibyte.
-        For a hub id it covers the id and the configuration. For an adapter, local or on the hub, it covers the
-        adapter's files and the fingerprint of the base.
+        The fingerprint of a hub id covers the id and the configuration. The fingerprint of an adapter, local or on the
+        hub, covers the adapter's files and the fingerprint of the base.
         """
         check_model_directory(self.source)
         folder = self._folder
@@ -438,7 +439,8 @@ class TrainedModel:
         """Write a model directory: configuration, safetensors and tokenizer. The average gets the subfolder `ema`.
 
         Raises:
-            ModelError: The folder is a file. Or it holds a whole model and an adapter is to be saved, or the reverse.
+            ModelError: The folder is a file. Or the folder holds a whole model and an adapter is to be saved, or the
+                reverse.
         """
         only_adapter = "save_pretrained" in vars(self.model)
         other = CONFIG if only_adapter else ADAPTER_CONFIG

@@ -28,7 +28,8 @@ PADDED = "sdpa"
 CAUSAL = (-1, 0)
 """FlashAttention's window for causal attention: all tokens on the left, none on the right."""
 WIDEST_HEAD = 192
-"""The widest head for FlashAttention. Its kernels go up to 256, but above 192 consumer GPUs have no backward pass."""
+"""Widest attention head that is given to FlashAttention. FlashAttention supports heads of up to 256 numbers, but on
+consumer GPUs it has no backward pass for heads wider than 192."""
 FIRST_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs that FlashAttention supports (Ampere)."""
 
@@ -170,8 +171,8 @@ def padded_attention(model: PreTrainedModel) -> Iterator[None]:
 def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
     """Return the last hidden states `[N, H]` of a packed row of tokens `[1, N]`, without transformers' cache.
 
-    transformers uses a four-dimensional mask as given. The dummy mask `[1, 1, 1, 1]` keeps it from building a mask
-    `[N, N]`.
+    transformers uses a four-dimensional mask as given. The dummy mask `[1, 1, 1, 1]` keeps transformers from building a
+    mask `[N, N]`.
     """
     no_mask = _no_mask(ids.device)
     output = backbone(
@@ -198,8 +199,8 @@ def place_rows(rows: Tensor, slots: Tensor, *shape: int) -> Tensor:
 def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
     """Return the rows at the given `slots`: the inverse of `place_rows`. No slot may occur twice.
 
-    This is faster than torch's `index_select`, whose backward pass adds up the rows one by one, since its index may
-    repeat.
+    `take_rows` is faster than torch's `index_select`, whose backward pass adds up the rows one by one because an index
+    of `index_select` may repeat.
     """
     return _TakeRows.apply(rows, slots)
 

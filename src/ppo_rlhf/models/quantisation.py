@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.core.errors import ConfigError
 
 NEEDED = Requirement("bitsandbytes>=0.50")
-"""The first version that uses one kernel with and without gradients, so that PPO's first probability ratio is 1."""
+"""The first version of bitsandbytes that uses the same kernel with and without gradients, so that PPO's first
+probability ratio is 1."""
 BLOCK, BLOCK_OF_SCALES = 64, 256
 """64 weights share a scale of 8 bits, and 256 of these scales share a scale of 32 bits. A weight thus takes
 4 + 8/64 + 32/(64·256) bits."""
@@ -71,8 +72,8 @@ def quantisation_states(model: nn.Module) -> list[Any]:
 def unquantised(layer: nn.Module, delta: Tensor | None = None) -> nn.Linear | Conv1D:
     """Return a plain layer with the dequantised weights of a 4-bit layer, plus `delta` `[outputs, inputs]`.
 
-    The result has the class that the layer had before it was quantised. It is on the CPU, in float32, since a GPU that
-    needs 4 bits has no room for it.
+    The returned layer has the class that the layer had before quantisation, and is on the CPU in float32, since a GPU
+    that needs 4-bit weights has no room for float32 weights.
     """
     from bitsandbytes.functional import dequantize_4bit
 

@@ -11,7 +11,8 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 log = logging.getLogger(__name__)
 
 said: set[str] = set()
-"""The lines that `say_once` has logged. Each pipeline run and each PPOTrainer clears it, also within one process."""
+"""The lines that `say_once` has logged. Each pipeline run and each PPOTrainer clears the set, also within one
+process."""
 
 
 def say_once(line: str) -> None:

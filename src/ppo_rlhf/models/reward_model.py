@@ -1,10 +1,11 @@
 """Reward models: a scalar head on the backbone of any causal language model, and the scores of whole sequences.
 
-transformers has sequence classifiers for some architectures only (none for BitNet). These classifiers pool at the last
-id that is not pad, which is one position too early if pad and end of text are the same token. `CausalLMRewardModel`
-pools at the last position of the attention mask, in left- and right-padded batches. Its head has a bias, so that a
-normalisation of the scores can be folded into the weights. It is saved as transformers' classifier if that computes the
-same scores (`to_classifier`). `sequence_scores` gives each sequence of a batch the same score as alone, for both kinds.
+transformers has sequence classifiers for some architectures only (none for BitNet). transformers' classifiers pool at
+the last id that is not pad, which is one position too early if pad and end of text are the same token.
+`CausalLMRewardModel` pools at the last position of the attention mask, in left- and right-padded batches. The head of a
+`CausalLMRewardModel` has a bias, so that a normalisation of the scores can be folded into the weights. A
+`CausalLMRewardModel` is saved as transformers' classifier if that classifier computes the same scores
+(`to_classifier`). `sequence_scores` gives each sequence of a batch the same score as alone, for both kinds.
 """
 
 from __future__ import annotations
@@ -114,11 +115,12 @@ class CausalLMRewardModel(PreTrainedModel):
     def to_classifier(self, pad_id: int, eos_id: int | None) -> PreTrainedModel:
         """Return a sequence classifier of transformers that shares this model's weights and that any program can load.
 
-        The classifier's head has no bias. Its scores minus the scores of this model are recorded as `score_mean` in its
-        configuration.
+        The classifier's head has no bias. The classifier's scores minus this model's scores are recorded as
+        `score_mean` in the classifier's configuration.
 
         Raises:
-            ModelError: No classifier computes the same scores with this pad id and this end of text; with the reason.
+            ModelError: No classifier computes the same scores with this pad id and this end of text; the message has
+                the reason.
         """
         config = copy.deepcopy(self.config.text_config)
         config.get_text_config().pad_token_id = pad_id
@@ -154,7 +156,7 @@ class CausalLMRewardModel(PreTrainedModel):
         """Return `.logits` [B, 1]: the scores of sequences [B, S] that are padded on either side.
 
         `attention_mask` [B, S] None: all tokens are real. `position_ids` [B, S] None: the real tokens of each row are
-        numbered from 0. The other arguments are passed on to the backbone, but `return_dict` and `labels` are ignored.
+        numbered from 0. `return_dict` and `labels` are ignored; all further arguments are passed on to the backbone.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in ("return_dict", "labels")}
         if attention_mask is None:
@@ -197,7 +199,7 @@ def with_mean(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:
-    """Say why a model's class or configuration is not that of a classifier with one label; None if it is one."""
+    """Say why a model's class or configuration does not belong to a classifier with one label; None if it is one."""
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
     if architecture is not None and hasattr(transformers, architecture) and architecture not in classifiers:
         return f"this is a {architecture}"

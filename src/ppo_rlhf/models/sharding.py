@@ -1,7 +1,7 @@
 """Shard the weights of models over the processes of a run, with torch's FSDP2.
 
 A training pass goes through FSDP2, which gathers the weights of one layer at a time. Every other pass (sampling,
-log-probabilities, values, scores) goes through the model's own modules. These modules hold the shards, which
+log-probabilities, values, scores) goes through the model's own modules. The model's modules hold the shards, which
 `transfers.on_device` replaces by whole weights for a block. Within the block each process may run its own number of
 passes. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -66,7 +66,10 @@ def shard_in_place(model: nn.Module, device: torch.device) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor from all processes, all of which must call this. Return other tensors unchanged."""
+    """Gather a sharded tensor from all processes; every process must call this function.
+
+    Return other tensors unchanged.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     full = tensor.full_tensor()

@@ -24,7 +24,8 @@ def stop_token_ids(
 
     Args:
         tokenizer: The policy's tokenizer.
-        generation_config: The policy's. Its `eos_token_id` may be one id or a list of ids, all of which end a response.
+        generation_config: The policy's generation config, whose `eos_token_id` may be one id or a list of ids; each of
+            the ids ends a response.
         stop_token: "eos": the generation configuration's ids, the tokenizer's end of text and the chat template's end
             of turn. "period": the ids of ".". "none": no id.
         stop_token_id: A single id, which replaces `stop_token`.
@@ -67,7 +68,8 @@ def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
     """Return the stop ids below `vocabulary`, the model's number of token ids, ascending.
 
     An id outside the vocabulary is no error. A hand-made configuration with a small vocabulary may keep its
-    architecture's end of text (GPT-2: 50256), and some configurations use such an id to switch the end of text off.
+    architecture's end of text (GPT-2: 50256), and some configurations use an id outside the vocabulary to switch the
+    end of text off.
     """
     return tuple(sorted(index for index in ids if 0 <= index < vocabulary))
 

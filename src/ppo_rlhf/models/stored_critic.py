@@ -23,7 +23,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
     """Return transformers' token classifier sharing these weights: its `.logits [B, S, 1]` are the values.
 
     Raises:
-        ModelError: No token classifier computes these values, and why.
+        ModelError: No token classifier computes these values; the message has the reason.
     """
     config = copy.deepcopy(backbone.config)
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
@@ -56,14 +56,14 @@ def from_token_classifier(model: PreTrainedModel) -> CausalLMRewardModel:
     """Return a critic's start that shares a token classifier's backbone and head; the head is named `score`.
 
     Raises:
-        ModelError: It has no linear head with one output on its backbone.
+        ModelError: The classifier has no linear head with one output on its backbone.
     """
     head = getattr(model, _name_of_head(model))
     return CausalLMRewardModel.from_parts(cast("PreTrainedModel", model.base_model), head)
 
 
 def is_token_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of one of transformers' token classifiers."""
+    """Return whether a configuration belongs to a token classifier of transformers."""
     architecture = next(iter(config.architectures or ()), None)
     return architecture in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
 

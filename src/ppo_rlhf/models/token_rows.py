@@ -66,7 +66,7 @@ class TokenRows:
 def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether each new shape costs time to choose a kernel, so that rows should be filled up.
 
-    That is the case on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
+    New shapes cost time on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
     """
     return device.type != "cpu" or dtype.itemsize == 2
 

@@ -34,7 +34,9 @@ CONTENT_MARK = "⁂ANSWER⁂"
 
 
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a loaded model's configuration the tokenizer's pad id if it has none. An end of text as pad id is not given.
+    """Give a loaded model's configuration the tokenizer's pad id if the configuration has no pad id.
+
+    An end of text is never given as the pad id.
 
     transformers' classifiers read the last id that is not pad: they would skip an end of text that is also the pad id.
     Call this after the weights are loaded: a pad id in the configuration of a new model switches the gradient of the
@@ -47,8 +49,9 @@ def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:
     """Give the tokenizer a pad token if it has none, without changing its vocabulary.
 
-    The first that exists is taken: the token that the model's configuration names, the unknown token if it does not end
-    texts, the end-of-text token. The pad token is only a filler: masks are made from lengths and never read it.
+    The pad token is the first that exists of: the token that the model's configuration names, the unknown token if it
+    does not end texts, the end-of-text token. The pad token is only a filler: masks are made from lengths and never
+    read it.
 
     Raises:
         ModelError: The tokenizer has none of the three tokens.
@@ -119,8 +122,8 @@ _WRITTEN = re.compile(r"{% if \w+ is not defined %}{% set (\w+) = (.*?) %}{% end
 def templates_of(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> dict[str, str]:
     """Return the chat templates of a tokenizer by name; a single template has the name `default`.
 
-    The result is empty if the tokenizer has no chat template. If there are several, transformers uses `default`, and
-    `tool_use` for chats with tools. `source` is the tokenizer's name in errors.
+    The result is empty if the tokenizer has no chat template. If there are several templates, transformers uses
+    `default`, and `tool_use` for chats with tools. `source` is the tokenizer's name in errors.
 
     Raises:
         ModelError: `chat_template` is neither a text nor a mapping from names to texts with the name `default`.

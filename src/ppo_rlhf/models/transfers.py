@@ -1,8 +1,8 @@
 """Copy tensors and models to a device.
 
 Many tensors go in one copy, since each copy costs as much as a small kernel. An offloaded or sharded model is whole on
-a device only while it computes. Its tensors on the host, or its shards, stay unchanged meanwhile: afterwards the copies
-on the device are dropped, and nothing is copied back.
+a device only while it computes. The model's tensors on the host, or its shards, stay unchanged during the computation:
+afterwards the copies on the device are dropped, and nothing is copied back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a dataclass, field by field, including those of nested dataclasses."""
+    """Yield the tensors of a dataclass, field by field, including the tensors of nested dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):

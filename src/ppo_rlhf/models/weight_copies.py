@@ -1,8 +1,8 @@
 """16-bit copies of the weights of linear layers, for passes without gradients under autocast.
 
 Autocast casts each float32 weight once per autocast context; in a CUDA graph, it would do so in each replay. The copies
-hold the same numbers as autocast's casts. They keep their addresses, so that a graph can read them, and one operation
-refreshes all of them.
+hold the same numbers as autocast's casts. The copies keep their addresses, so that a graph can read them, and one
+operation refreshes all copies.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterator[None]:
     """Replace a model's linear weights by 16-bit copies within the block, for passes without gradients under autocast.
 
-    The copies are refreshed at the start of each block. `captures` holds them until its `release`. The block has no
-    effect if autocast is off, if nothing is captured, or if the model has no float32 linear weights or would compute
+    The copies are refreshed at the start of each block. `captures` holds the copies until its `release`. The block has
+    no effect if autocast is off, if nothing is captured, or if the model has no float32 linear weights or would compute
     other results with the copies.
     """
     if captures is None or not has_copies(model, captures):
@@ -92,7 +92,8 @@ class WeightCopies:
 def computes_alike(model: PreTrainedModel) -> bool:
     """Return whether results with copies are equal to the bit; probed at the first call. Call this under autocast.
 
-    They differ if a model reads its linear weights outside of matrix products, or where it has switched autocast off.
+    Results with and without copies differ if a model reads its linear weights outside of matrix products or switches
+    autocast off.
     """
     # Run this probe before copies replace the weights: the probe needs the float32 weights without autocast
     decodes(model)
@@ -110,7 +111,7 @@ def computes_alike(model: PreTrainedModel) -> bool:
 
 
 def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
-    """Return the model's copies that `captures` holds. If there are none, make them."""
+    """Return the model's copies that `captures` holds. If `captures` holds no copies, make them."""
     held = captures.held.get(WeightCopies)
     if isinstance(held, WeightCopies) and held.model is model:
         return held
