@@ -21,8 +21,8 @@ class Typical:
     high: float
     source: str
     is_rate: bool = False
-    """True for a learning rate. The range then holds for policies of LARGE or more parameters, and LoRA multiplies the
-    range by LORA_FACTOR."""
+    """True for a learning rate. The range of a learning rate holds for policies of LARGE or more parameters, and LoRA
+    multiplies the range by LORA_FACTOR."""
 
 
 TUNING_GUIDE = "common practice in RLHF tuning guides"

@@ -35,8 +35,8 @@ VLLM_IMPORTANCE_CAP = 3.0
 class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
 
-    An episode is one response. Token counts leave out prompts and padding. Settings that TRL has keep TRL's name. They
-    also keep TRL's default, except for those in docs/algorithm.md, section 10. `Typical` gives the usual range of a
+    An episode is one response. Token counts leave out prompts and padding. Settings that TRL also has keep TRL's name,
+    and TRL's default unless docs/algorithm.md, section 10, lists another default. `Typical` gives the usual range of a
     setting.
 
     Raises:
@@ -55,10 +55,10 @@ class PPOConfig:
     """Separate upper clipping range of the policy ("clip higher"; DAPO: 0.28). None uses `cliprange`."""
     cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE)] | None = 0.2
     """Value clipping range, in units of the return. New values are clipped to this distance from the rollout's values.
-    None uses the plain squared error."""
+    None: the plain squared error, without clipping."""
     vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 1.0, TUNING_GUIDE)] = 0.1
-    """Weight of the value loss. It matters with value_model=shared; Adam's step of a separate critic hardly depends on
-    it."""
+    """Weight of the value loss. vf_coef matters with value_model=shared; the optimiser step of a separate critic hardly
+    depends on vf_coef, because Adam rescales gradients."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT)] = 1.0
     """Discount factor per token."""
     lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438")] = 0.95
@@ -111,7 +111,8 @@ class PPOConfig:
     kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0
     """Target KL of the adaptive controller, in nats per response (k1 summed over the tokens)."""
     kl_horizon: Annotated[float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000")] = 10_000.0
-    """Episodes in which the adaptive controller changes beta by at most 20 %. Set it to a fifth of the run or less."""
+    """Episodes in which the adaptive controller changes beta by at most 20 %. Set kl_horizon to a fifth of
+    total_episodes or less."""
     kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "docs/results.md: 10")] = 0
     """Iterations at the start in which the adaptive controller keeps beta (KL starts at 0, which would lower beta)."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 15.0
@@ -149,10 +150,11 @@ class PPOConfig:
     """Schedule of both learning rates over iterations, after the warm-up. The schedules are transformers', without
     arguments."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE)] = 0.0
-    """Share of the iterations over which the learning rate rises to its peak. The first learning rate is never 0. For
-    the policy only iterations after critic_warmup_iterations count."""
+    """Share of the iterations over which the learning rate rises to its peak. The learning rate of the first iteration
+    is never 0. For the policy, only iterations after critic_warmup_iterations count."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
-    """Iterations at the start that train only the critic. The policy and the KL controller do not change in them."""
+    """Iterations at the start that train only the critic. In these iterations the policy and the KL controller do not
+    change."""
     optim: Literal["adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
     """adamw_torch_fused: torch's AdamW in one kernel. adamw_8bit: bitsandbytes' AdamW, whose moments take a quarter of
     the memory (arXiv:2110.02861)."""
@@ -163,7 +165,7 @@ class PPOConfig:
     adam_epsilon: Annotated[float, Field(gt=0.0), Typical(1e-8, 1e-5, "arXiv:1412.6980; baselines' PPO: 1e-5")] = 1e-8
     """AdamW's epsilon, which keeps the step finite where gradients vanish."""
     weight_decay: Annotated[float, Field(ge=0.0), Typical(0.0, 0.1, "arXiv:1711.05101")] = 0.0
-    """AdamW's decoupled weight decay. It applies to matrices, not to biases and norms."""
+    """AdamW's decoupled weight decay, which applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE)] = 1.0
     """Largest 2-norm of a gradient. The policy's and the critic's gradients are clipped separately at every optimiser
     step."""
@@ -198,16 +200,17 @@ class PPOConfig:
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Largest number of tokens in a response, including its stop token."""
     min_response_length: NonNegative = 0
-    """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. No stop token
-    is sampled earlier. The loss uses the unfiltered distribution."""
+    """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. A stop token
+    is at the earliest token number min_response_length. The loss uses the distribution in which stop tokens are not
+    excluded."""
     temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE)] = 0.7
     """Sampling temperature. Log-probabilities, KL and entropy of policy and reference are computed at this
     temperature."""
     top_k: NonNegative = 0
-    """Sample only from the top_k most probable tokens. 0 is off. The loss uses the unfiltered distribution."""
+    """Sample only from the top_k most probable tokens. 0 is off. The loss uses the distribution without this filter."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample only from the most probable tokens that together have probability top_p. 1 is off. The loss uses the
-    unfiltered distribution."""
+    distribution without this filter."""
     stop_token: Literal["eos", "period", "none"] = "eos"
     """What ends a response. eos: any end token of the generation config, the tokenizer or the chat template. period: a
     token that is a full stop. none: only response_length."""
@@ -305,9 +308,11 @@ class PPOConfig:
     seed: Seed = 42
     """Seed. All random numbers are a function of the seed, the iteration and the episode's index."""
     sft_model_path: str | None = None
-    """For PPOTrainer: directory or hub id of the policy to start from. The pipeline reads it from globals.yml."""
+    """For PPOTrainer: directory or hub id of the policy to start from. The pipeline reads sft_model_path from
+    globals.yml."""
     reward_model_path: str | None = None
-    """For PPOTrainer: directory or hub id of the reward model. The pipeline reads it from globals.yml."""
+    """For PPOTrainer: directory or hub id of the reward model. The pipeline reads reward_model_path from
+    globals.yml."""
 
     eval_interval: Count = 10
     """Iterations between evaluations on the held-out prompts."""
@@ -317,7 +322,7 @@ class PPOConfig:
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
     max_time: Annotated[float, Field(gt=0.0)] | None = None
     """Hours from the start of the process, including all stages, after which the run saves its iteration and stops, as
-    after a signal. Set it below the time limit of a cluster's queue. None: no limit."""
+    after a signal. Set max_time below the time limit of a cluster's queue. None: no limit."""
     report_to: str = "none"
     """Comma-separated transformers integrations that get the metrics as well as MLflow, such as tensorboard,wandb."""
     callbacks: str | None = None
@@ -325,7 +330,7 @@ class PPOConfig:
     (docs/trainer.md). PPOTrainer also takes callback objects."""
     sample_interval: Count = 5
     """Iterations between samples. A sample is a table in MLflow, some responses token by token, and a file beside the
-    checkpoints with all completions of the iteration. The first and the last iteration are always sampled."""
+    checkpoints with all completions of the iteration. Samples are always taken in the first and the last iteration."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
     """Seconds that a run may take to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. After that time the
     run stops without saving, and can resume from the last checkpoint (Kubernetes kills after 30 seconds). 0 stops at

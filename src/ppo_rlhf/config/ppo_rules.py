@@ -48,7 +48,7 @@ class _Rule(NamedTuple):
 def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
     """Return a test whether all settings have the given values.
 
-    A set lists several accepted values. `_CHANGED` accepts any value except the default.
+    A value that is a set lists several accepted values. `_CHANGED` accepts any value except the default.
     """
 
     def is_as(c: PPOConfig, name: str, wanted: object) -> bool:

@@ -16,8 +16,9 @@ from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
 TYPO = 0.825
-"""Similarity from which a name counts as a misspelling. Names of other libraries stay below: `use_cpu` has similarity
-0.67 to `use_peft`, and `grad_clip` 0.8 to `reward_clip`, which are different settings."""
+"""Similarity from which a name counts as a misspelling. Different settings of other libraries stay below this
+similarity: `use_cpu` has similarity 0.67 to `use_peft`, and `grad_clip` 0.8 to `reward_clip`, which are different
+settings."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed in NumPy's range, because transformers' trainer also seeds NumPy's generator."""
 
@@ -28,7 +29,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
 
     Args:
         group: The group's name in the parameters files; every error starts with it (`ppo.kl_coef=-1: …`).
-        lives_elsewhere: Names that are no settings of the group, each with a hint to the right setting.
+        lives_elsewhere: Names that are not settings of the group, each with a hint to the right setting.
 
     Returns:
         A decorator. The decorated class raises `ConfigError` with one line for each problem, all problems at once.

@@ -23,7 +23,8 @@ RENAMED = {
     "vllm_importance_sampling_clip_max": "ppo.importance_cap",
     "lora_rank": "ppo.lora_r",
 }
-"""Settings that have another name here. A name without `ppo.` is a global of the pipeline."""
+"""Settings of other libraries that have another name in this project. A name without `ppo.` is a global of the
+pipeline."""
 
 LIVES_ELSEWHERE = {
     **{name: f"it is {ours}{'' if '.' in ours else ', a global of the pipeline'}" for name, ours in RENAMED.items()},

@@ -174,7 +174,7 @@ def render_chat(
 def chat_ids(
     messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False, tools: Tools = None
 ) -> list[int]:
-    """Return the tokens of a chat; arguments and errors are those of `render_chat`."""
+    """Return the tokens of a chat; arguments and errors are the same as in `render_chat`."""
     text = render_chat(messages, tokenizer, where, to_answer=to_answer, tools=tools)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

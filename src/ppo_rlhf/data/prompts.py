@@ -241,7 +241,7 @@ def find_evaluated(table: Dataset, evaluation: Dataset, column: str) -> list[boo
 
 
 def _prompt_column(table: Dataset, column: str, name: str) -> str:
-    """Return the column to read: `column`, or if it is missing the first column of `CONVERSATIONS` in the table."""
+    """Return the column to read: `column` if the table has it, else the table's first column of `CONVERSATIONS`."""
     used = next((name for name in (column, *CONVERSATIONS) if name in table.column_names), None)
     if used is None:
         raise DataError(

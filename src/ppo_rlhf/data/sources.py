@@ -34,7 +34,7 @@ FORMATS = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB = "hf://datasets/"
 _ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
-_NO_ROWS = "this data file has no rows. It needs at least one."
+_NO_ROWS = "this data file has no rows; a data file needs at least one row."
 _HUB_NAME = re.compile(
     r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
@@ -280,7 +280,7 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
     Return no rows for a file of another kind. The error names the line that cannot be read.
     """
     if file.stat().st_size == 0:
-        raise DataError(f"{file}: this data file is empty. It needs at least one row.")
+        raise DataError(f"{file}: this data file is empty; a data file needs at least one row.")
     if builder not in ("json", "text"):
         return []
     text = _text(file)

@@ -95,7 +95,7 @@ def queues_here() -> ReviewQueues:
     """Return the queues of the project's experiment.
 
     Raises:
-        ConfigError: This process has not created a project's Kedro context.
+        ConfigError: The process has not created a Kedro context of a project.
     """
     if not place.uri:
         raise ConfigError("Review queues need a Kedro session of the project, which reads the project's mlflow.yml.")

@@ -37,8 +37,8 @@ class RunCatalog:
        atomically. The entry's `_filepath` is the run's own path, so hooks read the same file. A model, or another
        versioned entry, is read in the version that this run wrote. A model that the run only reads is read in the
        version that was the newest at the start of the run.
-    2. In a distributed run only the main process writes persistent datasets. The other processes wait for the main
-       process and then read the same file.
+    2. In a distributed run only the main process writes persistent datasets. All processes except the main process wait
+    until the file is written, and then read the file.
     3. A resumed run knows which datasets its MLflow run has already written.
     """
 

@@ -175,10 +175,10 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
 def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int, seed: int) -> pd.DataFrame:
     """Return a table with both policies' responses to some prompts, and only the first response to each prompt.
 
-    The first `count` rows are drawn at random. The other rows are the widest wins and the widest losses among the
-    remaining prompts, `EXTREMES` of each. Columns: `chosen` (how the row was chosen), `outcome` (win, tie or loss of
-    the policy), `prompt`, `sft_response`, `ppo_response`, `sft_score` and `ppo_score` (the scores that decide the win
-    rate), `ppo_kl` (nats).
+    `count` rows are drawn at random. After the random rows come the widest wins and the widest losses among the
+    remaining prompts, `EXTREMES` rows of each kind. Columns: `chosen` (how the row was chosen), `outcome` (win, tie or
+    loss of the policy), `prompt`, `sft_response`, `ppo_response`, `sft_score` and `ppo_score` (the scores that decide
+    the win rate), `ppo_kl` (nats).
     """
     _check_comparable(policy, sft)
     first = np.arange(0, len(policy.prompts), policy.samples_per_prompt)

@@ -39,7 +39,8 @@ equal responses."""
 
 JUDGE = "evaluation.judge"
 JUDGE_COLUMN = "judge_score"
-"""Column with the scores of the judge that decides the win rate; `judge_score_<name>` has those of a further judge."""
+"""Column with the scores of the judge that decides the win rate; The column `judge_score_<name>` has the scores of a
+further judge."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
 _TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
@@ -80,12 +81,12 @@ class EvaluationConfig:
     """Number of responses to each held-out prompt in the final evaluation. PPO's i-th response is compared with SFT's
     i-th response. Standard errors and intervals are over prompts. Evaluations during training sample one response."""
     pass_at: list[Annotated[int, Field(ge=1)]] = field(default_factory=list)
-    """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. The
-    function that decides the win rate must then return 1 (right) or 0 (wrong)."""
+    """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. With
+    pass_at, the function that decides the win rate must return 1 (right) or 0 (wrong)."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
     """Largest number of held-out prompts in an evaluation during training. The final evaluation uses all held-out
-    prompts. If that is more, the last point of each curve comes from another sample of prompts, and distinct-n, which
-    falls with the number of responses, jumps at the last point."""
+    prompts. If there are more held-out prompts than iteration_prompts, the last point of each curve comes from another
+    sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of responses generated or scored at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
@@ -114,7 +115,7 @@ class EvaluationConfig:
     def sampling(self, trained: SamplingSettings) -> SamplingSettings:
         """Return the sampling settings of an evaluation, given those of training.
 
-        Greedy responses keep the temperature of training for their KL.
+        The KL of greedy responses is computed at the temperature of training.
         """
         if self.temperature is None:
             return trained

@@ -15,7 +15,8 @@ from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 CHANCE = 0.05
 """Significance level: a change counts as significant if its probability by chance is lower."""
 RESAMPLES = 4_999
-"""Largest number of sign patterns that the test draws. The smallest probability it can find is then 1 in 5000."""
+"""Largest number of sign patterns that the test draws. With this number of patterns, the smallest probability that the
+test can find is 1 in 5000."""
 SCORES = "scores"
 """Key in the log of evaluations for the deciding scores by prompt. Only rows that were the best so far have the key."""
 

@@ -18,7 +18,7 @@ class Answer(NamedTuple):
 
     text: str
     is_whole: bool
-    """False for an answer that was cut off at the token limit: a number at its end may lack digits."""
+    """False for an answer that was cut off at the token limit: a number at the answer's end may lack digits."""
 
 
 class AnswerCache:

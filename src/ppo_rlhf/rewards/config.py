@@ -79,8 +79,8 @@ class RewardConfig:
     """The terms, each a mapping with the settings of `reward.components`."""
     normalise: Literal["total", "component"] = "total"
     """What `ppo.reward_normalisation` normalises: total, the weighted sum; or component, each term before the sum
-    (GDPO, arXiv:2601.05242), so that none counts for more because its numbers spread more. A weight is then in units
-    of the standard deviation. Scale and clip come after the sum."""
+    (GDPO, arXiv:2601.05242), so that no term counts for more because its numbers spread more. With component, a weight
+    is in units of the standard deviation of its term. Scale and clip are applied after the sum."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]

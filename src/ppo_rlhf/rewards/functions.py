@@ -76,7 +76,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
 def _first_on_path(folders: list[str]) -> Iterator[None]:
     """Put `folders` first on `sys.path` within the block.
 
-    The folders do not stay there: a user's file could hide a library's module of the same name.
+    The folders do not stay on `sys.path`: a user's file could hide a library's module of the same name.
     """
     added = [path for path in folders if path not in sys.path]
     sys.path[:0] = added
@@ -128,8 +128,9 @@ def call_reward_function(
 
     Prompts, completions and columns are keyword arguments; a function without `**columns` gets only the arguments that
     its signature names. A coroutine function (`async def`) is awaited. `completion_ids` are the tokens of each
-    response with its stop token; a function whose signature names them gets them. With `completion_ids` the function
-    may return per-token rewards: for each response a list, a 1-D array or a 1-D tensor with one number per token.
+    response with its stop token; a function whose signature names `completion_ids` gets the tokens. With
+    `completion_ids` the function may return per-token rewards: for each response a list, a 1-D array or a 1-D tensor
+    with one number per token.
 
     Raises:
         RewardError: The function takes other arguments, raised, returned another number of entries than there are
@@ -164,7 +165,7 @@ def call_function(
     `title` begins the text of errors. The function gets copies, so it may change its arguments in place.
 
     Raises:
-        RewardError: The function takes other arguments, raised, or did not return one entry per response.
+        RewardError: The function takes other arguments, raised an exception, or did not return one entry per response.
     """
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
@@ -281,7 +282,7 @@ def _written(report: list[str]) -> str:
 def split_reference(reference: str) -> tuple[str, str]:
     """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form.
 
-    The former name of a module of this package that has moved is replaced by the new name.
+    If a module of this package has moved, its former name is replaced by its new name.
     """
     module_name, _, name = with_new_names(reference).partition(":")
     parts = [name, *module_name.split(".")]

@@ -349,7 +349,7 @@ in_use: dict[tuple[str, LLMJudgeConfig], LLMJudge] = {}
 def load_judge(judge: str | LLMJudgeConfig, place: str, project_path: Path | None = None) -> RewardFunction:
     """Return the function of a judge: an imported Python function or an `LLMJudge`.
 
-    `place` is the judge's place in the settings. Raises as `load_function` and `LLMJudge` do.
+    `place` is the judge's place in the settings. Raises the errors of `load_function` and `LLMJudge`.
     """
     if isinstance(judge, str):
         return load_function(judge, project_path)

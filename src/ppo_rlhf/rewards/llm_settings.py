@@ -74,8 +74,8 @@ class LLMJudgeConfig:
     """Name of the environment variable that holds the server's key. None: the server needs no key."""
     answer: Literal["score", "pairwise"] = "score"
     """`score`: the judge gives each response a number. `pairwise`: the judge names the better of two responses and is
-    asked in both orders. A response gets 1 if both answers name it, 0 if both answers name the other response, and 0.5
-    (a tie) otherwise."""
+    asked in both orders. A response gets 1 if both answers name this response, 0 if both answers name the other
+    response, and 0.5 (a tie) otherwise."""
     criteria: str | None = None
     """Description of a good response, `{{ criteria }}` in the template. None: a sentence on correctness and
     relevance."""

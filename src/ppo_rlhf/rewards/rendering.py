@@ -101,7 +101,7 @@ class Rendering:
         """Raise `DataError` if the reward model's chat template refuses a prompt with a reply.
 
         `chats` are the prompts' messages as JSON, None for plain text. Of prompts with the same roles and keys only the
-        first is rendered. `name` names the table in errors; `tools` is the column of that name.
+        first is rendered. `name` names the table in errors; `tools` is the table's column `tools`.
         """
         tried: set[Hashable] = set()
         rows = zip(chats, repeat(None) if tools is None else tools, strict=False)
@@ -263,7 +263,7 @@ class ReplyForm:
     def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
         """Return the form of replies to a chat, which depends on the chat template and the system messages.
 
-        Sampled text takes no part in this, so no reply can make the template refuse the chat.
+        The form does not depend on sampled text, so no reply can make the template refuse the chat.
         """
         system = [*takewhile(lambda message: message["role"] == "system", chat)]
         return _form(tokenizer, str(tokenizer.chat_template), json.dumps(system))

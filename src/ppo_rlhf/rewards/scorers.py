@@ -46,8 +46,8 @@ class ModelScorer:
     ) -> None:
         """Take the reward model with its tokenizer, and the policy's tokenizer, which encoded the responses.
 
-        Each call scores on `device`; None: the model's current device. Between calls the model may be offloaded. One
-        forward pass takes `batch_size` sequences; None: as many as fit into memory.
+        Each call scores on `device`; None: the model's current device. Between calls the reward model may be in host
+        memory. One forward pass takes `batch_size` sequences; None: as many as fit into memory.
         """
         self.model = model
         self._tokenizer = tokenizer

@@ -17,7 +17,7 @@ from ppo_rlhf.data.chats import Chat
 TURNS = "turns"
 MESSAGES = "messages"
 AGAINST = "against_completions"
-"""By this name a judge gets the responses that it compares the completions with: SFT's to the same prompts."""
+"""Name of the argument with the responses that a judge compares the completions with: SFT's to the same prompts."""
 
 
 class DecodedWhenRead(UserList[str]):
@@ -86,7 +86,7 @@ class Scores:
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
-"""Returns one number per response, [N], or one per token, [N, longest response] with 0 in the padding."""
+"""Returns one number per response, [N], or one number per token, [N, longest response] with 0 in the padding."""
 
 
 class RewardScorer:
@@ -115,7 +115,7 @@ class RewardScorer:
         model scores one shard in each process. Every process returns all scores.
 
         Raises:
-            RewardError: A function raised, or a score is not a finite float32 number.
+            RewardError: A reward function raised an exception, or a score is not a finite float32 number.
         """
         scores: dict[str, Tensor] = {}
         total, token_rewards = torch.zeros(len(batch), dtype=torch.float64), None

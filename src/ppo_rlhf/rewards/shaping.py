@@ -40,7 +40,8 @@ def final_scores_apart(
     """Return the final scores `[B]` of components that are normalised each by itself before their weighted sum.
 
     As in GDPO (Liu et al. 2026, arXiv:2601.05242), over the batch or the run instead of the responses to one prompt.
-    A component without spread is 0 there. `moments` are of each component's scores before this batch.
+    A component whose scores are all equal becomes 0. `moments` are the statistics of each component's scores before
+    this batch.
 
     Raises:
         ConfigError: `ppo.reward_normalisation` does not say how.
@@ -54,7 +55,7 @@ def final_scores_apart(
 
 
 def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PPOConfig) -> dict[str, float]:
-    """Return by which standard deviation each component was divided that is normalised by itself, in its own units.
+    """Return the standard deviation that each separately normalised component was divided by, in its units.
 
     The epsilon under the root is left out. `moments` are as for `final_scores_apart`.
     """
