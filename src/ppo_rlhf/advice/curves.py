@@ -17,7 +17,8 @@ from ppo_rlhf.ppo.kl_rules import KLSituation
 WINDOW = 10
 """Largest number of iterations that a mean is taken over."""
 FIRST_RESPONSES = 64
-"""Number of responses that the start of a run is measured on. Fewer would let the noise of one batch decide."""
+"""Number of responses that the start of a run is measured on. With fewer responses, the noise of one batch would
+decide."""
 
 
 def in_digits(value: float) -> str:
@@ -77,7 +78,7 @@ class Run(KLSituation):
         return float(self._window_means(key).max())
 
     def end(self, key: str) -> float:
-        """Return the metric's last measured value, for example that of the last evaluation."""
+        """Return the metric's last measured value, for example the value at the last evaluation."""
         measured = self.values(key).dropna()
         return float(measured.iloc[-1]) if len(measured) else math.nan
 

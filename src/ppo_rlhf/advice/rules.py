@@ -17,8 +17,8 @@ from ppo_rlhf.ppo import kl_rules
 from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
 
 FLAT = 0.25
-"""A score that changed by less counts as unchanged. In standard deviations of the score: two standard errors of a mean
-over 64 responses."""
+"""A score that changed by less than this value counts as unchanged. The unit is the standard deviation of the score;
+the value is two standard errors of a mean over 64 responses."""
 USUAL_EOS_PENALTY = 1.0
 """Usual missing_eos_penalty for scores of standard deviation 1; TRL's examples also use 1."""
 LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
@@ -83,8 +83,8 @@ def _updates_are_undone(r: Run) -> bool:
     """Return whether later updates undid earlier ones, for a policy that has not moved; if not, the updates are too
     small.
 
-    With one optimiser step per iteration the size of the updates is unknown. Then only a KL penalty that is large
-    compared with the scores counts as a sign of undone updates.
+    With one optimiser step per iteration the size of the updates is unknown. A KL penalty that is large compared with
+    the scores is then the only sign of undone updates.
     """
     if math.isnan(r.walked):
         spread = r.config.reward_scale * (r.deviation if r.config.reward_normalisation == "none" else 1.0)
@@ -103,7 +103,8 @@ def _update_too_small(r: Run) -> bool:
 def _steps_skipped(r: Run) -> bool:
     """Return whether float16 skipped over 1 % of the steps in the second half of the run.
 
-    The first half does not count, because loss scaling skips steps there until it finds its scale.
+    Skipped steps in the first half of the run do not count, because loss scaling skips steps until it has found its
+    scale.
     """
     skipped, steps = r.values(SKIPPED), r.values(STEPS)
     half = len(skipped) // 2

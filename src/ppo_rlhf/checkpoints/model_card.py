@@ -91,9 +91,9 @@ def render_reward_card(
 ) -> str:
     """Return the card of a reward model that this project trained, as Markdown with the hub's metadata.
 
-    `base` is the model whose backbone was used. `preferences` is the source of the user's preferences, or None.
-    `own_form` says why the model is not one of transformers' sequence classifiers, or is None if it is.
-    `has_template` is True if the tokenizer has a chat template.
+    `base` is the model whose backbone the reward model started from. `preferences` is the source of the user's
+    preferences, or None. `own_form` says why the model is not one of transformers' sequence classifiers, or is None if
+    the model is such a classifier. `has_template` is True if the tokenizer has a chat template.
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     of_a_chat = OF_A_CHAT if has_template else ""
@@ -227,7 +227,7 @@ def may_write_card(folder: Path) -> bool:
 def place(source: str) -> str:
     """Return a hub id unchanged, and a path without the names of this machine's folders.
 
-    A path below the working directory becomes relative to it. Of any other path only the last part is kept.
+    A path below the working directory becomes a relative path. Of any other path only the last part is kept.
     """
     path = Path(shown(source)).expanduser()
     return path.name if path.is_absolute() else shown(source)

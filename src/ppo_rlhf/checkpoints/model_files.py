@@ -56,7 +56,7 @@ def write_models(directory: Path, state: TrainingState) -> None:
 
     Raises:
         OSError, SafetensorError: A file cannot be written.
-        RuntimeError, ValueError: A file cannot hold the weights, for example because they overlap in memory.
+        RuntimeError, ValueError: A file cannot hold the weights, for example because the weights overlap in memory.
     """
     with quiet_transformers():
         # For a policy with LoRA, `adapters.save_adapter` replaces this method and saves only the adapter.
@@ -78,8 +78,8 @@ def read_models(directory: Path, state: TrainingState) -> None:
     """Copy the models that `write_models` wrote into the models of a new state.
 
     Raises:
-        CheckpointError: The adapters belong to other frozen weights.
-        OSError, RuntimeError, ValueError: The checkpoint was made for other models.
+        CheckpointError: The adapters were trained on other frozen weights than this run's. OSError, RuntimeError,
+        ValueError: The checkpoint was made for other models.
     """
     with refilled(state.policy, state.critic):
         _check_frozen_weights(directory, state)
@@ -108,8 +108,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def gathered(state: TrainingState) -> TrainingState:
     """Return a state whose sharded weights and moments are gathered; a state that is not sharded is returned unchanged.
 
-    Every process must call this function. It gathers one tensor after the other into the main process's host memory.
-    The other processes get tensors without values (device `meta`).
+    Every process must call this function. The tensors are gathered one after the other into the main process's host
+    memory. All processes except the main process get tensors without values (device `meta`).
     """
     if not shards_models():
         return state
@@ -148,9 +148,10 @@ def exported_policy(state: TrainingState) -> TrainedModel:
 def exported_critic(state: TrainingState) -> TrainedModel:
     """Return the critic as it is stored, for later runs and other programs, with the policy's tokenizer.
 
-    It has a backbone of its own, whatever `ppo.value_model` says: an adapter is merged, and a shared trunk is the
-    policy's. It is transformers' token classifier, and its weights have the head under TRL's names (`v_head.*`), too;
-    if no such classifier computes its values, it is `CausalLMRewardModel`, which is logged. Every process calls it.
+    The stored critic always has its own backbone, whatever `ppo.value_model` says: an adapter is merged, and a shared
+    trunk is copied from the policy. The stored critic is a token classifier of transformers, whose weights also contain
+    the head under TRL's names (`v_head.*`). If no token classifier computes the critic's values, the stored critic is a
+    `CausalLMRewardModel`, which is logged. Every process must call this function.
     """
     critic = gathered(state).critic
     backbone = merged(critic.backbone) if has_adapter(critic.backbone) else critic.backbone

@@ -48,7 +48,8 @@ MAY_CHANGE = frozenset(
         *VLLM_FIELDS,
     }
 )
-"""Settings that may change on resume: the run's length, records, limits, device, micro-batches and vLLM's place.
+"""Settings that may change on resume: settings of the run's length, records, limits, device, micro-batches and vLLM's
+place.
 
 `total_episodes` changes the learning-rate schedule; the device, `cuda_graphs` and the three batch settings change the
 rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the number of processes must
@@ -64,7 +65,7 @@ DATE = "printed_date"
 
 
 def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the origin's entry with the date that the chat template prints today; empty if it prints no date."""
+    """Return the origin's entry with the date that the chat template prints today; empty if no date is printed."""
     dates = printed_dates(tokenizer) if prompts.has_chats else []
     return {DATE: ", ".join(dates)} if dates else {}
 
@@ -86,7 +87,8 @@ def restore(state: TrainingState, directory: Path) -> None:
     pipeline has them as globals, PPOTrainer as arguments.
 
     Raises:
-        ConfigError: A setting that must not change differs, or the origin, or the batch size. Each has one line.
+        ConfigError: A setting that must not change, the origin or the batch size differs from the checkpoint. The
+        message has one line for each difference.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)

@@ -58,9 +58,10 @@ HERE = (
     "overlong_prompts",
     "seed",
 )
-"""Fields that belong to a machine, a run or its prompts, not to the policy: the current user's settings apply."""
+"""Fields of PPOConfig that belong to a machine, a run or its prompts, not to the policy; their values come from the
+current user's settings, not from the record."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")
-"""Fields that matter when a policy only generates responses."""
+"""Fields of PPOConfig that matter when a policy only generates responses."""
 OPTION = "--params"  # `--params` sets parameters of `kedro run`; PPOTrainer does not read them
 IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p")
 
@@ -142,8 +143,8 @@ def settings_of(
     Args:
         policy: The policy, whose record is read.
         conf: The user's settings.
-        typed: Names of the settings that were typed for this command; they come before the record.
-        template: The user's arguments for the chat template, or None if they were typed.
+        typed: Names of the settings that were typed for this command; the typed settings come before the record.
+        template: The user's arguments for the chat template, or None if the arguments were typed.
         may_import: False refuses a recorded environment, which is Python code, that `conf` does not name.
 
     Raises:
@@ -249,5 +250,5 @@ def _read(policy: PretrainedHandle) -> _Record | None:
 
 
 def _most_tokens(settings: Mapping[str, Any]) -> str:
-    """Return the name of the setting that `max_new_tokens` corresponds to: with an environment that of one turn."""
+    """Return the name of the setting for `max_new_tokens`: with an environment the maximum length of one turn."""
     return "response_length" if settings.get("environment") is None else "turn_length"

@@ -35,7 +35,7 @@ _KNOWN = {field.name for field in fields(PPOConfig)}
 def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[str]:
     """Say which settings to change first after a PPO run.
 
-    The order is that of tuning: first KL, then learning rates and batch sizes, then epochs and clipping.
+    The order is the order of tuning: first KL, then learning rates and batch sizes, then epochs and clipping.
     docs/tuning.md has every rule.
     """
     from ppo_rlhf.advice import SHOWN, in_words  # imported inside the function because the import is slow
@@ -83,7 +83,7 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
     Raises:
         MlflowException: There is no such run.
         DataError: The run did not train a policy.
-        ConfigError: This version refuses the run's settings.
+        ConfigError: The run has settings that this version of ppo_rlhf refuses.
     """
     run = client.get_run(run_id)
     if TRAINED not in run.data.metrics:

@@ -31,7 +31,8 @@ ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and pr
 UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 COLLECTING = "collect_feedback"
-"""The pipeline whose runs record which policy wrote each response. Without that record people's answers are useless."""
+"""The pipeline whose runs record which policy wrote each response. Without the record of the policies people's answers
+are useless."""
 DAY = 86_400  # one day in seconds: many file systems update a file's access time at most once a day
 Folders = Mapping[str, list[Path]]
 
@@ -110,7 +111,10 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
 
 
 class Runs:
-    """All runs of the tracking store. The runs of this project on this host, with their child runs, are its own."""
+    """All runs of the tracking store.
+
+    The project's own runs are the runs of this project on this host, with their child runs.
+    """
 
     def __init__(self, runs: dict[str, Run], project: Path, moved_from: Sequence[str]) -> None:
         """Find the place `host:path` of each run. `moved_from` are former places of this project.
@@ -132,7 +136,7 @@ class Runs:
         self._own_places = {f"{platform.node()}:{project.as_posix()}", *moved_from}
 
     def is_own(self, run_id: str) -> bool:
-        """Return whether a run belongs to this project, by its own tags or by those of its parent run."""
+        """Return whether a run belongs to this project, by its own tags or by the tags of its parent run."""
         place = self.places[run_id]
         return place is not None and not self._own_places.isdisjoint({place, f"*:{place.partition(':')[2]}"})
 
@@ -182,7 +186,7 @@ def _size(folder: Path) -> int:
 def _old_tables(caches: set[Path]) -> set[Path]:
     """Return the folders of cached tables that were not read for a day.
 
-    Tables from the hub are not among them, because a run may need them offline.
+    Tables from the hub are left out, because a run may need them offline.
     """
     tables = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
     begin = time.time() - DAY
@@ -266,9 +270,9 @@ def _needed(
 def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
     """Return whether an unfinished run certainly has no checkpoints.
 
-    Such a run makes no checkpoints, or its folder is gone while other runs' folders are there. If the folder of all
-    runs' checkpoints is missing or empty, the answer is False: a disk may be unmounted, also one inside the project.
-    The answer is False as well for runs of earlier versions, which did not record their folder.
+    A run has no checkpoints if its pipeline writes none, or if its folder is gone while other runs' folders exist. If
+    the folder of all runs' checkpoints is missing or empty, the answer is False: a disk may be unmounted, also one
+    inside the project. The answer is False as well for runs of earlier versions, which did not record their folder.
     """
     noted = run.data.tags.get(CHECKPOINTS)
     if noted in (None, NONE):
@@ -278,7 +282,7 @@ def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
 
 
 def _written(runs: Runs, run: Run) -> set[str]:
-    """Return the paths of the models that a run wrote: the recorded ones, and those in the project's present folder."""
+    """Return the paths of a run's models: the recorded paths, and the paths in the project's present folder."""
     noted = _tagged(run, WRITTEN)
     return {*noted, *(str(runs.here(run, path)) for path in noted)}
 
@@ -295,7 +299,8 @@ def _best() -> set[str | None]:
 def _delete(runs: Runs, run_id: str, folders: list[Path], kept: Collection[str]) -> None:
     """Delete a run's folders. If the run's MLflow artifacts are in the project, delete it in MLflow as well.
 
-    That includes its child runs, unless they are in `kept`, its model versions and its logged models.
+    Deleting a run in MLflow also deletes its model versions, its logged models, and its child runs that are not in
+    `kept`.
     """
     client, run = mlflow.MlflowClient(), runs.all[run_id]
     family = [

@@ -112,7 +112,7 @@ def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[
     """Return the texts of the project's files by their paths.
 
     `named` holds the settings of globals.yml, and `reward` is a reward component as YAML. In conf only globals.yml is
-    filled in; the other files of conf are the template's unchanged.
+    filled in; all other files of conf are unchanged copies from the template.
     """
     values = named | {"experiment": name}
     filled = {setting: json.dumps(value, ensure_ascii=False) for setting, value in values.items()}

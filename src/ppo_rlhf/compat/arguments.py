@@ -19,7 +19,7 @@ IF_GIVEN = {
     "torch_compile": "ppo.compile",
     "save_steps": "ppo.save_interval",
 }
-"""Settings that are converted only if they are given. Otherwise the values of conf/base apply."""
+"""Settings that are converted only if they are given. If they are not given, the values of conf/base apply."""
 LEFT = {
     "lora_dropout module_dropout": "dropout is always off",
     "use_rslora use_dora loraplus_* lorap_* pissa_* lora_bias lora_dtype lora_ga_* init_weights additional_target "

@@ -121,9 +121,7 @@ class Conversion:
         return _file([self], self._parameter_lines())
 
     def globals_text(self) -> str:
-        """Return the text of globals.yml in the same form. A missing global is null with a comment on what to fill
-        in.
-        """
+        """Return the text of globals.yml. A missing global is null with a comment on what to fill in."""
         return _file([self], self._global_lines())
 
     def _parameter_lines(self) -> list[str]:

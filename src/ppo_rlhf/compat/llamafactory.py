@@ -1,8 +1,8 @@
 """Conversion of LLaMA-Factory's stages ppo, sft and rm, and of the tables that dataset_info.json describes.
 
-Names, defaults and effects of settings are those of LlamaFactory at commit ff6d4d12 (August 2026): `hparams`,
-`train/ppo`. Its PPO uses trl 0.8.6 to 0.9.6, and settings that LLaMA-Factory does not set have the defaults of trl's
-PPOConfig.
+Names, defaults and effects of settings are taken from LlamaFactory at commit ff6d4d12 (August 2026): `hparams`,
+`train/ppo`. LLaMA-Factory's PPO uses trl 0.8.6 to 0.9.6, and settings that LLaMA-Factory does not set have the defaults
+of trl's PPOConfig.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def from_llamafactory(
             given in passes over the rows.
         folders: Folders in which relative paths of models and `dataset_dir` are searched, in this order. Without
             folders the tables are not read.
-        beside: Other stages that are converted with this stage. PPO starts from the models that they train.
+        beside: Other stages that are converted with this stage. PPO starts from the models that these stages train.
 
     Raises:
         ConfigError: The stage is not supported, or an entry of dataset_info.json is invalid or has images.

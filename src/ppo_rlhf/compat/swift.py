@@ -1,7 +1,7 @@
 """Conversion of configurations of ms-swift: `swift rlhf --rlhf_type ppo`.
 
-Names, defaults and effects of settings are those of ms-swift at commit 3602360a (August 2026): `swift/arguments`,
-`swift/trainers/arguments.py`, `swift/pipelines/train/rlhf.py`. Its trainer is TRL's last PPOTrainer.
+Names, defaults and effects of settings are taken from ms-swift at commit 3602360a (August 2026): `swift/arguments`,
+`swift/trainers/arguments.py`, `swift/pipelines/train/rlhf.py`. ms-swift's PPO trainer is TRL's last PPOTrainer.
 """
 
 from __future__ import annotations
