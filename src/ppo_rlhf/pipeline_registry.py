@@ -25,8 +25,8 @@ ALIGN = ("ppo", "evaluation", "reporting")
 def register_pipelines() -> dict[str, Pipeline]:
     """Return the pipelines by name.
 
-    These are the stages, the pipelines outside the chain, `align` (for a user's own models) and `__default__` (the
-    whole chain). The pipeline `evaluation` includes its report. Kedro's `find_pipelines` is not used: with
+    The pipelines are the stages, the pipelines outside the chain, `align` (for a user's own models) and `__default__`
+    (the whole chain). The pipeline `evaluation` includes its report. Kedro's `find_pipelines` is not used: with
     `--pipelines align` it would look only for a folder named align, and find none.
     """
     stages, beside = (

@@ -26,9 +26,9 @@ MOST_PER_BATCH = 1000
 class MlflowLog:
     """Sends the metrics and samples of one run to MLflow; retries refused batches and sends no metric twice.
 
-    MLflow's own asynchronous queue is not used, for two reasons. It does not report whether a batch was accepted. A
-    process that ends waits for the whole queue, which takes minutes per batch if the server hangs. This class makes
-    one call at a time, in a daemon thread.
+    MLflow's own asynchronous queue is not used, for two reasons. The queue does not report whether MLflow accepted a
+    batch. At its end a process waits for the whole queue, which takes minutes per batch if the server hangs.
+    `MlflowLog` makes one call at a time, in a daemon thread.
     """
 
     def __init__(self, run_id: str, *, is_continued: bool = False, checkpoints: Path | None = None) -> None:

@@ -56,9 +56,9 @@ def log_policy(
     """Log a model directory to the active run, unless the run already has that model; return the logged model's id.
 
     `step` is the PPO iteration of the model. `keys` are the metrics of this step to link with the model:
-    `mlflow.transformers.log_model` would link all metrics of the step, those of other stages included.
-    `generation_config` holds the tokens that end a response. It is the exported policy's, also for the policy of a
-    checkpoint.
+    `mlflow.transformers.log_model` would link all metrics of the step, metrics of other stages included.
+    `generation_config` holds the tokens that end a response. The exported policy's generation config is used for the
+    policy of a checkpoint, too.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
@@ -97,8 +97,8 @@ def log_policy(
 def log_critic(directory: Path, name: str, step: int, keys: Collection[str]) -> str:
     """Log a critic's directory to the active run, if it is not logged yet, and return the logged model's id.
 
-    Its files are logged as they are, so that their download is a `critic_path`: MLflow has no way to serve values.
-    `step` and `keys` are as for `log_policy`.
+    The critic's files are logged unchanged, so that their download can be given as `critic_path`: MLflow has no way to
+    serve values. `step` and `keys` are as for `log_policy`.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
@@ -168,9 +168,9 @@ def _logged_model(run: Run, name: str, step: int) -> str | None:
 def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
     """Register a logged model, and move the alias `champion` to it if it is better than the champion.
 
-    All policies that started from the same model are versions of one registered model. Its name joins the name of the
-    experiment, the name of the start model (`start`) and the start model's fingerprint. `summary` is the output of the
-    node `compare_policies`.
+    All policies that started from the same model are versions of one registered model. The registered model's name
+    joins the name of the experiment, the name of the start model (`start`) and the start model's fingerprint. `summary`
+    is the output of the node `compare_policies`.
     """
     client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
     experiment = client.get_experiment(model.experiment_id).name.strip("/")

@@ -44,12 +44,13 @@ class OwnSettings:
         """Return one line for each name that the user set and nothing reads; Kedro ignores such names silently.
 
         A name given by `--params` must be read by this command: by one of its parameter groups, by one of its catalog
-        entries, or by mlflow.yml. A name in a file may serve any command. It counts as read if this package ships it,
-        if any pipeline takes it as `params:name`, or if a file refers to it as `${name}` or `${globals:name}`.
+        entries, or by mlflow.yml. A name in a file may serve any command. A name in a file counts as read if this
+        package ships the name, if any pipeline takes `params:name`, or if a file refers to `${name}` or
+        `${globals:name}`.
 
         `datasets` are the datasets of this command, with parameter groups as `params:name`. `unused` are the datasets
-        among them that the run's settings leave unread. `pipelines` are looked up only for names that are not known
-        otherwise, because the look-up imports all pipelines.
+        of this command that the run's settings leave unread. `pipelines` are looked up only for names that are not
+        known otherwise, because the look-up imports all pipelines.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))

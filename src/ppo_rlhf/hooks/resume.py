@@ -1,4 +1,4 @@
-"""Finds the run and the checkpoint that `resume=` names, and decides whether this run may resume from them.
+"""Finds the run and the checkpoint that `resume=` names, and decides whether this run may resume from that checkpoint.
 
 `resume` is `latest`, an MLflow run id, or the directory of a run or of a checkpoint. MLflow's params cannot change, so
 a resumed run records each changed setting as a tag `resume.<setting>` (PPO's settings without `ppo.`). The last
@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
-"""Params that may hold language models as judges. Such a model may change, so that a judge that failed can be fixed."""
+"""Params that may hold language models as judges. A resumed run may use another language model as judge, so that a
+judge that failed can be fixed."""
 TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
 _OF_THE_MACHINE = ("version.", "launch.")
-"""Prefixes of tags of the software and of the launch. These may change, but then results are not bit-identical."""
+"""Prefixes of the tags of software versions and of the launch. A resumed run may have other versions or another launch,
+but its results are then not bit-identical."""
 
 Named = tuple[str, Path | None]
 """The id of a run, and the checkpoint if `resume` names a checkpoint rather than a run."""
@@ -165,9 +167,9 @@ def find_resumption(
 ) -> Resumption | None:
     """Return the run to resume, with its directory locked; None for a new run, which is logged. Nothing is written.
 
-    `named` is None for `resume=latest`. Then the run to resume is the newest unfinished run of the experiment that has
-    the pipeline, environment and machine of this run, and the same settings and data, and that no process trains now.
-    A run with different settings or data is skipped, and a log line names the run.
+    `named` is None for `resume=latest`, which resumes the newest unfinished run of the experiment that has the
+    pipeline, environment, machine, settings and data of this run, and that no process is training. A run with different
+    settings or data is skipped, and a log line names the run.
 
     Raises:
         ConfigError: The run does not exist, is being trained, or has different settings or data.

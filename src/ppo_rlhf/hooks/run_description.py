@@ -166,7 +166,7 @@ def parameter(catalog: CatalogProtocol, name: str) -> Any:
 def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> None:
     """Replace `ppo.dtype=auto` in a run's parameters by a precision.
 
-    A resumed run keeps the precision that it began with (`began_with`); a new run gets this machine's.
+    A resumed run keeps the precision that it began with (`began_with`); a new run gets this machine's precision.
     """
     ppo = parameter(catalog, "ppo")
     if getattr(ppo, "dtype", None) != "auto":

@@ -54,7 +54,7 @@ BEST = "best_checkpoint"
 ERROR, OF_SFT = "_se", "_sft"  # suffixes of metric keys: standard errors, and values of the SFT policy
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer, for a stopped and for a finished run. A stopped run waits
-less, because the last checkpoint holds its metrics, too, and the resumed run sends the metrics."""
+less, because the last checkpoint also holds the run's metrics, and the resumed run sends the metrics."""
 
 
 class RunLog:
@@ -114,8 +114,8 @@ class RunLog:
     def saved(self, name: str) -> None:
         """Log the path of a written model. Log the exported policy and critic as MLflow models as well.
 
-        The policy of the best checkpoint is logged, too, if it is not the exported one. A signal may interrupt the wait
-        for the metrics, but not the logging of a model.
+        The policy of the best checkpoint is logged, too, if it is not the exported policy. A signal may interrupt the
+        wait for the metrics, but not the logging of a model.
         """
         if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
             with log_store_errors(f"the path of {name}"):
@@ -222,7 +222,8 @@ class RunLog:
     def _is_superseded(self, state: Any) -> bool:
         """Return whether the evaluation pipeline will evaluate this state again, on all prompts.
 
-        Then only the later evaluation is logged for this iteration, so that the curve does not get two points there.
+        If True, only the later evaluation is logged for the iteration, so that the curve does not get two points for
+        one iteration.
         """
         return bool(FINAL_METRICS in self._outputs and state.finished)
 

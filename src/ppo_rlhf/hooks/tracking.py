@@ -234,7 +234,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
-        """Make this run MLflow's active run again where it is not, for example in another thread.
+        """Make this run MLflow's active run again where another run or none is active, for example in another thread.
 
         kedro-mlflow does the same before each node.
         """

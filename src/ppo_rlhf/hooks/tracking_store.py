@@ -32,7 +32,8 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
 SLOW_S = 5.0
-"""After this many seconds a log line names the store that a call waits for; MLflow itself is silent for minutes."""
+"""After this number of seconds a log line names the tracking store that a call waits for; MLflow itself is silent for
+minutes."""
 
 
 def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:

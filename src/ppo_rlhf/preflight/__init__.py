@@ -1,4 +1,4 @@
-"""The checks of a user's input before a run. They write nothing but the cache of tables."""
+"""The checks of a user's input before a run, which write nothing but the cache of tables."""
 
 from ppo_rlhf.preflight.request import RunRequest, describe_parts
 from ppo_rlhf.preflight.run_checks import find_problems

@@ -2,9 +2,9 @@
 
 Models are created on the device `meta`, where parameters have shapes but no data. So the bytes of weights, gradients
 and moments are exact. Activations are estimated: each linear layer keeps its input and its output for the backward
-pass. For a GPT block of width h these are 16 h numbers per token. That equals the 32 s b h bytes of Korthikanti et al.
-2022 (arXiv:2205.05198) without dropout and without the attention matrix, which SDPA does not keep. `KEPT` of
-`ppo_rlhf.models.free_memory` adds the activations that other layers keep.
+pass. For a GPT block of width h these inputs and outputs are 16 h numbers per token. In 16 bits, 16 h numbers are the
+32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout and without the attention matrix, which
+SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations that other layers keep.
 """
 
 from __future__ import annotations
@@ -323,4 +323,5 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
         lambda c: {"use_peft": True, "load_in_4bit": True, "offload_reference_policy": False},
     ),
 )
-"""The price and the function that returns the changed settings, the cheapest first."""
+"""Changes of settings that save memory, the cheapest first: the price of each change, and the function that returns the
+changed settings."""

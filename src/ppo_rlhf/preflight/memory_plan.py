@@ -1,4 +1,4 @@
-"""The memory plan of `kedro doctor`. This module imports torch, so the command imports it only where it is used."""
+"""The memory plan of `kedro doctor`; the command imports the module only for a plan, since it imports torch."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def changes(planned: Planned) -> Iterator[str]:
     if not suggestions:
         yield "No setting lowers the peak: use a smaller model, shorter texts or more memory."
         return
-    yield "Each of these changes lowers the peak, the cheapest first; several together lower the peak further:"
+    yield "Every change below lowers the peak, the cheapest first; several together lower the peak further:"
     for number, each in enumerate(suggestions, start=1):
         settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
         yield f"{number}. {settings} ({each.price}): {gib(each.needed + planned.process)}"

@@ -119,8 +119,8 @@ CONSTANT_SETTINGS: dict[str, Any] = {
 move the policy."""
 MOST_OF_A_UNIT = 0.05
 """kl_coef and entropy_coef are capped at this share of the reward for a score of 1, so that the optimal policy still
-picks the rewarded token. Its odds of that token are then at least exp(20) times the reference's; with the k3 estimator
-in the loss, 95 of 100 of its responses have the token."""
+picks the rewarded token. The optimal policy's odds of the rewarded token are then at least exp(20) times the
+reference's; with the k3 estimator in the loss, 95 of 100 responses of the optimal policy have the token."""
 PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
 ITERATIONS, CONSTANT_ITERATIONS = 50, 30
 SHARE, ENTROPY, CONTRAST, DRIFT, NEAR = 0.9, 0.7, 0.5, 0.3, 0.1
@@ -229,7 +229,7 @@ def probe_config(config: PPOConfig) -> PPOConfig:
 
 
 def describe(config: PPOConfig) -> Iterator[str]:
-    """Yield lines that name the run's settings that the probes replace, and those that no probe exercises."""
+    """Yield lines that name the run's settings that the probes replace, and the settings that no probe exercises."""
     used = probe_config(config)
     yield (
         f"this run's losses, advantages and shaping; sizes of the probes: batch {used.batch_size}, "

@@ -39,7 +39,7 @@ TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 
 @dataclass
 class RunRequest:
-    """The run that a user asks for, and those of its inputs that the checks have read so far."""
+    """The run that a user asks for, and the inputs of the run that the checks have read so far."""
 
     pipeline: Pipeline
     catalog: CatalogProtocol

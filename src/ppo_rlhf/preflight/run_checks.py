@@ -297,7 +297,7 @@ def check_preferences(run: RunRequest) -> None:
 def check_prompts(run: RunRequest) -> None:
     """Refuse prompts that are neither text nor chat, are too long, cannot be split, or that the reward model refuses.
 
-    If there is a reward model, a prompt and a full response must also fit into its context.
+    If there is a reward model, a prompt and a full response must also fit into the reward model's context.
     """
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
@@ -353,7 +353,7 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
 
 
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
-    """Refuse a function that cannot be imported, raises, or does not return the finite numbers that it should.
+    """Refuse a function that cannot be imported, raises, or does not return the required finite numbers.
 
     The function is called with two prompts of each table. The texts of the prompts also serve as responses.
     """

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|(?<=\w)\d[\d,]*(
 def after_hashes(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 where the number after the response's first `#### ` equals the reference, else 0; commas do not count.
 
-    This is the rule of verl's published GSM8K runs. If the answer is 72, then `#### 72.`, `#### $72` and 72 without
+    verl's published GSM8K runs score by the same rule. If the answer is 72, then `#### 72.`, `#### $72` and 72 without
     `####` are wrong.
     """
     scores = []

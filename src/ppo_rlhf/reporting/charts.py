@@ -61,7 +61,7 @@ PANELS = (
         "Score",
         "reward before the KL penalty",
         {"objective/scores": "mean"},
-        "PPO raises the score (shaded: 5th to 95th percentile). It should rise, then level off. Compare the samples.",
+        "The score (shaded: 5th to 95th percentile) should rise, then level off. Compare the samples.",
         band=("objective/scores_p05", "objective/scores_p95"),
         y_axis={},
     ),
@@ -143,11 +143,11 @@ PANELS = (
 def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> list[Panel]:
     """Return the panels and curves that the history has numbers for.
 
-    An expected curve gets its own panel, the first one, if its metric was measured.
+    If its metric was measured, an expected curve gets its own panel, the first panel of the page.
     """
     panels, shown = [*PANELS], []
     if expected is not None:
-        explanation = f"Dotted: {expected.label}. Both curves should have similar values at the same iteration."
+        explanation = f"Dotted: {expected.label}. The two curves should have similar values at the same iteration."
         own, title = {expected.metric: "this run"}, "Beside the expected curve"
         panels.insert(0, Panel(title, expected.metric, own, explanation, y_axis={}, expected=expected))
     for panel in panels:
@@ -235,7 +235,7 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
 
 
 def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
-    """Return the measured points of a curve, at most MAX_POINTS of them."""
+    """Return the measured points of a curve, at most MAX_POINTS points."""
     y = column(history, key)
     keep = np.flatnonzero(np.isfinite(y))
     if len(keep) > MAX_POINTS:

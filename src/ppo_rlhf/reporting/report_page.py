@@ -45,7 +45,7 @@ def embed(figure: go.Figure) -> Markup:
 
 
 def shorten(text: str, *, keep_end: bool = False) -> str:
-    """Return the first MAX_TEXT characters of a text, or the last ones with `keep_end`."""
+    """Return the first MAX_TEXT characters of a text, or the last MAX_TEXT characters with `keep_end`."""
     if len(text) > MAX_TEXT:
         return f"… {text[-MAX_TEXT:]}" if keep_end else f"{text[:MAX_TEXT]} …"
     return text if text.strip() else "(empty)"

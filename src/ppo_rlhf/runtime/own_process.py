@@ -1,4 +1,4 @@
-"""Guards around users' code: it may not end this process, and its forked processes may not continue the run."""
+"""Guards around users' code, which may not end this process, and whose forked processes may not continue the run."""
 
 import multiprocessing
 import os
@@ -19,9 +19,9 @@ _leave = os._exit
 def ending_children() -> Iterator[None]:
     """End every process that is forked within the block when the process would leave the block.
 
-    A process leaves the block by an error or by a return. It ends with the exit code of its `SystemExit`, else with a
-    traceback and exit code 1. Python's exit handlers are skipped: they belong to the parent, as do the MLflow run, the
-    lock and the callbacks.
+    A process leaves the block by an error or by a return. The process then ends with the exit code of its `SystemExit`,
+    else with a traceback and exit code 1. Python's exit handlers are skipped: exit handlers belong to the parent, as do
+    the MLflow run, the lock and the callbacks.
     """
     parent, leave = os.getpid(), os._exit
     try:

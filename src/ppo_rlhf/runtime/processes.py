@@ -232,8 +232,9 @@ def _late_ranks(position: int) -> str:
 def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
     """Return the error that ended the run.
 
-    This is `error`, or a LaunchError with the text of an error in another process that failed before this process.
-    `was_stopped` is True if a stop request ended this process; its error is then not recorded for other processes.
+    The returned error is `error`, or a LaunchError with the text of an error in another process that failed before this
+    process. `was_stopped` is True if a stop request ended this process; the error of a stopped process is not recorded
+    for other processes.
     """
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ class Lines:
     """Log lines for completed iterations.
 
     Up to `FEW_ITERATIONS` iterations get one line each. Of more iterations the first and the last get a line, and the
-    others at most one line in `interval_s` seconds.
+    iterations between them at most one line in `interval_s` seconds.
     """
 
     done: int  # number of iterations that were complete when training started

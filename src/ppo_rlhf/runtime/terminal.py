@@ -13,8 +13,8 @@ _LOST = "{} cannot be written to ({}): its output is lost, the command continues
 def prepare_terminal() -> None:
     """Keep a command running if its output cannot be written, and print one line instead of a traceback on Ctrl-C.
 
-    A pipe without a reader still raises an error. Replaced streams, such as those of a notebook or a test, are not
-    changed.
+    A pipe without a reader still raises an error. Replaced streams, such as the streams of a notebook or a test, are
+    not changed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     # Open the streams in this order: each gets its usual file descriptor, which a file of the run would get otherwise

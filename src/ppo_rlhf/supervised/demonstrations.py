@@ -153,7 +153,8 @@ def tokenise_demonstrations(
 def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool | None) -> str | None:
     """Return a chat template that marks the assistant's turns; None if chats are learnt whole.
 
-    The template is the tokenizer's template if that has marks, else TRL's training template for it.
+    The template is the tokenizer's own template if it has marks, else TRL's training template for the tokenizer's
+    template.
 
     Raises:
         ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, but no template with marks

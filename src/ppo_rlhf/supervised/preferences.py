@@ -103,7 +103,7 @@ def _chats_of(checked: pd.DataFrame) -> Iterator[tuple[str, Chat, Tools]]:
 
 
 def _without_equals(table: pd.DataFrame, chosen: str, rejected: str) -> pd.DataFrame:
-    """Return a table without pairs of equal responses: they teach nothing and count as half right in the accuracy."""
+    """Return a table without pairs of equal responses, which teach nothing and count as half right in the accuracy."""
     differ = [first != second for first, second in zip(table[chosen], table[rejected], strict=True)]
     if not any(differ):
         raise DataError(
@@ -148,7 +148,7 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     """Return a checked table of pairs with token sequences (`COLUMNS`).
 
     A text is the prompt and the response, joined without a space and followed by the end-of-text token, as in TRL. The
-    tokens of a chat are those of the tokenizer's chat template. Pairs with equal tokens are left out.
+    tokens of a chat are the tokens that the tokenizer's chat template renders. Pairs with equal tokens are left out.
     """
     rows = []
     tools = frame.get(TOOLS, repeat(None))
@@ -191,7 +191,7 @@ def sample_preferences(
 ) -> pd.DataFrame:
     """Sample two responses to each of `pairs` prompts, and label the pairs by noisy Bradley–Terry preferences.
 
-    The first response is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
+    With responses a and b to a prompt, a is chosen with probability sigmoid(beta x (score of a - score of b)). Pairs of
     equal responses are left out, so the returned table, with the columns `COLUMNS`, may have fewer than `pairs` rows.
     Every prompt is used once before any prompt is used again. `config` gives the engine and the precision, as in PPO's
     rollouts. `labeller` is (name, function); only the main process calls the function. `seed` fixes the order of the

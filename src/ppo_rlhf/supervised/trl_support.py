@@ -1,9 +1,9 @@
 """TRL's trainers as functions: quiet, offline and seeded, with one training for all processes.
 
-Both trainers get token sequences from this package, so TRL neither tokenises nor truncates, and only this package
-decides which sequences end in an end-of-text token.
+TRL's SFTTrainer and RewardTrainer get token sequences from this package, so TRL neither tokenises nor truncates, and
+only this package decides which sequences end in an end-of-text token.
 
-This module is imported only for a training, because importing TRL and the Trainer takes most of a second.
+Import this module only for a training, because importing TRL and transformers' Trainer takes most of a second.
 """
 
 import copy

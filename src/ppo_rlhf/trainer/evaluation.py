@@ -48,11 +48,11 @@ def take_held_out(
         prompts: The held-out prompts.
         judge: A function `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
         scorer: The reward.
-        trained: The training prompts. A warning counts the held-out prompts that are among them.
+        trained: The training prompts. A warning counts the held-out prompts that are also training prompts.
 
     Raises:
         ConfigError: The judge is not a function, or there is a judge without prompts, or prompts without a reward.
-        DataError, RewardError: The judge cannot read the prompts, or fails on the first two of them.
+        DataError, RewardError: The judge cannot read the prompts, or fails on the first two prompts.
     """
     if prompts is None:
         if judge is not None:

@@ -49,9 +49,9 @@ def take_prompts(
             list of rows, a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns are
             passed to reward functions; or a PromptDataset.
         name: The name of PPOTrainer's argument, for errors.
-        policy: Its tokenizer reads the prompts.
+        policy: The policy, whose tokenizer reads the prompts.
         config: Hyperparameters.
-        context: The most tokens of a prompt with its response; None sets no limit.
+        context: Maximum number of tokens of a prompt with its response; None sets no limit.
         why: The reason for `context`, for errors, if it is not the policy's own context.
 
     Raises:
@@ -284,11 +284,12 @@ def without_padding(
     """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
 
     A pad token may have another meaning, too: begin-of-text, end-of-text, unknown token, stop token, or a token within
-    a row. Then a single one is kept as text where every row begins or ends with one, or where it ends a response.
+    a row. A pad token with another meaning is kept as text where every row begins or ends with exactly one, or where it
+    ends a response.
 
     Raises:
-        DataError: Such a pad token is at any other end, where it may be padding or text; or `token_lists` refuses a
-            row.
+        DataError: A pad token with another meaning is at any other end of a row, where it may be padding or text; or
+            `token_lists` refuses a row.
     """
     vocabulary = model.config.get_text_config().vocab_size
     stop_ids = stops_of(config, tokenizer, model)

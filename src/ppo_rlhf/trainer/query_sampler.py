@@ -112,8 +112,8 @@ class QuerySampler:
     def _noise(self, rows: int) -> Tensor:
         """Return uniforms `[rows, response_length]` for the next rows of this iteration.
 
-        The first `batch_size` rows get the noise of the pipeline's rollouts. No step trains on later rows, which get
-        noise from separate streams.
+        In each iteration the first `batch_size` rows get the noise of the pipeline's rollouts. No step trains on later
+        rows, which get noise from separate streams.
         """
         config = self._state.config
         size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1

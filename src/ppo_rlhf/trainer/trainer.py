@@ -335,8 +335,8 @@ class PPOTrainer:
     def evaluate(self) -> Evaluated:
         """Compare the current policy with the reference policy by their responses to `evaluation_prompts`.
 
-        `metrics, completions = trainer.evaluate()`. Both policies sample with the same noise. `train` evaluates every
-        `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of each evaluated iteration.
+        `metrics, completions = trainer.evaluate()`. The two policies sample with the same noise. `train` evaluates
+        every `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of each evaluated iteration.
 
         Raises:
             ConfigError: There are no `evaluation_prompts`.

@@ -99,7 +99,8 @@ def probe_reward(
     """Score the first sample of each prompt unchanged, and again empty, repeated, or with a suffix.
 
     `prompts` has the prompts of the samples in the same order. Each response is truncated first so that the changed
-    response fits into `response_length`. Both versions end in a stop token, so that they differ only in the change.
+    response fits into `response_length`. The truncated and the changed response both end in a stop token, so that they
+    differ only in the change.
 
     Returns:
         One row for each probe: `probe`, `suffix`, the `share` of responses whose reward rises, and the mean `change` of

@@ -9,7 +9,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 def create_pipeline() -> Pipeline:
     """Return the pipeline policies and prompts → pairs of responses with random sides → a queue in MLflow.
 
-    The pairs are written, with their sides, before the first of them is in MLflow.
+    The pairs are written, with their sides, before the first pair is in MLflow.
     """
     sampled = ["sft_policy", "ppo_policy", "raw_prompts", "raw_evaluation_prompts"]
     return stage(

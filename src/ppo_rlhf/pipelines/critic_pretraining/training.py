@@ -1,6 +1,6 @@
 """Pretraining of the critic on the SFT policy's responses. Later runs start from the stored critic.
 
-This is the value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy does not change, and the
+The method is the value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy does not change, and the
 targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 """
 
@@ -96,8 +96,8 @@ def pretrain_critic(
 
     Returns:
         The critic as `exported_critic` returns it, and a list of metrics with one row for each `step`. Rows have the
-        metrics of `LOGGED`, measured before the iteration's update. The first row (step 0) and the last row have
-        `critic/eval_explained_variance` on one batch of responses to held-out prompts.
+        metrics of `LOGGED`, measured before the iteration's update. Only the rows of step 0 and of the last step have
+        `critic/eval_explained_variance`, measured on one batch of responses to held-out prompts.
 
     Raises:
         ConfigError, ModelError: The same errors as in a PPO run with these settings.

@@ -125,11 +125,11 @@ def evaluate_ppo_policy(
     """Let the exported PPO policy answer the same prompts with the same noise, and measure its KL from SFT.
 
     Returns:
-        One row a response, as for SFT, whose responses a judge may compare them with; kl is k1 summed over the
-        response, in nats.
+        One row for each response, with the columns of SFT's table; a judge may compare PPO's responses with SFT's. kl
+        is k1 summed over the response, in nats.
 
     Raises:
-        ModelError: The policies have different vocabularies, so the same tokens are other prompts.
+        ModelError: The policies have different vocabularies, so the same token ids are different prompts.
     """
     logger.info("Evaluating the policy %s against the SFT policy %s …", ppo_policy.source, sft_policy.source)
     check_vocabularies(ppo_policy, sft_policy)

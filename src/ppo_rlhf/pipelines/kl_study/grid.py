@@ -29,8 +29,8 @@ class KLStudyConfig:
     """Target KL, in nats per response, of one more training with the adaptive controller, which starts from
     `ppo.kl_coef`. None: no such training."""
     kl_horizon: Annotated[float, Field(gt=0.0)] = 500.0
-    """Episodes in which the adaptive controller changes beta by at most 20 %. Set it to a fifth of `ppo.total_episodes`
-    or less."""
+    """Episodes in which the adaptive controller changes beta by at most 20 %. Set the horizon to a fifth of
+    `ppo.total_episodes` or less."""
 
 
 def plan_study(ppo_config: PPOConfig, reward: RewardConfig, kl_study: KLStudyConfig) -> list[Setting]:

@@ -127,7 +127,8 @@ def initialise_training_state(
 ) -> TrainingState:
     """Build the critic, optimisers, KL controller and counters of a new run, or restore the state from a checkpoint.
 
-    With FSDP2 the weights of all models are shared out here, once the critic has started from one of them.
+    With FSDP2 the weights of all models are shared out here, once the critic has been initialised from one of the
+    models.
 
     Raises:
         ModelError: A response to one of the prompts could be longer than the reward model reads.

@@ -90,9 +90,9 @@ def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) 
 def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
     """Return one row for each setting: means of MEASURES over seeds, and standard deviations `<measure>_sd`.
 
-    The first columns are `setting`, `trainings` (the number of finished trainings) and `failed` (the errors of the
-    others). A single training has no standard deviation. The argument `trainings` has one row for each training:
-    `setting`, `error` (empty if the training finished), and its measures.
+    The table begins with the columns `setting`, `trainings` (the number of finished trainings) and `failed` (the errors
+    of trainings that failed). A single training has no standard deviation. The argument `trainings` has one row for
+    each training: `setting`, `error` (empty if the training finished), and its measures.
     """
     rows = pd.DataFrame(trainings)
     groups, measures = rows.groupby("setting", sort=False), [name for name in MEASURES if name in rows]

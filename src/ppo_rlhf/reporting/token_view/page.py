@@ -47,7 +47,7 @@ PART_OF_A_CHARACTER = "◌"
 
 
 def render_view(iterations: Sequence[TokenSamples]) -> Markup:
-    """Return the samples of one or several iterations as an HTML fragment with one colour scale for all."""
+    """Return the samples of one or several iterations as an HTML fragment with one colour scale for all iterations."""
     return Markup(_render("view.html", iterations))
 
 
