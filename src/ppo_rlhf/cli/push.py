@@ -20,7 +20,7 @@ from ppo_rlhf.runtime.names import env_option
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--run", "run_id", metavar="ID", help="The MLflow run; by default the newest finished one with a model.")
 @click.option("--reward-model", "name", flag_value="reward_model", default=POLICY, help="Send the run's reward model.")
-@click.option("--license", metavar="NAME", help="License for the model card; by default that of the start model.")
+@click.option("--license", metavar="NAME", help="License for the model card; by default the start model's license.")
 @click.option("--public", is_flag=True, help="Let everybody see a new repository.")
 @click.option("--dry-run", is_flag=True, help="List the files; send nothing.")
 @click.option("--env", "-e", help="The Kedro environment of the run.")

@@ -19,7 +19,8 @@ IF_GIVEN = {
     "torch_compile": "ppo.compile",
     "save_steps": "ppo.save_interval",
 }
-"""Settings that are converted only if they are given. If they are not given, the values of conf/base apply."""
+"""Settings that are converted only if they are given. For settings that are not given, the values of conf/base
+apply."""
 LEFT = {
     "lora_dropout module_dropout": "dropout is always off",
     "use_rslora use_dora loraplus_* lorap_* pissa_* lora_bias lora_dtype lora_ga_* init_weights additional_target "
@@ -94,7 +95,7 @@ def carry_always(c: Conversion, values: Mapping[str, Any], group: str = "ppo") -
 
 
 def carry_given(c: Conversion, targets: Mapping[str, str]) -> None:
-    """Carry over the given settings that are not None; None is the default of these settings."""
+    """Carry over the given settings that are not None; None is the default of each carried-over setting."""
     for setting, target in targets.items():
         if c[setting] is not None and setting in c.given:
             c.carry(target, setting)

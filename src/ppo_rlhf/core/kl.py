@@ -101,8 +101,8 @@ class AdaptiveKLController(FixedKLController):
     def update(self, observed_kl: float, num_episodes: int) -> None:
         """Update the coefficient after one iteration of `num_episodes` responses, counted over all ranks.
 
-        `observed_kl` is the mean over these responses of the KL summed over a response (nats, k1), not the mean per
-        token. Raises TrainingError if `observed_kl` is NaN, and ConfigError if `num_episodes` is negative.
+        `observed_kl` is the mean over the iteration's responses of the KL summed over a response (nats, k1), not the
+        mean per token. Raises TrainingError if `observed_kl` is NaN, and ConfigError if `num_episodes` is negative.
         """
         check_range("AdaptiveKLController.update", at_least=0, num_episodes=num_episodes)
         observed = float(observed_kl)

@@ -21,7 +21,7 @@ from ppo_rlhf.core.statistics import masked_mean
 class PolicyLoss(NamedTuple):
     """Scalars of one call. `loss` has a gradient; all other fields are detached means over this call's real tokens.
 
-    To average these means over micro-batches, weight each micro-batch by its number of real tokens.
+    To average a mean over micro-batches, weight each micro-batch by its number of real tokens.
     """
 
     loss: Tensor
@@ -90,9 +90,9 @@ def clipped_policy_loss(
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """Compute truncated importance weights min(exp(clamp(old logp − sampler logp, ±20)), cap).
 
-    The weights correct for a sampler whose log-probabilities differ slightly from those of the trained forward.
-    Multiply the advantages by the weights: a positive factor on the advantage scales the clipped surrogate by the same
-    factor.
+    The weights correct for a sampler whose log-probabilities differ slightly from the log-probabilities of the trained
+    forward. Multiply the advantages by the weights: a positive factor on the advantage scales the clipped surrogate by
+    the same factor.
 
     `old_logprobs` come from the trained forward before the update. `sampler_logprobs` come from the sampler that drew
     the tokens. `cap` is > 0. The weights have no gradient. A weight is 0 where `mask` is False, and exactly 1 (or

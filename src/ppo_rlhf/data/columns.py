@@ -24,8 +24,8 @@ _SHOWN_ELSEWHERE = (
     "objects",
     "chat_template_kwargs",
 )
-"""Columns of prompts that other libraries show to the policy. In this project only reward functions get these
-columns."""
+"""Columns of prompts that other libraries show to the policy. In this project the policy does not see these columns;
+only reward functions get them."""
 
 
 def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, of_chats: bool) -> None:

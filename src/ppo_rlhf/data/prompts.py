@@ -61,8 +61,9 @@ class PromptsConfig:
     seed: Seed = 42
     """Seed of the choice of the held-out prompts."""
     train_on_evaluation_prompts: bool = False
-    """Whether PPO also trains on the prompts of prompts_path that occur in evaluation_prompts_path. By default these
-    prompts are left out of training. Set true for a task that has no prompts beyond those of prompts_path."""
+    """Whether PPO also trains on the prompts of prompts_path that occur in evaluation_prompts_path. By default prompts
+    that occur in both tables are left out of training. Set true for a task that has no prompts beyond those of
+    prompts_path."""
 
 
 @dataclass(frozen=True)

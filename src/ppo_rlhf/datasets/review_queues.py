@@ -81,7 +81,7 @@ class Comparison:
 
 @dataclass
 class Place:
-    """The tracking store and experiment of a project, from its mlflow.yml. A hook sets them with the Kedro context."""
+    """A project's tracking store and experiment, from mlflow.yml; a hook sets both with the Kedro context."""
 
     uri: str = ""
     experiment: str = ""

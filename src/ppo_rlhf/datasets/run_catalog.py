@@ -163,8 +163,8 @@ class RunCatalog:
 class StageOutputs:
     """The record, in `outputs.json`, of the persistent outputs that an MLflow run has written before the PPO loop.
 
-    No other run writes these outputs. The record has the size of each output, because a run that is killed while it
-    rewrites an output leaves an incomplete one.
+    No other run writes the outputs of this run. The record has the size of each output, because a run that is killed
+    while it rewrites an output leaves an incomplete one.
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:

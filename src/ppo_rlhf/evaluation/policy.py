@@ -113,7 +113,7 @@ class EvaluationConfig:
             raise ConfigError(f"evaluation.pass_at={self.pass_at}: a value is repeated. Give each value once.")
 
     def sampling(self, trained: SamplingSettings) -> SamplingSettings:
-        """Return the sampling settings of an evaluation, given those of training.
+        """Return the sampling settings of an evaluation, given the sampling settings of training.
 
         The KL of greedy responses is computed at the temperature of training.
         """

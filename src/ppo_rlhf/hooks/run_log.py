@@ -77,7 +77,7 @@ class RunLog:
         progress.listeners[:] = [self._log.log]
 
     def repeat(self, beginnings: tuple[str, ...]) -> None:
-        """Log metrics with these prefixes even for steps that MLflow has: a resumed run measures them again."""
+        """Log metrics with the given prefixes even for steps that MLflow has, since a resumed run repeats steps."""
         self._log.repeated = beginnings
 
     def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ def sequences_at_a_time(
         count: Number of sequences.
         tokens: Length of the longest sequence.
         decoded_from: Length of the longest prompt, if the sequences are decoded token by token.
-        used_again: Bytes that are allocated at present, but that the passes reuse: these bytes count as free.
+        used_again: Bytes that are allocated at present, but that the passes reuse: reused bytes count as free.
         most: An upper limit of the result. None: no limit but `MOST_ON_CPU` for whole passes on a CPU.
     """
     device, text = model.device, model.config.get_text_config()

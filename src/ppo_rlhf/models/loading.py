@@ -110,8 +110,8 @@ class PretrainedHandle:
     def config(self) -> PretrainedConfig:
         """Return the model's configuration. `num_labels` of a classifier is the number of rows of its head.
 
-        The configuration of an adapter is that of its base, with the adapter's vocabulary size, and with one label if
-        the adapter holds a score head.
+        The configuration of an adapter is the configuration of its base, with the adapter's vocabulary size, and with
+        one label if the adapter holds a score head.
         """
         if self._adapter is None or self.base is None:
             config = self._read("configuration", AutoConfig.from_pretrained)
@@ -131,7 +131,7 @@ class PretrainedHandle:
 
     @cached_property
     def _vocabulary(self) -> int | None:
-        """Number of tokens in an adapter's vocabulary; None if the vocabulary is that of its base."""
+        """Number of tokens in an adapter's vocabulary; None if the adapter has the vocabulary of its base."""
         if self._adapter is None or self.base is None or not self._adapter.may_bring_tokens:
             return None
         kind = AutoModelForSequenceClassification if self._adapter.is_classifier else AutoModelForCausalLM

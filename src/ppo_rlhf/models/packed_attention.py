@@ -56,7 +56,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
-        """Return the layout, on the CPU, of sequences of these lengths. `width` is L; None: the longest length."""
+        """Return the layout, on the CPU, of sequences of the given lengths. `width` is L; None: the longest length."""
         width = max(lengths) if width is None else width
         is_real = torch.arange(width) < torch.tensor(lengths)[:, None]
         slots = is_real.flatten().nonzero()[:, 0]

@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPE = "causal_lm_reward"
 SCORE_MEAN = "score_mean"
-"""A field in the configuration of transformers' classifier: its scores minus those of `CausalLMRewardModel`."""
+"""A field in the configuration of transformers' classifier: the classifier's scores minus the scores of
+`CausalLMRewardModel`."""
 
 
 class CausalLMRewardConfig(PretrainedConfig):

@@ -20,10 +20,10 @@ from ppo_rlhf.models.reward_model import SCORE_MEAN, CausalLMRewardModel
 
 
 def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> PreTrainedModel:
-    """Return transformers' token classifier sharing these weights: its `.logits [B, S, 1]` are the values.
+    """Return a token classifier that shares the critic's weights, and whose `.logits [B, S, 1]` are the values.
 
     Raises:
-        ModelError: No token classifier computes these values; the message has the reason.
+        ModelError: No token classifier computes the critic's values; the message has the reason.
     """
     config = copy.deepcopy(backbone.config)
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:

@@ -47,7 +47,7 @@ def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
 
 
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that have copies, each once: those of `nn.Linear` and transformers' `Conv1D` in float32.
+    """Return the weights that have copies, each once: float32 weights of `nn.Linear` and transformers' `Conv1D`.
 
     Weights in 16 bits or quantised weights have no copies. If the embedding is tied to the head, only the head uses the
     copy.

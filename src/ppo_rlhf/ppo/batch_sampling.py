@@ -43,7 +43,7 @@ def sample_batch(
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
 
     def draw(indices: list[int], groups: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
-        """Sample responses to the prompts at `indices`, with the noise that `attempt` has for these groups of rows."""
+        """Sample responses to the prompts at `indices`, with the noise of `attempt` for the given groups of rows."""
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(group_size)])

@@ -370,7 +370,7 @@ class Callbacks:
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
-    """Return the TrainingArguments that callbacks read; `to_dict`, which they report, also has PPOConfig's settings."""
+    """Return the TrainingArguments for callbacks; `to_dict`, which they report, also has PPOConfig's settings."""
     from transformers import TrainingArguments
 
     class Arguments(TrainingArguments):

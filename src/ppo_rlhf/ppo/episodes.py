@@ -35,7 +35,7 @@ def sample_episodes(
 
     The environment replies to every turn that ended in a stop token; if the environment has no reply, the episode is
     over. An episode is cut off if a turn has no stop token, or if the reply and one more turn do not fit into the T =
-    `response_length` tokens of an episode. The arguments are those of `generate_responses`.
+    `response_length` tokens of an episode. The arguments are the same as for `generate_responses`.
 
     Raises:
         RewardError: As `environments.reply_by_function`.

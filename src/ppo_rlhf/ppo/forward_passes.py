@@ -152,7 +152,7 @@ def most_logits(card: int | None) -> int:
 def filled_rows(rows: int, width: int, groups: list[list[int]], results: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return a table `[rows, width]` on the CPU, filled with the results of groups of rows, 0 elsewhere.
 
-    Each group has a result `[b, t]`: the first t columns of its rows. Rows of the result beyond those of the group are
+    Each group has a result `[b, t]`: the first t columns of its rows. Rows of a result beyond the group's rows are
     dropped. All results come from the device in one copy.
     """
     filled = torch.zeros(rows, width, dtype=dtype)

@@ -249,8 +249,8 @@ def policy_passes(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the policy's passes that the first epoch repeats; return log-probabilities, entropies, KL and values.
 
-    Shapes and units are those of `Rollouts`. KL is None without a reference; values are None unless policy and critic
-    share a trunk.
+    Shapes and units are the same as in `Rollouts`. KL is None without a reference; values are None unless policy and
+    critic share a trunk.
     """
     forward, width = PolicyForward(state.policy, state.critic, state.config.temperature), mask.shape[1]
     reference_on_device = nullcontext() if reference is None else on_device(reference, state.device)

@@ -170,7 +170,7 @@ class Kind(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Numbers that differ between minibatches or iterations; in a CUDA graph they are scalars on the device."""
+    """Numbers that differ between minibatches or iterations; in a CUDA graph the numbers are scalars on the device."""
 
     denominator: float | Tensor  # the summed losses are divided by this number
     positives: float | Tensor  # the summed loss of positive examples is divided by this number
@@ -188,8 +188,8 @@ def compute_gradients(
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    Returns the losses and token sums of these micro-batches, with the number of tokens of the whole minibatch: `mask`,
-    `[B, T]` bool, is True on the tokens that the losses count. With `passes` the passes are CUDA graphs.
+    Returns the losses and token sums of this process's micro-batches, with the number of tokens of the whole minibatch:
+    `mask`, `[B, T]` bool, is True on the tokens that the losses count. With `passes` the passes are CUDA graphs.
     """
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations

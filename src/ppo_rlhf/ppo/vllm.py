@@ -176,7 +176,7 @@ _ENGINES: dict[tuple[object, ...], VLLMEngine] = {}
 
 
 def vllm_engine(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
-    """Return this process's engine for these settings; one engine samples from any policy of a run."""
+    """Return this process's engine for the given settings; one engine samples from any policy of a run."""
     key = tuple(getattr(config, name) for name in (*VLLM_FIELDS, "dtype"))
     if key not in _ENGINES:
         _ENGINES[key] = VLLMEngine(config, tokenizer)

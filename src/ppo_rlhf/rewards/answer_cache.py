@@ -46,7 +46,7 @@ class AnswerCache:
             self._database.close()
 
     def read(self, keys: Iterable[str]) -> dict[str, Answer]:
-        """Return the cached answers to these keys."""
+        """Return the cached answers to the requests with the given keys."""
         answers = {}
         if self._database is not None:
             try:

@@ -226,7 +226,7 @@ def conversations(
     `_with_reply` parses the policy's replies. A reply of an environment has its role in the policy's template, or
     `ENVIRONMENT` if the template cannot write the reply as a turn.
     `prompts` are the messages of each prompt, None for plain text (empty list: all prompts are plain text).
-    `policy_mask` is that of `ResponseBatch`, and the tokenizer is the policy's.
+    `policy_mask` is `ResponseBatch.policy_mask`, and the tokenizer is the policy's.
     """
     chats: list[Chat | None] = [None] * len(prompt_ids)
     policy_turns: list[list[int]] = []

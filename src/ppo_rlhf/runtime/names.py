@@ -20,7 +20,8 @@ TRAINING_KL = "training_kl"
 """Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
 
 SET = "set"
-"""Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep those of its grid."""
+"""Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep the parameters of its
+grid."""
 
 
 def env_option(environment: str | None) -> str:

@@ -124,7 +124,7 @@ def watching(title: str, total: int) -> Iterator[Show]:
 
 @contextmanager
 def silenced(names: Iterable[str]) -> Iterator[None]:
-    """Raise the level of these loggers to WARNING within the block, except loggers at level DEBUG."""
+    """Raise the level of the given loggers to WARNING within the block, except loggers at level DEBUG."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     for named_logger, level in levels.items():
         if named_logger.getEffectiveLevel() > logging.DEBUG:

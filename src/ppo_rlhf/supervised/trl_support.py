@@ -206,7 +206,7 @@ def _train(
 
 
 def _check_processes(group: str, config: OptimisationConfig) -> None:
-    """Raise `ConfigError` if the processes of this run cannot train with these settings."""
+    """Raise `ConfigError` if the processes of this run cannot train with the given settings."""
     processes.refuse_sharding(group)
     count, rows = processes.process_count(), config.per_device_train_batch_size
     if rows % count:

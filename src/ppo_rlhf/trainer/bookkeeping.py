@@ -89,7 +89,7 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
     """Yield a function that shows an iteration's metrics; if the block raises, save the last whole iteration.
 
     A terminal also shows a progress bar, unless logging is set up. Only the main process saves, without a collective:
-    after an error the other processes may never reach one.
+    after an error the other processes may never reach a collective.
     """
     is_bar_disabled = True if log.hasHandlers() or not is_main_process() else None
     done, total = state.iteration, state.total_iterations

@@ -229,7 +229,7 @@ def probe_batch(prompts: PromptDataset) -> ResponseBatch:
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
-    """Return a scorer that returns these scores for any batch.
+    """Return a scorer that returns the given scores for any batch.
 
     Raises:
         RewardError: `scores` are not `rows` numbers, or one is not finite in float32.

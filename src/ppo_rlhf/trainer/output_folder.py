@@ -17,7 +17,7 @@ from ppo_rlhf.runtime.progress import say
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory, so that no other process trains in it.
+    """Lock a directory, so that no other process trains in the directory.
 
     Raises:
         CheckpointError: Another process trains in the directory.

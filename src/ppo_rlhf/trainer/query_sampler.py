@@ -29,7 +29,7 @@ class QuerySampler:
 
     Attributes:
         rows: Responses sampled since the iteration began.
-        answers: Token ids of these responses, without their queries.
+        answers: Token ids of the responses, without their queries.
         vocabulary: The number of the policy's token ids.
         limit: The context and the reason for it, from `context_of_all`.
     """

@@ -381,8 +381,8 @@ class PPOTrainer:
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Upload the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's URL.
 
-        `options` are those of `checkpoints.hub.push`, such as `private` (True for a new repository), `license` and
-        `token`. Errors are those of `checkpoints.hub.push`.
+        `options` are the options of `checkpoints.hub.push`, such as `private` (True for a new repository), `license`
+        and `token`. Errors are those of `checkpoints.hub.push`.
         """
         on_main(partial(hub.check_push, repo_id, options.get("token")))
         with TemporaryDirectory() as directory:
@@ -402,7 +402,7 @@ class PPOTrainer:
         return folder / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Replace the training state by that of a checkpoint.
+        """Replace the training state by the state of a checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or was made for other models.

@@ -100,7 +100,7 @@ def pretrain_critic(
         `critic/eval_explained_variance`, measured on one batch of responses to held-out prompts.
 
     Raises:
-        ConfigError, ModelError: The same errors as in a PPO run with these settings.
+        ConfigError, ModelError: The same errors as in a PPO run with the same settings.
     """
     config = pretraining_config(pretraining, ppo)
     policy, reference = load_policies(sft_policy, config, device_of(config))

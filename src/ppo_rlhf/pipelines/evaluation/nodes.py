@@ -43,7 +43,7 @@ def choose_prompts(
     ppo: PPOConfig,
     prompts: PromptsConfig,
 ) -> tuple[pd.DataFrame | None, int]:
-    """Return the user's evaluation prompts and the number of them that PPO trained on.
+    """Return the user's evaluation prompts, and the number of evaluation prompts that PPO trained on.
 
     Without evaluation prompts of the user, return the prompts that PPO held out, and 0.
     """

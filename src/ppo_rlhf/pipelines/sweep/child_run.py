@@ -48,7 +48,7 @@ def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
 
 @contextmanager
 def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapping[str, str]) -> Iterator[Log]:
-    """Open a nested run with these params, and yield a function that logs to the run.
+    """Open a nested run with the given params, and yield a function that logs to the run.
 
     The run's status at the end is FINISHED, KILLED after a signal, or FAILED.
     """

@@ -39,7 +39,8 @@ def train_settings(
 ) -> list[dict[str, Any]]:
     """Train and evaluate the policy once for each setting, each as a separate MLflow run below the sweep's run.
 
-    If a training fails, the others continue. A resumed sweep does not repeat trainings that it finished before.
+    If a training fails, the remaining trainings continue. A resumed sweep does not repeat trainings that it finished
+    before.
 
     Returns:
         One row for each training: `setting`, `error` (empty if the training finished), and the eval/* metrics (without
