@@ -172,7 +172,7 @@ class LoopRunner(SequentialRunner):
         plan = plan_loop(pipeline)
         if plan is None:
             if any(ITERATION_TAG in node.tags for node in pipeline.nodes):
-                say("These nodes are not the whole loop, so nodes of the iteration run only once.")
+                say("The nodes of this run are not the whole loop, so nodes of the iteration run only once.")
             plan = LoopPlan(upstream=tuple(pipeline.nodes))
         loads = Counter(name for node in pipeline.nodes for name in node.inputs)
 

@@ -171,7 +171,7 @@ PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTr
 
 ## Limits
 
-- It knows the returns of one policy under one reward. Of others it may be wrong.
+- The critic knows the returns of one policy under one reward, and may be wrong for others.
 - {LIMITS[-1]}
 """
 

@@ -26,8 +26,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
     k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference).
 
-    `logprobs` and `reference_logprobs` belong to the sampled tokens. Both tensors and the result have the same shape,
-    usually [B, T]; the result is in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
+    `logprobs` and `reference_logprobs` belong to the sampled tokens. The result has the shape of the two tensors,
+    usually [B, T], and is in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
     `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite. Raises ShapeError if the
     shapes differ, and ConfigError if the estimator is unknown.
 

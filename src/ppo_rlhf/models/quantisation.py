@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.core.errors import ConfigError
 
 NEEDED = Requirement("bitsandbytes>=0.50")
-"""The first version of bitsandbytes that uses the same kernel with and without gradients, so that PPO's first
-probability ratio is 1."""
+"""The oldest supported bitsandbytes: from this version on the same kernel computes with and without gradients, so that
+PPO's first probability ratio is 1."""
 BLOCK, BLOCK_OF_SCALES = 64, 256
 """64 weights share a scale of 8 bits, and 256 of these scales share a scale of 32 bits. A weight thus takes
 4 + 8/64 + 32/(64·256) bits."""

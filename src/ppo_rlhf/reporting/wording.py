@@ -134,7 +134,7 @@ def say_result_by_people(summary: Mapping[str, Any]) -> str:
         pairs += f" of {summary['prompts']} prompts"
     text = f"{verdict}, decided by {people} on {pairs}: win rate {_by_people(metrics, 'win_rate')}."
     if f"{PREFIX}agreement" in metrics:
-        text += f" Their agreement (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
+        text += f" The agreement of the people (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
     if f"{PREFIX}judge_agreement" in metrics:
         agreed = _by_people(metrics, "judge_agreement")
         pairs = f"{summary['judged']} pairs in which people prefer a side"
