@@ -13,7 +13,8 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
 
 PROMPT = "prompt_number"
-"""Column that the table of samples adds to `PolicyEvaluation.to_frame`. Rows of one prompt are adjacent."""
+"""Column that best-of-n's table of samples has in addition to the columns of `PolicyEvaluation.to_frame`. Rows of one
+prompt are adjacent."""
 
 
 @settings_group("best_of_n")
@@ -21,9 +22,9 @@ class BestOfNConfig:
     """Number of responses that the SFT policy samples for best-of-n and for the audit of the reward."""
 
     prompts: Annotated[int, Field(ge=2)] = 128
-    """Largest number of held-out prompts."""
+    """Largest number of held-out prompts that best-of-n and the reward audit sample responses to."""
     samples: Annotated[int, Field(ge=2)] = 64
-    """Number of responses to each prompt. Best-of-n is estimated up to this n."""
+    """Number of responses to each prompt. The number is also the largest n of the best-of-n estimates."""
     batch_size: Annotated[int, Field(ge=1)] = 256
     """Number of responses generated at a time."""
     seed: Seed = 42

@@ -21,14 +21,14 @@ from ppo_rlhf.evaluation.verdict import conclude_outcomes
 from ppo_rlhf.evaluation.win_rate import win_rate
 
 EXTREMES = 3
-"""Number of widest wins, and of widest losses, that a table of samples has in addition to its random rows."""
+"""Number of widest wins, and of widest losses, that the table of sample pairs has in addition to its random rows."""
 
 
 def outcomes(
     policy: PolicyEvaluation, sft: PolicyEvaluation, ours: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return outcomes [N, n]: 1 where our i-th response to a prompt beats their i-th response, 0 for a loss, 1/2 for a
-    tie.
+    """Return outcomes [N, n]: 1 where the policy's i-th response to a prompt beats SFT's i-th response, 0 for a loss,
+    1/2 for a tie.
 
     `ours` and `theirs` are the scores of the policy's and of SFT's responses, one score for each response. Responses
     with the same tokens are a tie whatever their scores, because rounding makes a model's score of a text depend on the
@@ -44,10 +44,10 @@ def outcomes(
 
 
 def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return the `verdict` that report, model card, terminal, champion and advice use, with the numbers behind it.
+    """Return a dictionary with the `verdict` on the policy, and the numbers that the verdict depends on.
 
     A winner is named only if there are at least `MIN_PROMPTS` prompts, the whole interval of the win rate is on one
-    side of one half, and the sign test gives chance a probability of at most 5 %. With several responses to a prompt,
+    side of one half, and the p-value of the sign test is at most 5 %. With several responses to a prompt,
     the policy that wins more pairs wins the prompt. `by_trained_reward` is True if the trained reward is the judge.
     """
     decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
@@ -63,7 +63,7 @@ def standard_error(values_N: NDArray[np.float64]) -> float:
 def distinct_n(completions: Sequence[str], n: int) -> float:
     """Return the number of different n-grams divided by the number of n-grams, over the words of all completions.
 
-    Words are split at whitespace. The result is 0 if no completion has n words. The value falls with the number of
+    Words are split at whitespace. The result is 0 if no completion has n words. Distinct-n falls with the number of
     words, so compare only policies that answered the same number of prompts. Source: Li et al. 2016 (arXiv:1510.03055),
     pooled over the corpus.
     """
@@ -116,8 +116,8 @@ def compare_evaluations(
 ) -> dict[str, float]:
     """Return the eval/* metrics that compare a policy with the SFT policy that it started from.
 
-    The judge decides the win rate if there is one, else the reward. Each further judge has its own win rate. Standard
-    errors `eval/<name>_se` are over prompts, and are missing if there is only one prompt.
+    If there is a judge, the judge decides the win rate; if not, the reward decides. Each further judge has its own win
+    rate. Standard errors `eval/<name>_se` are over prompts, and are missing if there is only one prompt.
 
     Raises:
         DataError: The two policies answered different prompts, or different functions judged or rated them, or
@@ -173,12 +173,12 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
 
 
 def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int, seed: int) -> pd.DataFrame:
-    """Return a table with both policies' responses to some prompts, and only the first response to each prompt.
+    """Return a table of sample pairs: for some prompts, the first response of each of both policies.
 
-    `count` rows are drawn at random. After the random rows come the widest wins and the widest losses among the
-    remaining prompts, `EXTREMES` rows of each kind. Columns: `chosen` (how the row was chosen), `outcome` (win, tie or
-    loss of the policy), `prompt`, `sft_response`, `ppo_response`, `sft_score` and `ppo_score` (the scores that decide
-    the win rate), `ppo_kl` (nats).
+    The first `count` rows of the table are drawn at random. After the random rows come the widest wins and the widest
+    losses among the remaining prompts, `EXTREMES` rows of each kind. Columns: `chosen` (how the row was chosen),
+    `outcome` (win, tie or loss of the policy), `prompt`, `sft_response`, `ppo_response`, `sft_score` and `ppo_score`
+    (the scores that decide the win rate), `ppo_kl` (nats).
     """
     _check_comparable(policy, sft)
     first = np.arange(0, len(policy.prompts), policy.samples_per_prompt)

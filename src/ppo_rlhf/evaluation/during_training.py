@@ -19,7 +19,9 @@ from ppo_rlhf.runtime.names import TRAINING_KL
 
 
 def is_due(state: TrainingState) -> bool:
-    """Return whether to evaluate now: every `eval_interval` iterations, after the last iteration, and on request."""
+    """Return whether to evaluate now: every `eval_interval` iterations, after the last iteration, and when the user
+    requests an evaluation.
+    """
     return state.finished or state.evaluation_asked or state.iteration % state.config.eval_interval == 0
 
 
@@ -34,7 +36,8 @@ def evaluator_of(
 ) -> Evaluator:
     """Return the evaluator for evaluations during training: one response to each of the first held-out prompts.
 
-    `trained` holds the sampling settings of training. `evaluation` may set another temperature.
+    `trained` holds the sampling settings of training. `evaluation.temperature` may differ from the temperature of
+    training.
     """
     first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
     return Evaluator(
@@ -61,9 +64,10 @@ def evaluate_iteration(
 ) -> tuple[dict[str, Any], PolicyEvaluation]:
     """Evaluate the policy with fixed sampling noise; return the row for the run's log and the evaluation.
 
-    `sft` is the evaluation of SFT by the same evaluator. `earlier` is the run's log; rows of this and later iterations,
-    which a resumed run repeats, are ignored. `is_greedy` means greedy responses, whose KL does not estimate the
-    policy's KL, so the row also gets the KL of training (`TRAINING_KL`).
+    `sft` is the evaluation of SFT by the same evaluator. `earlier` is the run's log of evaluations; rows of the current
+    and of later iterations, which a resumed run repeats, are ignored. `is_greedy` is True if responses are decoded
+    greedily. The KL of greedy responses does not estimate the policy's KL, so the row then also gets the KL of training
+    (`TRAINING_KL`).
     """
     evaluated = evaluator.evaluate(state.policy, reference_policy, captures=state.captures, against=sft)
     metrics = compare_evaluations(evaluated, sft)

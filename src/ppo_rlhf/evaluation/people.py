@@ -27,9 +27,9 @@ def compare_by_people(
     """Return the verdict, the metrics and each person's win rate, without any person's name.
 
     Args:
-        worths: For each pair the outcomes by person: 1 if our policy won, 0 if it lost, ½ for a tie. Empty for a pair
-            that nobody answered.
-        judged: For each pair the outcome by the judge; empty without a judge.
+        worths: For each pair of responses, the outcomes by person: 1 if our policy won, 0 if it lost, ½ for a tie.
+        The mapping is empty for a pair that nobody answered.
+        judged: For each pair of responses, the outcome by the judge; empty without a judge.
         prompts: The prompt of each pair; None if all prompts differ.
         ours: Name of the policy whose win rate is computed.
         theirs: Name of the other policy.
@@ -41,9 +41,10 @@ def compare_by_people(
         names), and the counts `pairs`, `answered`, `prompts` (of answered pairs) and `people`; with answers also
         `wins`, `losses` and `judged`.
 
-        The outcome of a pair is the mean over people, and the outcome of a prompt is the mean over its pairs.
-        Responses to one prompt are correlated, so intervals and verdict are over prompts. The agreement of judge and
-        people counts only pairs in which people on average prefer one side; a tie of the judge counts as half.
+        The outcome of a pair is the mean over people, and the outcome of a prompt is the mean over its pairs. Responses
+        to one prompt are correlated, so intervals and verdict treat prompts, not pairs, as independent. The agreement
+        of judge and people counts only pairs in which people on average prefer one side; a pair that the judge scores
+        as a tie counts as half.
     """
     asked = range(len(worths)) if prompts is None else prompts
     answered = [(prompt, by_name) for prompt, by_name in zip(asked, worths, strict=True) if by_name]
@@ -77,7 +78,7 @@ def compare_by_people(
         answers = [(prompt, by_name[person]) for prompt, by_name in answered if person in by_name]
         rate = win_rate(_by_prompt(answers))
         by_person.append({"pairs": len(answers), "win_rate": rate.rate, "low": rate.low, "high": rate.high})
-    # Sort by numbers, so that the order does not depend on people's names
+    # Sort people's rows by their numbers, so that the order does not reveal people's names
     by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))
     return {
         "verdict": concluded["verdict"],

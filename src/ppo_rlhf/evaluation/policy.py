@@ -39,8 +39,8 @@ equal responses."""
 
 JUDGE = "evaluation.judge"
 JUDGE_COLUMN = "judge_score"
-"""Column with the scores of the judge that decides the win rate; The column `judge_score_<name>` has the scores of a
-further judge."""
+"""Column with the scores of the judge that decides the win rate. The column `judge_score_<name>` has the scores of the
+further judge `<name>`."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
 _TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
@@ -64,7 +64,7 @@ def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
 
 @settings_group("evaluation")
 class EvaluationConfig:
-    """How policies are evaluated. The settings are the same for SFT and PPO, during training and afterwards."""
+    """How policies are evaluated. SFT and PPO are evaluated with the same settings, during training and afterwards."""
 
     judge: Judge | None = None
     """What decides the win rate: `module:name` of a function `judge(prompts, completions, **columns) -> list[float]`,
@@ -73,8 +73,8 @@ class EvaluationConfig:
     """Further judges, functions or language models, by name. Each judge has a mean score `eval/judge_score_<name>` and
     a win rate `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
     rates: Annotated[dict[str, Reference], AfterValidator(_check_rate_names)] = field(default_factory=dict)
-    """Further functions with the same signature, by the name of their metric. Each function returns 0, 1 or a share for
-    each response, and `eval/<name>` is the mean."""
+    """Further functions with the signature of `judge`, by the name of their metric. Each function returns 0, 1 or a
+    share for each response, and `eval/<name>` is the mean."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     """Sampling temperature of the evaluated responses. 0 is greedy decoding. None uses ppo.temperature."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
@@ -93,7 +93,7 @@ class EvaluationConfig:
     """Number of random prompts whose two responses are shown side by side, in addition to the widest wins and
     losses."""
     prompts_path: str | None = None
-    """Source of the prompts, for the model card."""
+    """Source of the held-out prompts, for the model card."""
     seed: Seed = 42
     """Seed of the sampling noise and of the choice of samples."""
 
@@ -131,7 +131,7 @@ class ResolvedJudge:
     judge: RewardFunction | None  # the judge that decides the win rate; None: the reward decides the win rate
     rates: Mapping[str, RewardFunction]
     description: str  # a phrase that says who decides the win rate
-    # Further judges by name; each gives a win rate of its own
+    # Further judges by name; each further judge has its own win rate
     judges: Mapping[str, RewardFunction] = field(default_factory=dict)
     # The judge's function as `module:name`, or the settings of a language model that judges
     reference: str | LLMJudgeConfig | None = None
@@ -160,12 +160,12 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
 class PolicyEvaluation:
     """One policy's n responses to each of N prompts, with all measurements.
 
-    Arrays have shape [N x n], in the order of prompts. Responses to one prompt are adjacent.
+    The arrays of an evaluation have shape [N x n], in the order of prompts. Responses to one prompt are adjacent.
     """
 
-    prompts: list[str]  # [N · n]: a prompt with n responses is listed n times
+    prompts: list[str]  # N · n prompts: a prompt with n responses is listed n times
     completions: list[str]
-    response_ids: list[list[int]]  # token ids of each response, including the stop token if one ended the response
+    response_ids: list[list[int]]  # token ids of each response, including a stop token that ended the response
     # Total score of each response: weighted sum of the reward's components, before shaping and penalties
     rewards: NDArray[np.float64]
     # Scores of each judge, by column name; `JUDGE_COLUMN` is missing if the reward decides the win rate
@@ -179,7 +179,7 @@ class PolicyEvaluation:
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
-        """Scores [N x n] that decide the win rate: the judge's if there is one, else the reward."""
+        """Scores [N x n] that decide the win rate: the judge's scores if there is a judge, else the rewards."""
         return self.judges.get(JUDGE_COLUMN, self.rewards)
 
     def by_prompt(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -201,7 +201,7 @@ class PolicyEvaluation:
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PolicyEvaluation:
-        """Return the evaluation from a table that `to_frame` made."""
+        """Return the `PolicyEvaluation` of a table that `to_frame` made."""
 
         def numbers(name: str) -> NDArray[np.float64]:
             return frame[name].to_numpy(dtype=np.float64)
@@ -223,7 +223,7 @@ class PolicyEvaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples responses of policies with fixed noise and measures them. All processes share the work."""
+    """Samples policies' responses with fixed noise, and measures the responses. All processes share the work."""
 
     tokenizer: PreTrainedTokenizerBase  # tokenizer that decodes responses into text for the reward functions and judges
     prompts: PromptDataset
@@ -233,7 +233,7 @@ class Evaluator:
     sampling: SamplingSettings  # maximum length, temperature, top-k, top-p and stop tokens of the responses
     seed: int  # seed of the sampling noise: two policies evaluated with the same seed get the same noise
     batch_size: int = 64
-    samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with noise of its own
+    samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with its own noise
 
     def evaluate(
         self,
@@ -246,7 +246,7 @@ class Evaluator:
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy. Without a reference policy the KL is 0, as for SFT itself.
 
-        The models compute on `device`; None uses the policy's device. `captures` are the CUDA graphs of the policy's
+        The models compute on `device`; None uses the policy's device. `captures` are the CUDA graphs of the training
         run if the policy is in training. `against` is the evaluation of the reference policy, for judges that compare
         two responses.
 
@@ -272,7 +272,7 @@ class Evaluator:
                     compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)
                 )
-                # log-probabilities are 0 in padding, so the sum counts only response tokens
+                # the log-probabilities of padding are 0, so the sum over positions counts only response tokens
                 kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
         scored, completions = self.scorer.score(batch), list(batch.completions)

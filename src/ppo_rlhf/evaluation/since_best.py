@@ -15,19 +15,20 @@ from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 CHANCE = 0.05
 """Significance level: a change counts as significant if its probability by chance is lower."""
 RESAMPLES = 4_999
-"""Largest number of sign patterns that the test draws. With this number of patterns, the smallest probability that the
-test can find is 1 in 5000."""
+"""Largest number of sign patterns that the sign-flip test draws. With that many patterns, the smallest probability that
+the sign-flip test can return is 1 in 5000."""
 SCORES = "scores"
-"""Key in the log of evaluations for the deciding scores by prompt. Only rows that were the best so far have the key."""
+"""Key in the log of evaluations for the deciding scores by prompt. Only rows of evaluations that were the best so far
+have the key."""
 
 
 def by_chance(changes_N: NDArray[np.float64]) -> float:
-    """Return the probability of a mean change this large or larger if only noise changed the scores [N].
+    """Return the probability of a mean at least as large as that of `changes_N` [N] if only noise changed the scores.
 
     The sign-flip test (Fisher 1935, The Design of Experiments, section 21) uses that noise makes each prompt's change
     as likely as its opposite, whatever the distribution of scores. The result is 1 for a single prompt. Drawn sign
-    patterns give at least 1 in 5000, which is too coarse for a change that is tested against many evaluations, so the
-    result is the smaller one of the drawn share and the bound `at_most`.
+    patterns cannot give a probability below 1 in 5000, which is too coarse if the change is tested against many
+    evaluations, so the function returns the drawn share or the bound `at_most`, whichever is smaller.
     """
     if len(changes_N) < 2:
         return 1.0
@@ -70,7 +71,8 @@ def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
 def exploits_since_best(history: pd.DataFrame) -> bool:
     """Return whether the deciding score fell from its best to a run's last evaluation while the reward did not fall.
 
-    The level is half of `CHANCE`, as in `exploits_reward`, because the report's sentence depends on either function.
+    The significance level is half of `CHANCE`, as in `exploits_reward`, because the report warns if `exploits_reward`
+    or `exploits_since_best` is true.
     """
     last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
     return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())
@@ -89,8 +91,8 @@ def since_best(
 
     The best evaluation has the highest mean of the deciding score among SFT's evaluation and the run's `earlier` rows.
     The probability of a fall from the best evaluation is multiplied by the number of evaluations that it was chosen
-    from (Bonferroni), which holds for any correlation. Before that factor the lowest possible probability is 2⁻ⁿ, for a
-    fall on each of n prompts.
+    from (Bonferroni), and the Bonferroni correction holds for any correlation between evaluations. Before the
+    correction the lowest possible probability is 2⁻ⁿ, for a fall on each of n prompts.
     """
     first = {SCORES: sft.deciding_scores, "eval/reward": sft.rewards.mean()}
     best = max((first, *(row for row in earlier if SCORES in row)), key=lambda row: np.mean(row[SCORES]))

@@ -1,4 +1,4 @@
-"""The verdict of a comparison: a value, which `reporting.wording` puts into words."""
+"""The verdict of a comparison of two policies: a value, which `reporting.wording` puts into words."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ MIN_PROMPTS = 10
 
 
 class Verdict(StrEnum):
-    """Result of a comparison for our policy. Summaries and tags store the value; `reporting.wording` gives the
-    words.
-    """
+    """Result of a comparison of two policies, seen from ours. Summaries and tags store the enum's value."""
 
     BETTER = "better"
     WORSE = "worse"

@@ -24,10 +24,11 @@ class WinRate(NamedTuple):
 def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
     """Return the win rate and its interval from outcomes [N, n] of N prompts.
 
-    The interval generalises the interval of Agresti and Coull (1998) to prompts whose mean outcome is any number from 0
-    to 1. With the normal quantile z, it adds z² / 2 won and z² / 2 lost prompts; the interval is then mean ± z ·
-    standard deviation / √number of prompts. Without ties it equals the interval of Agresti and Coull. Unlike a
-    bootstrap interval it keeps its coverage near 0 and 1, and when all prompts are won or all are lost.
+    The interval of the win rate generalises the interval of Agresti and Coull (1998) to prompts whose mean outcome is
+    any number from 0 to 1. With the normal quantile z, the computation adds z² / 2 won and z² / 2 lost prompts; the
+    interval is then mean ± z · standard deviation / √number of prompts. Without ties the interval of the win rate
+    equals the interval of Agresti and Coull. Unlike a bootstrap interval, the interval of the win rate keeps its
+    coverage near 0 and 1, and when all prompts are won or all are lost.
     """
     outcomes_N = outcomes.mean(axis=1)
     number = len(outcomes_N) + _Z2
@@ -38,7 +39,7 @@ def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Return the probability that equal policies differ by this much or more (exact two-sided sign test).
+    """Return the p-value of the exact two-sided sign test for a number of wins and losses.
 
     The probability is 0.03 if one policy wins all of six prompts, and 0.06 if one policy wins all of five.
     """

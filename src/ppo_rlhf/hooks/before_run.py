@@ -1,4 +1,4 @@
-"""The checks and warnings before a run. A run that is refused here has written nothing but cached tables."""
+"""The checks and warnings before a run. A run that the checks refuse has written nothing but cached tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChecksHook:
     def after_context_created(self, context: KedroContext) -> None:
         """Refuse a launch whose processes would each train a run of their own, and settings that cannot be merged.
 
-        Warn if conf/local has files that this run does not read.
+        The hook warns if conf/local has files that the run does not read.
         """
         processes.check_launch()
         # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
@@ -62,7 +62,7 @@ class ChecksHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Refuse a runner that cannot loop, settings that nothing reads, and every problem that the preflight finds."""
+        """Refuse a runner that cannot repeat PPO's loop, unread settings, and each problem that the preflight finds."""
         # Imported inside the function because the import is slow and only runs need the module
         from ppo_rlhf.models.quiet import said
         from ppo_rlhf.preflight import RunRequest
@@ -74,7 +74,8 @@ class ChecksHook:
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root, run_params["env"])
-        # Only this process runs the checks: the other processes wait in `agree_on_run`, so collectives are forbidden
+        # Only the main process runs the checks: the other processes wait in `agree_on_run`, so collectives are
+        # forbidden
         with processes.alone():
             problems, advice, parts = judge_settings(self._loader, run)
         for line in advice:
@@ -86,16 +87,17 @@ class ChecksHook:
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return the problems that stop the run, its warnings, and a line that describes its parts.
+    """Return the problems that stop the run, the warnings about the run, and a line that describes the run's parts.
 
-    The last is empty if there are problems. Only the cache of tables is written. If the run reads a trained policy,
-    the `ppo` group in the run's catalog becomes the one that the policy was trained with.
+    The line is empty if there are problems. The function writes only the cache of tables. If the run reads a trained
+    policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was trained with.
     """
     # Imported inside the function because the import is slow
     from ppo_rlhf.preflight import describe_parts, find_problems
 
     if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():
-        # Projects made with an earlier version lack this catalog entry: add an empty one, as without human evaluation.
+        # Projects of an earlier version lack the catalog entry: add an empty entry, as for a run without human
+        # evaluation.
         run.catalog[HUMAN_EVALUATION] = MemoryDataset({})
     settings, policy_lines = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
@@ -128,8 +130,8 @@ def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> OwnSettings:
 def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Set[str]) -> list[str]:
     """Return one line for each catalog entry in `names` whose path begins with a dot and does not exist.
 
-    Kedro drops `./` when it makes the path absolute. For a path that does not exist, the rest of the path could be
-    taken for a name on the hub.
+    Kedro drops `./` when it makes a path absolute. If a path that began with `./` does not exist, the path without `./`
+    could be taken for a model's name on the hub.
     """
     entries, lines = loader["catalog"], []
     settings = {**loader["globals"], **(loader.runtime_params or {})}
@@ -143,7 +145,9 @@ def missing_paths(loader: OmegaConfigLoader, catalog: CatalogProtocol, names: Se
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
-    """Raise ConfigError if the runner is ParallelRunner, or would not repeat PPO's loop in a pipeline that has it."""
+    """Raise ConfigError if the runner is ParallelRunner, or if the pipeline has PPO's loop and the runner would not
+    repeat it.
+    """
     if "ParallelRunner" in run_params["runner"]:
         raise ConfigError(
             "ParallelRunner sends the catalog to other processes, which catalog entries that MLflow records do not "
@@ -165,7 +169,9 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
 
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Raise ConfigError if --load-versions names an entry that is no versioned input of the run: Kedro ignores it."""
+    """Raise ConfigError if --load-versions names an entry that is no versioned input of the run, since Kedro ignores
+    it.
+    """
     given = run_params["load_versions"] or {}
     versioned = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
     if unversioned := sorted(given.keys() - versioned):

@@ -26,15 +26,15 @@ MOST_PER_BATCH = 1000
 class MlflowLog:
     """Sends the metrics and samples of one run to MLflow; retries refused batches and sends no metric twice.
 
-    MLflow's own asynchronous queue is not used, for two reasons. The queue does not report whether MLflow accepted a
-    batch. At its end a process waits for the whole queue, which takes minutes per batch if the server hangs.
+    MLflow's own asynchronous queue is not used, for two reasons. MLflow's queue does not report whether MLflow accepted
+    a batch. A process that ends waits for MLflow's whole queue, which takes minutes per batch if the server hangs.
     `MlflowLog` makes one call at a time, in a daemon thread.
     """
 
     def __init__(self, run_id: str, *, is_continued: bool = False, checkpoints: Path | None = None) -> None:
         """Log to the MLflow run with the id `run_id`.
 
-        `is_continued` means that the run may already have metrics. `checkpoints` is the folder of the run's
+        `is_continued` is True if the MLflow run may already have metrics. `checkpoints` is the folder of the run's
         checkpoints, or None if the run cannot be resumed.
         """
         self._run_id, self._is_continued, self._checkpoints = run_id, is_continued, checkpoints
@@ -60,8 +60,9 @@ class MlflowLog:
     def log_samples(self, iteration: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Append the samples of one iteration to the run's table of samples. All columns have the same length.
 
-        The table is `samples.json`. A continued run begins a new table, `samples_from_<iteration>.json`, because a
-        kill may have left the earlier table truncated, and MLflow cannot append to a truncated table.
+        The table of samples is `samples.json`. A continued run begins a new table, `samples_from_<iteration>.json`,
+        because a kill may have truncated the table of the interrupted run, and MLflow cannot append to a truncated
+        table.
         """
         self._table = self._table or f"samples_from_{iteration}.json"
         length = len(next(iter(columns.values())))
@@ -70,12 +71,14 @@ class MlflowLog:
         self._send()
 
     def log_page(self, page: str, path: str) -> None:
-        """Log an HTML page of samples as the artifact at `path`, replacing an earlier page there."""
+        """Log an HTML page of samples as the artifact at `path`, replacing an earlier page at `path`."""
         self._samples.append(partial(self._client.log_text, self._run_id, page, path))
         self._send()
 
     def flush(self, patience: float) -> bool:
-        """Wait at most `patience` seconds for MLflow to accept everything; return whether MLflow has everything."""
+        """Wait at most `patience` seconds for MLflow to accept all metrics and samples; return whether MLflow has them
+        all.
+        """
         end = time.monotonic() + patience
         # Send twice: MLflow may refuse a batch, and a metric may be logged just as the sending thread ends
         for _ in range(2):
@@ -84,7 +87,7 @@ class MlflowLog:
         return not (self._metrics or self._samples)
 
     def close(self, patience: float) -> bool:
-        """Flush for the last time, warn about what MLflow did not accept, and return whether MLflow has everything."""
+        """Flush for the last time, warn about data that MLflow refused, and return whether MLflow has all data."""
         if self.flush(patience):
             return True
         can_resume = self._checkpoints is not None and checkpoint_iterations(self._checkpoints) and not self._is_gone
@@ -117,7 +120,7 @@ class MlflowLog:
             while self._samples:
                 self._samples[0]()
                 self._samples.popleft()
-        except Exception as error:  # each kind of artifact store raises the error types of its own client library
+        except Exception as error:  # each kind of artifact store raises the errors of its own client library
             if not self._refusal:
                 logger.warning("MLflow rejected metrics of run %s; retrying: %s", self._run_id, one_line(error))
             self._refusal = one_line(error).removesuffix(".")
@@ -126,7 +129,7 @@ class MlflowLog:
             self._refusal, self._is_gone = "", False
 
     def _sent_steps(self, key: str) -> set[int]:
-        """Return the steps for which MLflow already has this metric."""
+        """Return the steps for which MLflow already has the metric `key`."""
         if key not in self._sent:
             may_have = self._is_continued and not key.startswith(self.repeated)
             points = self._client.get_metric_history(self._run_id, key) if may_have else []

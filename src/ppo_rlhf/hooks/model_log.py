@@ -1,7 +1,7 @@
 """Logs a policy on disk as an MLflow model for `mlflow models serve` and `load_model`.
 
 The model of a policy with a chat template takes messages in OpenAI's format (`llm/v1/chat`); any other model takes
-text. By default a request samples with PPO's sampling settings.
+text. By default the served model samples with PPO's sampling settings.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def log_policy(
 ) -> str:
     """Log a model directory to the active run, unless the run already has that model; return the logged model's id.
 
-    `step` is the PPO iteration of the model. `keys` are the metrics of this step to link with the model:
-    `mlflow.transformers.log_model` would link all metrics of the step, metrics of other stages included.
-    `generation_config` holds the tokens that end a response. The exported policy's generation config is used for the
-    policy of a checkpoint, too.
+    `step` is the PPO iteration of the model. `keys` are the metrics of the iteration to link with the model:
+    `mlflow.transformers.log_model` would link all metrics of the iteration, including metrics of other stages.
+    `generation_config` holds the tokens that end a response. The policy of a checkpoint is also logged with the
+    exported policy's generation config.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
@@ -97,8 +97,9 @@ def log_policy(
 def log_critic(directory: Path, name: str, step: int, keys: Collection[str]) -> str:
     """Log a critic's directory to the active run, if it is not logged yet, and return the logged model's id.
 
-    The critic's files are logged unchanged, so that their download can be given as `critic_path`: MLflow has no way to
-    serve values. `step` and `keys` are as for `log_policy`.
+    The critic's files are logged unchanged, so that a user can download the critic and name its folder in
+    `critic_path`. MLflow has no way to serve values. `step` and `keys` are the arguments `step` and `keys` of
+    `log_policy`.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
@@ -123,7 +124,7 @@ def _finish(run: Run, model_id: str, step: int, keys: Collection[str]) -> str:
 def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> dict[str, Any]:
     """Return the arguments of `save_model` that describe requests and answers.
 
-    As a side effect `tokenizer.model_max_length` is lowered to the model's context length.
+    As a side effect the function lowers `tokenizer.model_max_length` to the model's context length.
     """
     sampled = {
         "max_new_tokens": config.turn_length or config.response_length,
@@ -152,8 +153,8 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
 
 
 def _logged_model(run: Run, name: str, step: int) -> str | None:
-    """Return the id of the run's complete model with this name and step, or None; delete models that a kill left half
-    written.
+    """Return the id of the run's complete logged model named `name` of iteration `step`, or None; delete models that a
+    kill left half written.
     """
     steps = {output.model_id: output.step for output in (run.outputs.model_outputs if run.outputs else ())}
     query = f"source_run_id = '{run.info.run_id}' AND name = '{name}'"
@@ -193,8 +194,8 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
 def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[str, str]) -> str:
     """Move the alias `champion` to `version` if the version beats SFT and the champion.
 
-    A version beats the champion if its win rate is higher and prompts, judge and sampling are the same. Return the
-    outcome as the end of a sentence.
+    A version beats the champion if its win rate is higher, measured with the same prompts, judge and sampling. The
+    function returns the outcome as the end of a sentence for the log.
     """
     # Read the alias from the registered model, because model versions found by a search have no aliases
     champion = client.get_registered_model(name).aliases.get(CHAMPION)
@@ -217,7 +218,8 @@ def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[
 
 
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
-    """Return the policy directory and the iteration of the active run's best checkpoint; None if none was evaluated.
+    """Return the policy directory and the iteration of the active run's best checkpoint; None if no checkpoint was
+    evaluated.
 
     Evaluations with a KL above `kl_alarm` (nats per response) do not count.
     """

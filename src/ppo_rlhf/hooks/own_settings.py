@@ -1,4 +1,4 @@
-"""Compares the shipped settings with a user's: conf/local, another environment, --params, a project of their own."""
+"""Compares the shipped settings with a user's settings in conf/local, another environment, --params or a project."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:global
 
 
 class OwnSettings:
-    """The settings of a run, beside the settings that this package ships."""
+    """The settings of a run, compared with the settings that `ppo_rlhf` ships."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         self._loader, self._given = loader, loader.runtime_params or {}
@@ -35,7 +35,8 @@ class OwnSettings:
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
         self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
         self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
-        # The resolver of ${globals:…} belongs to the newest config loader: make one that resolves as the run's loader.
+        # The resolver of ${globals:…} belongs to the newest config loader: make a loader that resolves as the run's
+        # loader does.
         OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
     def unread(
@@ -49,8 +50,8 @@ class OwnSettings:
         `${globals:name}`.
 
         `datasets` are the datasets of this command, with parameter groups as `params:name`. `unused` are the datasets
-        of this command that the run's settings leave unread. `pipelines` are looked up only for names that are not
-        known otherwise, because the look-up imports all pipelines.
+        of this command that the run's settings leave unread. `pipelines` are looked up only for names that nothing else
+        explains, because the look-up imports all pipelines.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
@@ -98,7 +99,9 @@ class OwnSettings:
         return name in self._given
 
     def typed(self, group: str) -> set[str]:
-        """Return the settings of a group whose value comes from `--params`, also if by another name such as `seed`."""
+        """Return the settings of a group whose value comes from `--params`, also if `--params` sets the value by
+        another name such as `seed`.
+        """
         values, marks = self._entries.get(f"params:{group}") or {}, [f"<{name}>" for name in self._given]
         return {str(name) for name, value in values.items() if any(mark in str(value) for mark in marks)}
 
@@ -106,7 +109,7 @@ class OwnSettings:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
         if name == PROMPTS:
-            # params:evaluation holds the prompts' path only for the model card: reading it reads no prompts
+            # a node that reads params:evaluation reads no prompts: the prompts' path there is only for the model card
             marked -= {EVALUATION}
         # A catalog entry whose name contains { is a pattern for many datasets
         return any(entry in read or "{" in entry for entry in marked)
@@ -135,7 +138,7 @@ class OwnSettings:
         from ppo_rlhf.config import PPOConfig
 
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
-        # Full name of each setting; of several groups' settings with the same name, the last is suggested
+        # Full name of each setting; if several groups have a setting of the same name, the last group's is suggested
         full: dict[str, str] = {}
         for group in sorted(groups, key=lambda group: group == "ppo"):
             full |= {key: f"{group}.{key}" for key in groups[group]} if isinstance(groups[group], Mapping) else {}
@@ -147,7 +150,7 @@ class OwnSettings:
 def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:
     """Return `values` with each value replaced by a mark, `<name>` with its top-level name.
 
-    Where the mark turns up after interpolation, the value of that name is read.
+    A mark that appears in another setting after interpolation shows that the named value is read.
     """
     marks = {name: mark or f"<{name}>" for name in values}
     return {name: _marked(v, marks[name]) if isinstance(v, Mapping) else marks[name] for name, v in values.items()}

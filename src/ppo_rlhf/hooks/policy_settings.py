@@ -23,8 +23,9 @@ def use_policy_settings(
 ) -> list[str]:
     """Put the settings that the run's policy was trained with into the catalog; return one line per difference.
 
-    Settings given by `--params` stay. A run that trains the policy itself is left alone. `is_ours` takes a policy's
-    source and returns whether this project made the policy: only such a policy may name Python code to import.
+    Settings given by `--params` stay. The settings of a run that trains the policy itself stay unchanged. `is_ours`
+    takes a policy's source and returns whether this project made the policy: only such a policy may name Python code to
+    import.
 
     Raises:
         ModelError, ConfigError: As `training_record.settings_of`.
@@ -42,7 +43,7 @@ def use_policy_settings(
         return []
     policy = entry.load()
     if policy is None or (is_local(policy.source) and not entry.exists()):
-        return []  # the policy does not exist; the preflight checks report a missing policy
+        return []  # do nothing for a policy that does not exist: the preflight checks report the missing policy
     trained = settings_to_answer(catalog, policy, conf, own, is_ours)
     ppo_entry: Any = catalog.get(f"{PREFIX}ppo")
     ppo_entry.save(trained.config)  # the dataset's own `save` writes no log line, unlike `catalog.save`
@@ -56,7 +57,7 @@ def settings_to_answer(
     own: OwnSettings,
     is_ours: Callable[[str], bool],
 ) -> TrainedSettings:
-    """Return the settings that a policy answers with; give the catalog's policies its chat template's values.
+    """Return the settings that a policy answers with; give the catalog's policies the same chat template values.
 
     Raises:
         ModelError, ConfigError: As `training_record.settings_of`.

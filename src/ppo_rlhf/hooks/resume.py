@@ -1,8 +1,9 @@
-"""Finds the run and the checkpoint that `resume=` names, and decides whether this run may resume from that checkpoint.
+"""Finds the run and the checkpoint that `resume=` names, and decides whether the new run may resume from the
+checkpoint.
 
 `resume` is `latest`, an MLflow run id, or the directory of a run or of a checkpoint. MLflow's params cannot change, so
-a resumed run records each changed setting as a tag `resume.<setting>` (PPO's settings without `ppo.`). The last
-resume's value counts.
+a resumed run records each changed setting as a tag `resume.<setting>` (PPO's settings without `ppo.`). If a run was
+resumed several times, the value of the last resume counts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
-"""Params that may hold language models as judges. A resumed run may use another language model as judge, so that a
-judge that failed can be fixed."""
+"""MLflow params whose value may be a language model that judges. A resumed run may use another language model as judge,
+so that a judge that failed can be fixed."""
 TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
@@ -51,22 +52,22 @@ but its results are then not bit-identical."""
 Named = tuple[str, Path | None]
 """The id of a run, and the checkpoint if `resume` names a checkpoint rather than a run."""
 Change = tuple[str, str]
-"""The value of a setting before and now."""
+"""The type of a changed setting: its value in the interrupted run and its value in the resumed run."""
 
 
 @dataclass(frozen=True)
 class Resumption:
     """An earlier run that this run resumes."""
 
-    run: Run  # the MLflow run to resume, as it was when it stopped
+    run: Run  # the MLflow run to resume, in the state in which the run stopped
     checkpoint: Path | None  # the checkpoint from which training resumes; None: training starts from the beginning
     lock: IO[bytes]  # the lock file in the run's directory, open and locked
-    # The allowed changes of settings, by the name that a tag gives each change
+    # The allowed changes of settings, keyed by their names in tags
     changes: dict[str, Change] = field(default_factory=dict)
 
     def say(self, project_path: Path, this: RunDescription, *, is_sweep: bool = False) -> None:
-        """Log the checkpoint to resume from, each changed setting, and each `auto` setting that this machine would set
-        otherwise.
+        """Log the checkpoint to resume from, each changed setting, and each `auto` setting for which this machine would
+        choose another value than the resumed run has.
         """
         where = "the trainings that have not ended" if is_sweep else "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
@@ -80,7 +81,7 @@ class Resumption:
                 logger.info("%s=auto: the run keeps %s, its value so far; here auto would be %s.", name, kept, here)
 
     def tags(self, project_path: Path) -> dict[str, str]:
-        """Return the tags that record this resume: its checkpoint and the changed values."""
+        """Return the tags that record the resume: the checkpoint and the changed values of settings."""
         from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
@@ -101,7 +102,7 @@ class Resumption:
     def make_anew(self, this: RunDescription, pipeline: Pipeline) -> tuple[str, ...]:
         """Make the nodes outside the loop that depend on a changed function run again.
 
-        The stored outputs of these nodes are forgotten. Return the prefixes of the metrics that the nodes log.
+        The function forgets the stored outputs of the nodes that run again, and returns the prefixes of their metrics.
         """
         from ppo_rlhf.datasets.run_catalog import StageOutputs
 
@@ -118,12 +119,12 @@ class Resumption:
 
 
 def can_resume(pipeline: Pipeline) -> bool:
-    """Return whether a run of this pipeline can be resumed: the pipeline holds the closed loop or a sweep."""
+    """Return whether a run of `pipeline` can be resumed: the pipeline has PPO's whole loop or a sweep."""
     return plan_loop(pipeline) is not None or TRAININGS in pipeline.all_outputs()
 
 
 def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
-    """Return the catalog's entry of the resume checkpoint if this run can be resumed, else None."""
+    """Return the catalog entry of the resume checkpoint if a run of `pipeline` can be resumed, else None."""
     if not can_resume(pipeline):
         return None
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -139,7 +140,7 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
     then below the project, then below the working directory. `root` holds the checkpoints of all runs.
 
     Raises:
-        ConfigError: There is no such run or checkpoint.
+        ConfigError: `requested` names no existing run or checkpoint.
         CheckpointError: The checkpoint is damaged, or is in the directory of a run that did not write it.
     """
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, verify_checkpoint_of_run
@@ -165,11 +166,11 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
 def find_resumption(
     requested: str, named: Named | None, this: RunDescription, root: Path, experiment_id: str
 ) -> Resumption | None:
-    """Return the run to resume, with its directory locked; None for a new run, which is logged. Nothing is written.
+    """Return the run to resume, with its directory locked; log a new run and return None. Nothing is written.
 
-    `named` is None for `resume=latest`, which resumes the newest unfinished run of the experiment that has the
-    pipeline, environment, machine, settings and data of this run, and that no process is training. A run with different
-    settings or data is skipped, and a log line names the run.
+    `named` is None for `resume=latest`. `resume=latest` resumes the experiment's newest unfinished run that no process
+    is training and that has the pipeline, environment, machine, settings and data of `this`. An earlier run with
+    different settings or data is skipped, and a log line names the skipped run.
 
     Raises:
         ConfigError: The run does not exist, is being trained, or has different settings or data.
@@ -180,7 +181,7 @@ def find_resumption(
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
-            continue  # the run has no directory here, because it was started on another machine
+            continue  # the run has no directory on this machine, because the run was started on another machine
         lock = lock_run(directory)
         if lock is None:
             if named is not None:
@@ -190,7 +191,7 @@ def find_resumption(
         with ExitStack() as refusal:
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
-                continue  # since the search for runs, another process has resumed and finished this run
+                continue  # another process has resumed and finished the run since the search for runs
             refused, changes = differences(this, run)
             if refused and named is None:
                 line = f"resume={requested}: MLflow run {run_id} is skipped, as settings differ: {'; '.join(refused)}."
@@ -240,9 +241,10 @@ def _named_run(requested: str | None, run_id: str) -> Run:
 
 
 def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Run]:
-    """Return the unfinished runs with this pipeline and environment, sorted by when their folder was last written.
+    """Return the unfinished runs with the pipeline and environment of `this`, the run whose folder was written last
+    first.
 
-    The newest comes first. Start times would not do, because a clock may have been set back.
+    The runs are not sorted by start times, because a clock may have been set back.
     """
     same = "".join(f"tags.{name} = '{this.tags[name]}' and " for name in ("pipeline", "environment"))
     query = f"{same}status != 'FINISHED'"
@@ -256,11 +258,11 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
 
 
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
-    """Compare this run with the MLflow run that it would resume.
+    """Compare the new run (`this`) with the MLflow run that the new run would resume.
 
-    Return the refused differences in words, and the allowed changes keyed by their name in a tag. Three things are not
-    compared: params that the earlier run did not have, `auto` settings that this machine chose, and paths that changed
-    only because the project was moved. Files with a user's functions may change, so that a function that failed can be
+    Return the refused differences in words, and the allowed changes keyed by their name in a tag. The comparison leaves
+    out params that the earlier run did not have, `auto` settings that this machine chose, and paths that changed only
+    because the project was moved. Files with a user's functions may change, so that a function that failed can be
     fixed.
     """
     from ppo_rlhf.checkpoints.restore import MAY_CHANGE
@@ -273,7 +275,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before, now = (
         {with_new_names(name): with_new_names(value) for name, value in settings.items()} for settings in (before, now)
     )
-    # Look in the settings before and after, because the resumed run may lack a callback of the earlier run
+    # Look in the earlier and in the new settings, because the resumed run may lack a callback of the earlier run
     texts = (*before.values(), *this.params.values())
     functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
     here = this.tags.get(PROJECT_PATH, "")
@@ -284,7 +286,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         group, _, setting = name.partition(".")
         if was == is_now or (was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now):
             continue
-        # MLflow stored only the first MAX_PARAM_VAL_LENGTH characters of a longer value
+        # MLflow stored only the first MAX_PARAM_VAL_LENGTH characters of a param with a longer value
         if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):
             continue
         # Runs of an earlier version recorded no value for a newer setting, which equals null
@@ -316,7 +318,7 @@ def _plain(text: str, judge: str | None = None) -> Any:
 
     try:
         return plain(json.loads(text))
-    except ValueError:  # the text is plain text, or JSON that MLflow has truncated
+    except ValueError:  # the param is plain text, or JSON that MLflow has truncated
         return text
 
 

@@ -33,14 +33,14 @@ HOST, PROJECT_PATH = "host", "project_path"
 CHECKPOINTS, NONE = "checkpoints", "none"
 """The tag with the folder of all runs' checkpoints, and the tag's value for a run without checkpoints."""
 PROCESSES = "launch.processes"
-"""The tag with the number of processes."""
-DIGITS = 8  # number of a fingerprint's digits to log: MLflow allows 36, but MLflow's pages would show all of them
+"""The tag with the number of a run's processes."""
+DIGITS = 8  # number of digits of a fingerprint to log: MLflow allows 36, but 36 digits are too long for MLflow's pages
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
-"""A text `module:name`, as parameters name a Python function."""
+"""A text `module:name`, by which parameters name a Python function."""
 _DATA = re.compile(r"data\.(raw_\w+)\.fingerprint")
 MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
-"""Fields of PPOConfig that the pipeline leaves null, and the catalog entries that it reads instead."""
+"""Fields of PPOConfig that the pipeline leaves null, each with the catalog entry that the pipeline reads instead."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class RunDescription:
     params: dict[str, str]  # values of the parameters, by `group.key`
     tags: dict[str, str]
     name: str = ""
-    chosen_here: frozenset[str] = frozenset()  # names of parameters set to `auto`, whose values depend on this machine
+    chosen_here: frozenset[str] = frozenset()  # names of parameters set to `auto`, whose values depend on the machine
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
-    """Return what is known of a run before its first node runs. The run's inputs are read for their fingerprints."""
+    """Return the description of a run before its first node runs. The run's inputs are read to compute fingerprints."""
     project_path = Path(run_params["project_path"])
     names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
     groups = {name: parameter(catalog, name) for name in sorted(names)}
@@ -117,14 +117,14 @@ def place_of(tags: Mapping[str, str]) -> str | None:
 
 
 def _given(run_params: Mapping[str, Any]) -> str:
-    """Return the settings of the command line except paths, such as `kl_coef=0.1 seed=2`."""
+    """Return the settings given on the command line, without paths, such as `kl_coef=0.1 seed=2`."""
     given = (run_params.get("runtime_params") or {}).items()
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
     return " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
 
 
 def _tag(value: Any) -> str:
-    """Return a value as JSON, and a text as it is; a runner's `repr` is shortened to the name of the class."""
+    """Return a tag's value: a text unchanged, any other value as JSON, a runner's `repr` as the name of its class."""
     return re.sub(r"^<([\w.]+)\W.*>$", r"\1", value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -155,7 +155,7 @@ def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
 
 
 def parameter(catalog: CatalogProtocol, name: str) -> Any:
-    """Return a parameter or parameter group, None if there is none. Unlike `catalog.load`, this logs nothing."""
+    """Return a parameter or parameter group, or None if it is missing. Unlike `catalog.load`, log nothing."""
     try:
         dataset = catalog.get(f"{PREFIX}{name}")
         return None if dataset is None else dataset.load()
@@ -181,7 +181,7 @@ def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> Non
 def flattened(group: str, values: Any) -> dict[str, str]:
     """Return the entries of a group, defaults included, as texts keyed by `group.key`. Lists and mappings become JSON.
 
-    A value that is no group is returned under the bare name `group`.
+    If `values` is a single value rather than a group, the result is one entry with the key `group`.
     """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
@@ -209,7 +209,7 @@ def _git_tags(project_path: Path) -> dict[str, str]:
 
 
 def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
-    """Return the path (or hub id) and the fingerprint of each input that the run reads and does not make itself.
+    """Return the path (or hub id) and the fingerprint of each input that the run reads and does not write itself.
 
     The fingerprint of a file is its SHA-256. The fingerprint of a model comes from its handle, which hashes the
     configuration and parts of the weights.

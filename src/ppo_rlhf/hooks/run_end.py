@@ -17,12 +17,12 @@ from ppo_rlhf.runtime.processes import process_count
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
 END_TAGS = frozenset({ERROR, LAST_CHECKPOINT})
-"""Tags of an interrupted run, which are deleted when the run is resumed."""
+"""MLflow tags of an interrupted run. Resuming the run deletes the tags."""
 MOST_TEXT = 500
 
 
 def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
-    """Return the tags with the error and with the last (good) checkpoint, whose path is relative to the project."""
+    """Return the MLflow tags with the error and with the last (good) checkpoint's path relative to the project."""
     last = None if checkpoints is None else last_checkpoint(error, checkpoints)
     why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
@@ -31,7 +31,7 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
 def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, is_sweep: bool = False) -> str:
     """Return the log message that names the last checkpoint and, if resuming makes sense, the command to resume.
 
-    A sweep has no checkpoints; of a sweep the finished trainings are kept.
+    A sweep has no checkpoints, but a resumed sweep does not repeat the trainings that it finished.
     """
     last, own = last_checkpoint(error, checkpoints), project_error(error)
     if not isinstance(own, DivergenceError):
@@ -82,7 +82,7 @@ def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 
     iterations = checkpoint_iterations(checkpoints)
-    # Kedro wraps errors of datasets in its own errors, so look for this package's error inside
+    # Kedro wraps errors of datasets in its own errors, so look for an error of ppo_rlhf inside Kedro's error
     divergence = project_error(error)
     if isinstance(divergence, DivergenceError):
         iterations = [iteration for iteration in iterations if iteration <= divergence.last_good_iteration]

@@ -39,9 +39,9 @@ SINCE_BEST = "eval/since_best_"  # prefix of metrics that only evaluations durin
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
 SAMPLES = 20
-"""The number of completions of an iteration in the table of samples."""
+"""Number of completions of each iteration that are logged to the table of samples."""
 SAMPLED = {"prompt": "prompt", "response": "completion", "score": "score", "kl": "kl", "stopped": "stopped"}
-"""The columns of the table of samples, and the field of a completion in each column."""
+"""The columns of the table of samples, each with the name of a completion's field that the column contains."""
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
     "objective/scores": "at_a_glance/reward",
@@ -54,7 +54,7 @@ BEST = "best_checkpoint"
 ERROR, OF_SFT = "_se", "_sft"  # suffixes of metric keys: standard errors, and values of the SFT policy
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer, for a stopped and for a finished run. A stopped run waits
-less, because the last checkpoint also holds the run's metrics, and the resumed run sends the metrics."""
+less, because the resumed run can send the metrics that the last checkpoint holds."""
 
 
 class RunLog:
@@ -77,7 +77,9 @@ class RunLog:
         progress.listeners[:] = [self._log.log]
 
     def repeat(self, beginnings: tuple[str, ...]) -> None:
-        """Log metrics with the given prefixes even for steps that MLflow has, since a resumed run repeats steps."""
+        """Log metrics with the given key prefixes again, even for steps that MLflow has, because a resumed run repeats
+        steps.
+        """
         self._log.repeated = beginnings
 
     def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
@@ -93,8 +95,8 @@ class RunLog:
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
-        # In an iteration, this evaluation is the last node that asks judges, so log the judges' counts here.
-        # `close` logs the judges' counts of the final evaluation.
+        # The evaluation is the last node of an iteration that calls judges, so log the counts of the judges' calls
+        # here. `close` logs the counts of the judges' calls in the final evaluation.
         if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):
             self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
@@ -125,7 +127,7 @@ class RunLog:
         # Imported inside the function because the import is slow
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy
 
-        # MLflow links a logged model only with metrics that the run already has, so send the iteration's metrics first.
+        # MLflow links a logged model only with metrics that the MLflow run has, so send the iteration's metrics first.
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             if name == CRITIC and version is not None:
@@ -151,7 +153,7 @@ class RunLog:
                 log(best[0], BEST, best[1])
 
     def close(self, *, is_finished: bool) -> bool:
-        """Flush; for a finished run that was resumed, also log the curves of stages that were skipped as done before.
+        """Flush. For a finished run that was resumed, also log the curves of stages that the resumed run skipped.
 
         Return whether MLflow has everything.
         """
@@ -177,7 +179,9 @@ class RunLog:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:
-        """Log the metrics up to the checkpoint's iteration: MLflow may have refused some before the interruption."""
+        """Log the metrics up to the checkpoint's iteration, because MLflow may have refused metrics before the
+        interruption.
+        """
         for row in getattr(state, "history", ()):
             self._curves[int(row["iteration"])] = {}
             self._measured(row, int(row["iteration"]))
@@ -192,7 +196,7 @@ class RunLog:
     def _measured(
         self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None, is_last: bool = False
     ) -> None:
-        """Log metrics, but no standard errors of evaluations.
+        """Log the metrics of an iteration except standard errors of evaluations.
 
         The SFT policy's evaluation metrics are constant, so they are logged only once, at the last iteration.
         """
@@ -204,7 +208,9 @@ class RunLog:
             self._curves[iteration].update(metrics)
 
     def _conclude(self, summary: Mapping[str, Any]) -> None:
-        """Log the final evaluation (standard errors as tags), describe the run by the verdict, register the model."""
+        """Log the final evaluation (standard errors as tags), put the verdict into the run's description, register the
+        model.
+        """
         self._measured(_evaluations(summary), self._iteration, model_id=self._model_id, is_last=True)
         note, errors = verdict_of(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
         if POLICY not in self._outputs:
@@ -220,10 +226,10 @@ class RunLog:
                 register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
     def _is_superseded(self, state: Any) -> bool:
-        """Return whether the evaluation pipeline will evaluate this state again, on all prompts.
+        """Return whether the evaluation pipeline will evaluate the policy of `state` again, on all held-out prompts.
 
-        If True, only the later evaluation is logged for the iteration, so that the curve does not get two points for
-        one iteration.
+        If the result is True, only the later evaluation is logged for the iteration, so that the curve does not get two
+        points for one iteration.
         """
         return bool(FINAL_METRICS in self._outputs and state.finished)
 

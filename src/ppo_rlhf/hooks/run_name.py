@@ -15,8 +15,8 @@ def run_name(settings: str, pipelines: Sequence[str], model_path: str | None) ->
     Args:
         settings: The settings of the command line, such as `kl_coef=0.1 seed=2`; may be empty.
         pipelines: The names of the pipelines.
-        model_path: Path or hub id of the model that the run starts from, or of the policy that it evaluates. None: the
-            run makes the model from scratch.
+        model_path: Path or hub id of the model that the run starts from, or of the policy that it evaluates. None means
+            that the run trains a model from scratch.
     """
     names = "+".join("all" if name == "__default__" else name for name in pipelines)
     model = "scratch" if model_path is None else last_name(model_path)

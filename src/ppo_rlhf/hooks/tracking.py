@@ -66,7 +66,8 @@ logger = logging.getLogger(__name__)
 VIEW = "ppo_rlhf"
 _AT_A_GLANCE = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
 COLUMNS = json.dumps({"selectedColumns": [*_AT_A_GLANCE, f"tags.`{SET}`", "tags.`ppo.not_default`"]})
-# Read the variable when this module is imported, because MLflow sets the variable when MLflow opens a store
+# Read the environment variable when this module is imported, because MLflow sets the environment variable when MLflow
+# opens a store
 GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")
 
 
@@ -118,7 +119,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Start an MLflow run, or resume the run that `resume` names, and log its params, tags and inputs."""
+        """Start an MLflow run, or resume the run that `resume` names, and log the run's params, tags and inputs."""
         from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
@@ -137,7 +138,7 @@ class TrackingHook(MlflowHook):
                 # Defer signals while the lock is held, so that a signal can interrupt only the wait for the lock.
                 with one_at_a_time(project_path), deferring_signals():
                     self._start(run_params, pipeline, catalog, entry, named)
-            except BaseException as stop:  # Kedro's session calls no error hook for an error raised inside a hook
+            except BaseException as stop:  # Kedro's session calls no error hook for an error in a hook
                 self.on_pipeline_error(as_error(stop))
                 raise
         run = str(self.run_id or f"untracked-{process_name()}")
@@ -145,7 +146,7 @@ class TrackingHook(MlflowHook):
         agree_on_run(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
 
     def _open_store(self) -> None:
-        """Open the tracking store; a signal may interrupt the wait for the store."""
+        """Open MLflow's tracking store; a signal may interrupt the wait for the tracking store."""
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; call mlflow.end_run() first.")
         with store_errors_as_config_errors(self._complaint("cannot be used")):
@@ -236,7 +237,7 @@ class TrackingHook(MlflowHook):
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
         """Make this run MLflow's active run again where another run or none is active, for example in another thread.
 
-        kedro-mlflow does the same before each node.
+        kedro-mlflow also makes the run active before each node.
         """
         self._take_mlflow_back()
 
@@ -250,7 +251,9 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_dataset_saved(self, dataset_name: str) -> None:
-        """Before kedro-mlflow logs a dataset, defer signals and start the timer that names a slow store."""
+        """Before kedro-mlflow logs a dataset, defer signals, and start a timer that logs the name of a slow tracking
+        store.
+        """
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
             self._saving.enter_context(name_slow_store(self._uri()))
@@ -287,7 +290,7 @@ class TrackingHook(MlflowHook):
                 self._end(error)
             self._let_go()
 
-    # LoopSession calls on_session_error for every error, also for errors outside the nodes
+    # LoopSession calls on_session_error for every error, also for an error outside of nodes
     on_session_error = on_pipeline_error
 
     def _end(self, error: Exception) -> None:
@@ -307,7 +310,7 @@ class TrackingHook(MlflowHook):
             logger.info("%s", resume_hint(error, self._checkpoints, project_path, is_sweep=self._is_sweep))
 
     def _take_mlflow_back(self) -> None:
-        """Make this run and its tracking URI MLflow's active ones again: a reward function may have changed either."""
+        """Make the run and its tracking URI active in MLflow again; a reward function may have changed either."""
         if self._log is None:
             return
         while (active := mlflow.active_run()) is not None and active.info.run_id != self.run_id:

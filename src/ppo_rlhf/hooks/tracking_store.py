@@ -1,4 +1,4 @@
-"""MLflow's tracking store: its place, and one-line messages when the store fails or does not answer."""
+"""MLflow's tracking store: its place, and one-line messages if the tracking store fails or does not answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
-# MLflow logs the traceback of an error that MLflow also raises: hide that log
+# hide MLflow's log of the traceback of an error, because MLflow also raises the error
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 SQLITE = "sqlite:///"
@@ -39,11 +39,12 @@ minutes."""
 def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
     """Place a relative sqlite file of mlflow.yml in the project's root, and the artifacts beside the file.
 
-    MLflow looks for both in the working directory, so a run started in a subfolder or a notebook would get a second
-    store.
+    MLflow looks for the sqlite file and the artifacts in the working directory, so a run started in a subfolder or a
+    notebook would get a second tracking store.
 
     Raises:
-        ConfigError: The file's path has a `?` or an escape such as `%20`. SQLAlchemy would create another file.
+        ConfigError: The sqlite file's path has a `?` or an escape such as `%20`, for which SQLAlchemy would create a
+        file with another name.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
@@ -61,10 +62,10 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
 def check_artifacts(experiment: ExperimentOptions) -> None:
     """Refuse an experiment whose artifact folder cannot be written; warn if mlflow.yml names another folder.
 
-    MLflow stores the folder as an absolute path when it creates an experiment, and cannot change the folder later.
+    MLflow stores the artifact folder as an absolute path when MLflow creates an experiment, and cannot change it later.
 
     Raises:
-        ConfigError: The folder cannot be written. MLflow would notice only at the end of the run.
+        ConfigError: The artifact folder cannot be written, which MLflow would notice only at the end of the run.
     """
     uris = experiment._experiment.artifact_location, experiment.create_experiment_kwargs.artifact_location
     fixed, wanted = (local_file_uri_to_path(uri or "") for uri in uris)
@@ -91,7 +92,8 @@ def check_writable(database: Path) -> None:
 
 
 def check_answers(uri: str) -> None:
-    """Raise one of STORE_ERRORS or ConfigError if a server or a database does not answer. Nothing is written.
+    """Raise one of STORE_ERRORS or ConfigError if MLflow's tracking server or database does not answer. Nothing is
+    written.
 
     A missing sqlite file passes if it can be created. Kinds of stores other than servers and databases always pass.
     """
@@ -102,7 +104,7 @@ def check_answers(uri: str) -> None:
         if not database.exists():
             return
         uri = f"{SQLITE}file:{database}?mode=ro&uri=true"
-    if kind in DATABASE_ENGINES:  # connect without MLflow, because MLflow creates missing tables when it connects
+    if kind in DATABASE_ENGINES:  # MLflow creates missing tables when it connects, so connect without MLflow
         patience = {} if kind == "sqlite" else {"connect_timeout": round(SLOW_S)}
         try:
             engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
@@ -117,11 +119,11 @@ def check_answers(uri: str) -> None:
 def make_database(database: Path) -> None:
     """Create MLflow's sqlite file if it is missing: written under another name, then renamed, by one process at a time.
 
-    MLflow itself creates the tables one by one in the final file. If a kill interrupts that, MLflow refuses the file
-    for ever.
+    MLflow itself creates the tables one by one in the final file. If a kill interrupts the creation of the tables,
+    MLflow refuses the file for ever.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: MLflow's sqlite file cannot be written.
     """
     check_writable(database)
     if database.exists():
@@ -138,20 +140,20 @@ def make_database(database: Path) -> None:
 
 
 def name_slow_store(uri: str) -> AbstractContextManager[None]:
-    """Log the name of the store if the block takes more than `SLOW_S` seconds."""
+    """Log the name of the tracking store if the `with` block takes more than `SLOW_S` seconds."""
     advice = "MLflow keeps retrying; press Ctrl-C twice to stop at once."
     return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
-    """End the active MLflow run, if any, with a status of MLflow's RunStatus; warn if the store fails."""
+    """End the active MLflow run, if any, with a status of MLflow's RunStatus; warn if the tracking store fails."""
     with log_store_errors("how the run ended"):
         mlflow.end_run(RunStatus.to_string(status))
 
 
 @contextmanager
 def log_store_errors(what: str) -> Iterator[None]:
-    """Turn a failure of the store into a warning that `what` is not recorded, so that the run goes on."""
+    """Turn a failure of the tracking store into a warning that `what` is not recorded, so that the run continues."""
     try:
         yield
     except STORE_ERRORS as error:
@@ -160,7 +162,7 @@ def log_store_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def store_errors_as_config_errors(complaint: str) -> Iterator[None]:
-    """Turn a failure of the store into a ConfigError that begins with `complaint`."""
+    """Turn a failure of the tracking store into a ConfigError whose message begins with `complaint`."""
     try:
         yield
     except STORE_ERRORS as error:

@@ -27,10 +27,11 @@ def agree_on_run(
     """Share the main process's run with all processes; return its checkpoint and its precision.
 
     Every process calls this function, a collective; only the main process's arguments count: the run's id, the
-    checkpoint to resume from, the run's folder of checkpoints, and the precision. The id goes into the environment.
+    checkpoint to resume from, the run's folder of checkpoints, and the precision. The function puts the run's id into
+    an environment variable of each process.
 
     Raises:
-        LaunchError: A process does not see the folder.
+        LaunchError: A process does not see the run's folder of checkpoints.
     """
     if processes.process_count() > 1:
         os.environ[RUN_ID], checkpoint, folder, dtype = processes.from_main((run_id, checkpoint, folder, dtype))
@@ -53,17 +54,17 @@ class WorkerHook:
         self._loader = cast(OmegaConfigLoader, context.config_loader)
         for name in ("kedro", "ppo_rlhf"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        # processes.py logs a warning if the main process is silent, which worker processes must show
+        # worker processes must show the warning that processes.py logs if the main process is silent
         logging.getLogger(processes.__name__).setLevel(logging.WARNING)
 
     @hook_impl
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Wait until the main process has checked the run and opened the MLflow run."""
+        """Make a worker process wait until the main process has checked the run and opened the MLflow run."""
         from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported inside the function because the import is slow
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
-            # The main process runs this part before the other processes, so collectives are forbidden here
+            # Collectives are forbidden here, because the main process runs the block before the other processes do
             with processes.alone():
                 use_policy_settings(pipeline, catalog, OwnSettings(self._loader), lambda _: True)
         settle_dtype(catalog, dtype)

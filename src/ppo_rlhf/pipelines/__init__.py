@@ -1,1 +1,1 @@
-"""The pipelines, one package each: `nodes.py` has the node functions, `pipeline.py` connects the nodes."""
+"""The pipelines, one package for each pipeline: `nodes.py` has the node functions, `pipeline.py` connects the nodes."""

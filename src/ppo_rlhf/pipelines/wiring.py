@@ -14,5 +14,5 @@ def named(function: Callable[..., Any], inputs: Names, outputs: Names) -> Node:
 
 
 def stage(name: str, *nodes: Node) -> Pipeline:
-    """Return the pipeline of a stage. The stage's name is the namespace of the nodes, but not of their datasets."""
+    """Return the pipeline of a stage. The stage's name is the namespace of nodes; dataset names get no namespace."""
     return Pipeline(nodes, namespace=name, prefix_datasets_with_namespace=False)

@@ -22,7 +22,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 
 MAX_POINTS = 400
-"""Largest number of points of a curve. Longer curves are thinned, which keeps the page small."""
+"""Largest number of points of a curve. Longer curves are thinned, which keeps the report page small."""
 COLOURS = ("#2f6fde", "#d9822b")
 _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
@@ -33,11 +33,11 @@ class ExpectedCurve:
     """A reference curve, for example from a published run, that the report draws beside the run's own curve."""
 
     metric: str
-    """Metric that the curve shows, such as eval/judge_score (docs/metrics.md)."""
+    """Metric that the reference curve shows, such as eval/judge_score (docs/metrics.md)."""
     label: str
-    """Name of the curve in the chart, such as the source of the published run."""
+    """Name of the reference curve in the chart, such as the source of the published run."""
     points: Annotated[list[tuple[float, float]], Field(min_length=1)]
-    """Pairs of iteration and value."""
+    """Points of the reference curve: pairs of iteration and value."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Panel:
     limit: str | None = None  # name of the PPO setting whose value is the dashed line's level
     # Settings of the chart's y axis, as plotly takes them
     y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
-    expected: ExpectedCurve | None = None  # a curve to compare with, which is drawn dotted
+    expected: ExpectedCurve | None = None  # reference curve, which is drawn dotted
 
 
 PANELS = (
@@ -141,9 +141,9 @@ PANELS = (
 
 
 def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> list[Panel]:
-    """Return the panels and curves that the history has numbers for.
+    """Return the panels and curves for which the training history has numbers.
 
-    If its metric was measured, an expected curve gets its own panel, the first panel of the page.
+    If the metric of `expected` was measured, the expected curve gets its own panel, the first panel of the report page.
     """
     panels, shown = [*PANELS], []
     if expected is not None:
@@ -164,7 +164,7 @@ def column(history: pd.DataFrame, key: str) -> NDArray[np.float64]:
 
 
 def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
-    """Return one panel as a separate figure."""
+    """Return one panel (a small chart of metrics) as a separate figure."""
     figure = go.Figure()
     _draw(figure, panel, history)
     drawn = len(panel.curves) if panel.expected is None else len(panel.curves) + 1
@@ -173,7 +173,7 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
 
 
 def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> go.Figure:
-    """Return all panels as small multiples in one figure."""
+    """Return the training curves: all panels as small multiples in one figure."""
     panels = panels_of(history, ppo, expected)
     rows = max(1, math.ceil(len(panels) / _COLUMNS))
     titles = [f"{panel.title} ({panel.unit})" for panel in panels]
@@ -244,7 +244,7 @@ def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
 
 
 def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
-    """Give a figure the report's style: grey on transparent, which suits light and dark pages."""
+    """Give a figure the report's style: grey on a transparent background, which suits light and dark pages."""
     figure.update_layout(
         template="none",
         height=height,

@@ -17,11 +17,11 @@ from ppo_rlhf.reporting.wording import write_number, write_share
 PLOTLY = Path(__file__).parent / "plotly" / "plotly-basic.min.js"
 """plotly.js with only the chart types that the report uses, a quarter of the size of the script in Python's plotly."""
 MAX_TEXT = 2_000
-"""Largest number of characters of a prompt or response on the page; the table of samples has the full text."""
+"""Largest number of characters of a prompt or response on the report page; the table of samples has the full text."""
 
 
 def render_page(**content: object) -> str:
-    """Return the page as HTML. `content` gives the variables of the template `report.html`.
+    """Return the report page as HTML. `content` gives the variables of the template `report.html`.
 
     Raises:
         jinja2.UndefinedError: `content` lacks a variable of the template.

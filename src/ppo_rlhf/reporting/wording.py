@@ -24,7 +24,7 @@ class Measure:
     label: str
     unit: str = ""
     decimals: int = 2
-    is_share: bool = False  # True: write the value of this metric in per cent
+    is_share: bool = False  # True: write the metric's value in per cent
 
     @property
     def heading(self) -> str:
@@ -78,7 +78,7 @@ def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]
 def write_value(shown: Measure, value: float, standard_error: float = math.nan) -> str:
     """Return a value as text in the format of its measure, followed by ± the standard error if there is one.
 
-    A standard error of exactly 0 is left out, because then all values were equal.
+    A standard error of exactly 0 is left out, because it means that all values were equal.
     """
     scale, parts = 100.0 if shown.is_share else 1.0, [value, *([standard_error] if standard_error > 0.0 else [])]
     text = " ± ".join(write_number(scale * part, shown.decimals) for part in parts)
@@ -86,9 +86,9 @@ def write_value(shown: Measure, value: float, standard_error: float = math.nan) 
 
 
 def write_change(shown: Measure, before: float, after: float, standard_error: float = math.nan) -> str:
-    """Return the difference with its sign, followed by ± the standard error if there is one.
+    """Return the change of a measure with its sign, followed by ± the standard error if there is one.
 
-    Differences of shares are in percentage points.
+    The change of a share is in percentage points.
     """
     scale = 100.0 if shown.is_share else 1.0
     change = (after - before) * scale
@@ -114,7 +114,7 @@ def write_number(value: float, decimals: int) -> str:
 def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compared: str = "held-out prompts") -> str:
     """Return a stored verdict (`evaluation.verdict.read_verdict`) in words, without a full stop.
 
-    `ours` and `theirs` are the names of the two policies, and `compared` names what was compared.
+    `ours` and `theirs` are the names of the two policies, and `compared` says on what the policies were compared.
     """
     return _VERDICTS[read_verdict(verdict)].format(ours=ours, theirs=theirs, compared=compared)
 
@@ -148,7 +148,7 @@ def _by_people(metrics: Mapping[str, float], name: str) -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """Return the result in one sentence. `summary` is the dataset `evaluation_summary`."""
+    """Return the result of the final evaluation in one sentence. `summary` is the dataset `evaluation_summary`."""
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
     prompts, samples = summary["prompts"], summary.get("samples_per_prompt", 1)
     pairs = "" if samples == 1 else f"{prompts * samples:,} pairs of responses to "
@@ -168,11 +168,11 @@ def headline(summary: Mapping[str, Any]) -> str:
 def remarks(
     summary: Mapping[str, Any], before_after: pd.DataFrame, reward_model_accuracy: float | None = None
 ) -> list[str]:
-    """Return one sentence for each problem in the result.
+    """Return one sentence for each problem in the result of a run.
 
-    `summary` and `before_after` come from the node `compare_policies`. `reward_model_accuracy` is the accuracy on
-    held-out pairs of a reward model that this run trained. The tuning advice (docs/tuning.md), not the remarks, judges
-    KL, clipping, the critic, diversity and lengths, and says which setting to change.
+    `summary` and `before_after` come from the node `compare_policies`. If the run trained a reward model,
+    `reward_model_accuracy` is its accuracy on held-out pairs. The tuning advice (docs/tuning.md), not the remarks,
+    judges KL, clipping, the critic, diversity and lengths, and says which setting to change.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     verdict = read_verdict(summary["verdict"])

@@ -99,8 +99,8 @@ def order_held_out_pairs(
 ) -> dict[str, float]:
     """Measure the share of held-out preferences that the reward orders correctly.
 
-    Without the user's preferences, return the accuracy that reward training stored in the reward model, if the reward
-    is only that model; otherwise return nothing.
+    If the user gives no preferences and the reward is a single reward model, return the accuracy that reward training
+    stored in the reward model. Return nothing if the reward has other components and the user gives no preferences.
     """
     if raw_preferences is None:
         accuracy = reward_model_accuracy(reward_model, reward)
@@ -118,7 +118,7 @@ def conclude_audit(
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Return whether the reward is fit for PPO, and if not, the reasons with their numbers and thresholds."""
-    # A reward that is also the judge agrees with itself, which proves nothing: drop the judge's scores
+    # Drop the judge's scores if the reward is also the judge, because a reward always agrees with itself
     is_judge = reward.is_judge(resolve_judge(evaluation).reference)
     samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
     metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
@@ -128,12 +128,16 @@ def conclude_audit(
     for reason in reasons:
         log.warning("  %s", reason)
     if missing:
-        log.info("Not measured, for lack of a separate judge, preferences or suffixes: %s.", ", ".join(missing))
+        log.info(
+            "Metrics that the reward audit could not measure without a separate judge, preferences or suffixes: %s.",
+            ", ".join(missing),
+        )
     return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
 
 
 def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> go.Figure:
-    """Plot best-of-n by the reward and by the judge, and the change of the reward for each probe.
+    """Plot best-of-n by the reward and by the judge, and the change of the reward under each probe (a cheap change of
+    the response).
 
     The unit of both plots is the standard deviation of a score among the responses to one prompt.
     """

@@ -1,4 +1,4 @@
-"""Audit of a reward before PPO maximises it: gains of best-of-n, correlations, and probes with cheap tricks."""
+"""Audit of a reward before PPO maximises it: best-of-n, correlations, and probes (cheap changes of responses)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason not to train on a reward: a metric on the wrong side of its threshold."""
+    """A rule of the reward audit: do not train on a reward if a metric is on the wrong side of its threshold."""
 
     metric: str
     side: Literal["at most", "at least"]
     threshold: float
     sentence: str
-    """Sentence for the reason; `{value}` stands for the metric's value."""
+    """Sentence for the user if the metric breaks the rule; `{value}` stands for the metric's value."""
 
     def broken_by(self, value: float) -> bool:
         """Return whether the metric's value is on the wrong side of the threshold."""
@@ -81,7 +81,7 @@ RULES = (
     Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
     Rule("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
 )
-"""All rules. Gains are in standard deviations of the score among the responses to one prompt."""
+"""All rules of the reward audit. Gains are in standard deviations of the score among the responses to one prompt."""
 OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}
 """Metrics that compare the reward with a judge or with preferences."""
 
@@ -96,11 +96,11 @@ def probe_reward(
     stop_token_ids: tuple[int, ...],
     suffixes: list[str],
 ) -> pd.DataFrame:
-    """Score the first sample of each prompt unchanged, and again empty, repeated, or with a suffix.
+    """Score the first response to each prompt unchanged, and again empty, repeated, or with a suffix.
 
-    `prompts` has the prompts of the samples in the same order. Each response is truncated first so that the changed
-    response fits into `response_length`. The truncated and the changed response both end in a stop token, so that they
-    differ only in the change.
+    `prompts` has the prompts of `samples` in the same order. Each response is truncated first so that the changed
+    response fits into `response_length`. The truncated and the changed response both end in a stop token, so that the
+    stop token does not contribute to the change of the reward.
 
     Returns:
         One row for each probe: `probe`, `suffix`, the `share` of responses whose reward rises, and the mean `change` of
@@ -153,10 +153,10 @@ def probe_reward(
 def held_out_pairs(
     preferences: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, config: RewardModellingConfig, limit: int | None
 ) -> pd.DataFrame:
-    """Return the preferences that reward training holds out, with their token sequences and other columns.
+    """Return the preference pairs that reward training holds out, with their token sequences and other columns.
 
-    `chosen_chat` and `rejected_chat` have whole conversations as messages, or None for texts. Pairs whose prompt and
-    response have more than `limit` tokens are left out, as in reward training.
+    The columns `chosen_chat` and `rejected_chat` have whole conversations as messages, or None if the pair is plain
+    text. Pairs whose prompt and response have more than `limit` tokens are left out, as in reward training.
     """
     checked = pairs.check_preferences(preferences, *config.columns)
     table = pairs.tokenise_preferences(checked, tokenizer)
@@ -197,9 +197,9 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
 def audit_reward(
     samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the audit/* metrics, and the reasons why PPO should not maximise this reward; none if it is fit.
+    """Return the audit/* metrics, and the reasons why PPO should not maximise the reward (empty for a fit reward).
 
-    What could not be measured, for lack of a judge or of preferences, has no metric and breaks no rule.
+    Without a judge or without preferences, the metrics that need them are missing, and their rules are not checked.
     """
     rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
     repetition, changes = samples["response"].map(repeated_pairs), probes.groupby("probe")["change"].max()
@@ -254,12 +254,12 @@ def rank_correlation(samples: pd.DataFrame, other: pd.Series) -> float:
 def judge_agreement(samples: pd.DataFrame) -> float:
     """Return the share of pairs of responses to one prompt that the reward and the judge order alike.
 
-    Pairs with equal judge scores are left out, and pairs with equal rewards count half. Without pairs the result is
-    0.5.
+    Pairs with equal judge scores are left out, and pairs with equal rewards count half. If no pair is left, the result
+    is 0.5.
     """
     reward, judge = (by_prompt(samples, name) for name in ("reward", "judge_score"))
     by_reward, by_judge = ((scores[:, :, None] - scores[:, None, :]).sign() for scores in (reward, judge))
-    # Count each pair of responses once: with the response that the judge prefers in the first place
+    # Count each pair of responses once: in the order in which the judge scores the first response higher
     decided = by_judge > 0
     return float((by_reward[decided] + 1).mean() / 2) if decided.any() else 0.5
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def find_queued_pairs(feedback: FeedbackConfig) -> dict[str, Any]:
-    """Find the pairs in the queue and the waiting pairs of a stopped run, so that no pair is made twice."""
+    """Return the pairs in the MLflow review queue, and a stopped run's pairs that are not queued yet."""
     return on_main(lambda: _find(queues_of_run(), feedback.queue_name))
 
 
@@ -45,8 +45,9 @@ def sample_pairs(
     """Sample two responses to each prompt, from one policy or from two, and draw at random which response is A.
 
     Returns:
-        One row for each pair (`comparisons.COLUMNS`). The columns `policy` and `against` (None for one policy) have the
-        sources of the models, `policy_name` and `against_name` their names in the settings.
+        One row for each pair (`comparisons.COLUMNS`). The columns `policy` and `against` hold the paths or hub ids of
+        the two models; `policy_name` and `against_name` hold the models' names in the settings. `against` is None if
+        one policy wrote both responses.
     """
     given = {"sft_policy": sft_policy, "ppo_policy": ppo_policy}
     policy = policy_named(feedback.policy, given)
@@ -77,9 +78,9 @@ def sample_pairs(
 
 
 def queue_pairs(feedback_pairs: pd.DataFrame, queued_pairs: dict[str, Any], feedback: FeedbackConfig) -> dict[str, Any]:
-    """Add the pairs, and the waiting pairs of a stopped run, to the queue, and log where people answer them.
+    """Add the new pairs, and a stopped run's unqueued pairs, to the MLflow review queue; log where people answer them.
 
-    Either all pairs are added or none.
+    The node adds either all pairs to the review queue or none.
     """
     new_pairs = [_comparison(row) for row in feedback_pairs.to_dict("records")]
 
@@ -114,7 +115,7 @@ _COUNTS = ("added", "queue", "pairs", "answered")
 
 
 def policy_named(name: str, given: Mapping[str, PretrainedHandle | None]) -> PretrainedHandle:
-    """Return the policy with this name in the catalog, or at this path or hub id.
+    """Return the policy that `name` names: a catalog entry, a path or a hub id.
 
     Raises:
         ModelError: The model does not exist, or is not a causal language model.

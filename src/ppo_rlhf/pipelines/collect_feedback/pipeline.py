@@ -7,9 +7,9 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Return the pipeline policies and prompts → pairs of responses with random sides → a queue in MLflow.
+    """Return the pipeline policies and prompts → pairs of responses with random sides → a review queue in MLflow.
 
-    The pairs are written, with their sides, before the first pair is in MLflow.
+    The pipeline writes the table of pairs, with the side of each response, before it adds the first pair to MLflow.
     """
     sampled = ["sft_policy", "ppo_policy", "raw_prompts", "raw_evaluation_prompts"]
     return stage(

@@ -37,18 +37,21 @@ LOGGED = {
     EXPLAINED_VARIANCE: "val/explained_variance",
     "critic/learning_rate": "lr/value",
 }
-"""Metrics of the pretraining, each with the metric of a PPO iteration that gives its value."""
+"""Metrics that the critic's pretraining logs, each with the metric of a PPO iteration that gives its value."""
 
 
 @settings_group("critic_pretraining")
 class CriticPretrainingConfig:
-    """How the critic is trained on the SFT policy's responses. The group `ppo` has all other settings."""
+    """How the critic is trained on the SFT policy's responses. The settings group `ppo` has all other settings of the
+    pretraining.
+    """
 
     iterations: Annotated[int, Field(ge=1)] = 50
     """Number of iterations. Each iteration samples a batch of responses and trains the critic on the batch, with PPO's
     number of epochs and `ppo.value_learning_rate`."""
     value_model: Literal["separate", "reward_init"] = "separate"
-    """Where this critic starts, with the values of `ppo.value_model`. `ppo.value_model` itself may be `pretrained`."""
+    """Model from which the pretraining initialises the critic: one of the values of `ppo.value_model`.
+    `ppo.value_model` itself may be `pretrained`."""
 
 
 def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> PPOConfig:
@@ -77,7 +80,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
-        # One iteration more than the critic's warm-up, which never runs: pretraining ends after the warm-up
+        # The pretraining is PPO's critic warm-up: the one PPO iteration after the warm-up is planned but never runs
         total_episodes=(pretraining.iterations + 1) * ppo.batch_size,
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
     )
@@ -95,9 +98,9 @@ def pretrain_critic(
     """Train a critic on the SFT policy's responses. `report` gets the number and the metrics of each iteration.
 
     Returns:
-        The critic as `exported_critic` returns it, and a list of metrics with one row for each `step`. Rows have the
-        metrics of `LOGGED`, measured before the iteration's update. Only the rows of step 0 and of the last step have
-        `critic/eval_explained_variance`, measured on one batch of responses to held-out prompts.
+        The critic as `exported_critic` returns it, and a list of metrics with one row for each `step`. The rows have
+        the metrics of `LOGGED`, measured before the update of the row's iteration. Only the rows of step 0 and of the
+        last step have `critic/eval_explained_variance`, measured on one batch of responses to held-out prompts.
 
     Raises:
         ConfigError, ModelError: The same errors as in a PPO run with the same settings.
@@ -110,7 +113,7 @@ def pretrain_critic(
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-    whole = replace(  # the held-out prompts form one batch, with each prompt once, rounded down to whole micro-batches
+    whole = replace(  # one batch holds each held-out prompt once; prompts that do not fill a micro-batch are left out
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),
         num_mini_batches=1,
@@ -134,7 +137,7 @@ def pretrain_critic(
 
 
 def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:
-    """Return the share of the Monte Carlo returns' variance that the values explain."""
+    """Return the share of the Monte Carlo returns' variance that the critic's values explain."""
     rewards = shape_rewards(rollouts, scores, state)
     returns = estimate_advantages(rollouts, scores, rewards, state).returns
     return float(explained_variance(rollouts.values[:, :-1], returns, rollouts.mask))

@@ -45,7 +45,7 @@ def choose_prompts(
 ) -> tuple[pd.DataFrame | None, int]:
     """Return the user's evaluation prompts, and the number of evaluation prompts that PPO trained on.
 
-    Without evaluation prompts of the user, return the prompts that PPO held out, and 0.
+    If the user gives no evaluation prompts, return the prompts that PPO held out from training, and 0.
     """
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
@@ -59,9 +59,9 @@ def choose_prompts(
 
 
 def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each prompt whether `others` contains it: the same text, or the same messages and tools.
+    """Return for each prompt whether `others` contains a prompt with the same text, or the same messages and tools.
 
-    Messages are compared without a date that the chat template prints.
+    The comparison of messages ignores today's date if the chat template prints the date.
     """
 
     def messages(table: pd.DataFrame) -> "pd.Series[str]":
@@ -75,7 +75,7 @@ def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]"
 
 
 def _without_date(prompts: pd.DataFrame, policy: PretrainedHandle) -> pd.DataFrame:
-    """Return prompts without the rendered text and tokens of chats if the chat template prints today's date."""
+    """Drop the rendered text and tokens of chat prompts if the policy's chat template prints today's date."""
     chats = prompts.get("prompt_chat")
     if chats is None or chats.isna().all() or not printed_dates(policy.tokenizer()):
         return prompts
@@ -122,11 +122,11 @@ def evaluate_ppo_policy(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> pd.DataFrame:
-    """Let the exported PPO policy answer the same prompts with the same noise, and measure its KL from SFT.
+    """Sample the exported PPO policy with SFT's prompts and sampling noise, and measure the policy's KL from SFT.
 
     Returns:
-        One row for each response, with the columns of SFT's table; a judge may compare PPO's responses with SFT's. kl
-        is k1 summed over the response, in nats.
+        One row for each response, with the columns of the SFT evaluation's table. The column `kl` has the KL estimate
+        k1 summed over the response, in nats. A judge may compare PPO's responses with SFT's.
 
     Raises:
         ModelError: The policies have different vocabularies, so the same token ids are different prompts.
@@ -163,10 +163,11 @@ def compare_policies(
 
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
-        the win rate), `exploits_reward` and `exploits_since_best` (whether the judge disagrees), `since_best_p_min`
-        (the least probability that the latter could have found), `trained_prompts` (how many of the prompts PPO trained
-        on), and `conditions`: win rates can be compared where these are equal.
-        `before_after`: one row a measure, for SFT and for PPO.
+        the win rate), `exploits_reward` and `exploits_since_best` (results of the functions with these names),
+        `since_best_p_min` (the lowest value of `eval/since_best_p` that the last evaluation could have given),
+        `trained_prompts` (the number of evaluation prompts that PPO trained on), and `conditions` (two runs' win rates
+        can be compared only if the runs have equal `conditions`).
+        `before_after`: a table with one row for each measure, and the values of SFT and of PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     judge = resolve_judge(evaluation)
@@ -210,7 +211,7 @@ def compare_policies(
 def pair_samples(
     sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
 ) -> pd.DataFrame:
-    """Return both policies' responses side by side, for random prompts and for the widest wins and losses."""
+    """Return both policies' responses side by side, for random prompts and for PPO's widest wins and losses."""
     return sample_pairs(
         PolicyEvaluation.from_frame(ppo_evaluation),
         PolicyEvaluation.from_frame(sft_evaluation),
@@ -229,10 +230,11 @@ def write_model_card(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> tuple[str | None, str]:
-    """Put the result into the policy's model card, in place of an earlier result.
+    """Write the evaluation's result into the policy's model card, in place of an earlier result.
 
     Returns:
-        The policy's directory and its card. If this project did not write the card: None and only the result.
+        The policy's directory and the policy's model card. If this project did not write the model card, return None
+        and the text of the result.
     """
     accuracy = reward_model_accuracy(reward_model, reward)
     temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature
@@ -275,7 +277,7 @@ def _evaluate(
         scorer,
         resolve_judge(evaluation),
         ppo,
-        # policy and SFT policy use the SFT policy's stop tokens, so that all responses end by the same rule
+        # both policies use the SFT policy's stop tokens, so that all responses end by the same rule
         sampling=evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
@@ -285,7 +287,7 @@ def _evaluate(
 
 
 def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
-    """Return all sampling settings as one text."""
+    """Return all sampling settings of the evaluation as one text."""
     given = {name: getattr(ppo, name) for name in DRAWN_BY} | {"samples_per_prompt": evaluation.samples_per_prompt}
     given |= {} if evaluation.temperature is None else {"temperature": evaluation.temperature}
     return ", ".join(f"{name}={value}" for name, value in given.items())

@@ -28,9 +28,9 @@ _WORTH_OF_A = {"A": 1.0, "B": 0.0, "tie": 0.5, "both bad": 0.5}
 
 
 def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
-    """Read a queue's answers, and look up which policy wrote each response.
+    """Read the answers in an MLflow review queue, and look up which policy wrote each response.
 
-    The tables of the runs that collected the pairs record the policies.
+    The policies are recorded in the tables of the `collect_feedback` runs that made the pairs.
 
     Returns:
         One row for each pair of the two policies that the newest answered pair compares. Columns: `number`, `prompt`
@@ -40,7 +40,7 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
         of a policy, are left out with a warning.
 
     Raises:
-        DataError: The queue does not exist, or none of its pairs is known to compare two policies.
+        DataError: The review queue does not exist, or no pair in the review queue is known to compare two policies.
     """
     queue, queues = feedback.queue_name, queues_here()
     by_run: dict[str, list[Comparison]] = defaultdict(list)
@@ -72,7 +72,7 @@ def unblind_answers(feedback: FeedbackConfig) -> pd.DataFrame:
     table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
     sources = ["our_source", "their_source"]
     answered = table[table["answers"] != "{}"]
-    newest = (table if answered.empty else answered).iloc[-1]  # the newest pair has the highest number
+    newest = (table if answered.empty else answered).iloc[-1]  # the pair that was queued last has the highest number
     is_newest = (table[sources] == newest[sources]).all(axis=1)
     if not is_newest.all():
         log.warning(
@@ -90,7 +90,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
 
     Returns:
         The result of `people.compare_by_people`, and `result` (the result in words), `policy` and `against` (the
-        policies' sources), and `judge` (its description; None if the reward decides evaluations).
+        policies' sources), and `judge` (the judge's description; None if the reward decides evaluations).
     """
     table, judge = answered_comparisons, resolve_judge(evaluation)
     judged: list[float | None] = []
@@ -130,10 +130,11 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
 
 
 def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHandle) -> tuple[str | None, str]:
-    """Put the result into the model card of the policy that people judged.
+    """Write the result of the human evaluation into the model card of the policy that people judged.
 
     Returns:
-        The policy's directory and its card. If this project did not write the card: None and only the result.
+        The policy's directory and the policy's model card. If this project did not write the model card, return None
+        and the text of the result.
     """
     policy = replace(ppo_policy, source=human_evaluation["policy"])
     text = human_evaluation["result"]
@@ -146,7 +147,7 @@ def _numbers(scores: Any) -> list[float]:
 
 
 def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `unblind_answers`. `row` is the pair's row in the table of its run."""
+    """Return a row of `unblind_answers`. `row` is the pair's row in the table of the run that collected the pair."""
     if row["policy_name"] == "ppo_policy":
         ours, theirs, is_ours_a = "policy", "against", row["policy_is_a"]
     else:
@@ -171,12 +172,14 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(policy: str) -> str:
-    """Return the name of a policy for sentences. `policy` is a dataset of the catalog or a source."""
+    """Return the name of a policy for use in sentences. `policy` is the name of a catalog entry, a path or a hub id."""
     return people.KINDS.get(policy, last_name(policy))
 
 
 def _worth(ours: float, theirs: float) -> float:
-    """Return our outcome of a pair from its scores: 1 for a win, 0 for a loss, ½ for a tie."""
+    """Return the outcome of a pair for our policy: 1 if `ours` is above `theirs`, 0 if it is below, ½ if both are
+    equal.
+    """
     if ours == theirs:
         return 0.5
     return 1.0 if ours > theirs else 0.0

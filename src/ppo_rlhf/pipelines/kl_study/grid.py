@@ -21,20 +21,20 @@ def _check_distinct(kl_coefs: list[float]) -> list[float]:
 
 @settings_group("kl_study")
 class KLStudyConfig:
-    """Which KL penalties are compared. The group `ppo` has all other settings of the trainings."""
+    """Which KL penalties the KL study compares. The settings group `ppo` has all other settings of the trainings."""
 
     kl_coefs: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=2), AfterValidator(_check_distinct)]
     """Fixed betas in score units per nat. Each beta is one training."""
     kl_target: Annotated[float, Field(gt=0.0)] | None = None
     """Target KL, in nats per response, of one more training with the adaptive controller, which starts from
-    `ppo.kl_coef`. None: no such training."""
+    `ppo.kl_coef`. None: the KL study has no training with the adaptive controller."""
     kl_horizon: Annotated[float, Field(gt=0.0)] = 500.0
     """Episodes in which the adaptive controller changes beta by at most 20 %. Set the horizon to a fifth of
     `ppo.total_episodes` or less."""
 
 
 def plan_study(ppo_config: PPOConfig, reward: RewardConfig, kl_study: KLStudyConfig) -> list[Setting]:
-    """Return the trainings by ascending beta, and the adaptive training last.
+    """Return the KL study's trainings in ascending order of beta, and the training with the adaptive controller last.
 
     Raises:
         ConfigError: The settings of a training are not allowed.

@@ -89,7 +89,9 @@ def prepare_prompts(
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tuple[TrainedModel, PreTrainedModel]:
-    """Load the SFT model as the trainable policy and as the frozen reference policy; with LoRA both share weights."""
+    """Load the SFT model as the trainable policy and as the frozen reference policy; with LoRA both policies share the
+    base weights.
+    """
     device = device_of(ppo_config)
     policy, reference = load_policies(sft_policy, ppo_config, torch.device("cpu") if shards_models() else device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
@@ -127,8 +129,7 @@ def initialise_training_state(
 ) -> TrainingState:
     """Build the critic, optimisers, KL controller and counters of a new run, or restore the state from a checkpoint.
 
-    With FSDP2 the weights of all models are shared out here, once the critic has been initialised from one of the
-    models.
+    With FSDP2 this node shards the weights of all models, after it has initialised the critic from one of the models.
 
     Raises:
         ModelError: A response to one of the prompts could be longer than the reward model reads.
@@ -160,8 +161,8 @@ def evaluate_reference_policy(
     """Evaluate the SFT policy on the held-out prompts once, as the baseline for evaluations during training.
 
     Raises:
-        DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. The check is here so that it
-            fails before training.
+        DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. This node checks the scores so
+        that the run fails before training.
     """
     evaluator = evaluator_of(
         policy.tokenizer,
@@ -206,14 +207,14 @@ def estimate_advantages(
 
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
-    """Return some responses token by token if samples are due in this iteration, else nothing."""
+    """Return sample responses token by token if this iteration logs samples, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return {}
     return sample_tokens(experience, training_state.tokenizer)
 
 
 def list_completions(training_state: TrainingState, experience: Experience) -> list[dict[str, object]]:
-    """Return the completions with their scores if samples are due in this iteration, else nothing."""
+    """Return the completions with their scores if this iteration logs samples, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return []
     return completion_rows(experience, training_state.tokenizer)
@@ -295,7 +296,7 @@ def export_critic(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> TrainedModel | dict[str, object]:
-    """Export the trained critic with its card, if `ppo.export_critic` asks for it; else return nothing."""
+    """Export the trained critic with a model card if `ppo.export_critic` is true; else return nothing."""
     if not next_training_state.config.export_critic:
         return {}
     critic, run = exported_critic(next_training_state), mlflow.active_run()
@@ -306,7 +307,9 @@ def export_critic(
 
 
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return a table with the metrics of every iteration, including its evaluation if there was one."""
+    """Return a table with the metrics of every PPO iteration, including the evaluation's metrics if the run evaluated
+    then.
+    """
     history = pd.DataFrame(next_training_state.history)
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
     evaluations = evaluations.filter(regex="^(iteration$|eval/)")

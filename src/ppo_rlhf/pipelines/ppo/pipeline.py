@@ -76,7 +76,7 @@ def create_pipeline() -> Pipeline:
 
 
 def create_preparation() -> Pipeline:
-    """Return the nodes that check PPO's settings and load prompts and reward. Audit, studies and pretraining need
-    them.
+    """Return the nodes that check PPO's settings and load prompts and reward, for audits, sweeps and critic
+    pretraining.
     """
     return create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model")

@@ -35,7 +35,7 @@ class ReportingConfig:
     """Settings of the report page."""
 
     title: str = "PPO-RLHF report"
-    """Heading of the page."""
+    """Heading of the report page."""
     report_path: str = "data/08_reporting/report.html"
     """Path to which the catalog writes the page. The setting only prints the path."""
     expected_curve: charts.ExpectedCurve | None = None
@@ -72,9 +72,9 @@ def write_report(
     evaluation: EvaluationConfig,
     reporting: ReportingConfig,
 ) -> str:
-    """Return the report page: result, table of SFT and PPO, curves, advice, samples, token view, settings, next steps.
+    """Return the report page: result, SFT-PPO table, curves, advice, samples, token view, settings and next steps.
 
-    The page is one HTML file that contains plotly's script and loads nothing from the network.
+    The report page is one HTML file that contains plotly's script and loads nothing from the network.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
@@ -116,7 +116,7 @@ def print_summary(
 ) -> None:
     """Print the table of SFT and PPO, problems in the result, and where to look next.
 
-    The report is an input so that the page is written before its path is printed.
+    The report is an input of this node so that Kedro writes the report page before the node prints the page's path.
     """
     print_result(
         Console(quiet=not is_main_process()),
@@ -134,7 +134,7 @@ def print_result(
     problems: Sequence[str],
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
-    """Print the result. Square brackets are not markup, and long paths are folded, because users copy paths."""
+    """Print the result. rich prints square brackets as text, and folds long paths instead of cutting them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
@@ -159,7 +159,7 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
     """Return (name, value, default) for each setting that is not the default, and for each component of the reward."""
-    # An evaluation follows the globals `seed` and `prompts_path`, so these values are not listed as changed
+    # `evaluation` takes `seed` and `prompts_path` from the globals, so the report does not list the two as changed
     usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)
     groups: dict[str, tuple[Any, Any]] = {"ppo": (ppo, PPOConfig()), "evaluation": (evaluation, usual)}
     rows = []

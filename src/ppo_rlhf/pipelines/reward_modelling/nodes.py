@@ -32,9 +32,10 @@ def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardM
 
 
 def keep_answers(raw_preferences: Dataset | None, checked_preferences: pd.DataFrame) -> pd.DataFrame:
-    """Keep the preferences that people gave in MLflow, with the person, the time and the reason.
+    """Return the preferences that people gave in MLflow, with the person, the time and the reason, to be stored.
 
-    The reward model can then be trained again after the traces are deleted. Other preferences give an empty table.
+    With the stored preferences, a reward model can be trained again after MLflow's traces are deleted. Preferences that
+    do not come from MLflow give an empty table.
     """
     if raw_preferences is None or TRACE not in raw_preferences.column_names:
         return pd.DataFrame()

@@ -16,14 +16,14 @@ from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
-"""A function that logs the metrics of an iteration."""
+"""The type of a function that logs the metrics of an iteration."""
 
 
 def child_runs() -> Callable[[str, Mapping[str, str]], AbstractContextManager[Log]]:
-    """Return a function that opens nested runs below the active run.
+    """Return a function that opens MLflow runs nested below the active run.
 
     The nested runs stay in the active run's store, even if a reward function sets another store. Without an active run
-    (tracking is off, or this is not the main process) the function logs nothing.
+    (tracking is off, or the process is not the main process) the nested runs log nothing.
     """
     if (parent := mlflow.active_run()) is None:
         return _no_child_run
@@ -50,7 +50,7 @@ def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
 def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapping[str, str]) -> Iterator[Log]:
     """Open a nested run with the given params, and yield a function that logs to the run.
 
-    The run's status at the end is FINISHED, KILLED after a signal, or FAILED.
+    The nested run ends with the status FINISHED, with KILLED after a signal, or with FAILED after an error.
     """
     status, run_id = "FINISHED", ""
 

@@ -17,24 +17,24 @@ from ppo_rlhf.rewards.shaping import check_normalisation
 
 AS_CONFIGURED = "as configured"
 LOADED_ONCE = {f"ppo.{name}" for name in (*MODEL_PATHS, "response_length", "overlong_prompts")}
-"""Settings that may not vary, because all trainings share the loaded models and the prepared prompts."""
+"""Settings that a sweep may not vary, because all its trainings share the loaded models and the prepared prompts."""
 MEASURES = {"judge_score": "judge score", "win_rate": "win rate", "reward": "reward", "kl": "KL (nats a response)"}
 
 
 @settings_group("sweep")
 class SweepConfig:
-    """Which trainings are compared. The groups `ppo` and `reward` have all other settings of the trainings."""
+    """Which trainings a sweep compares. Settings that a sweep does not vary come from the groups `ppo` and `reward`."""
 
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = field(default_factory=dict)
     """Settings of `ppo` and `reward` with lists of values, such as `ppo.kl_coef: [0.02, 0.08]` or
-    `reward.components.1.weight: [0.1, 1.0]`. All combinations are trained."""
+    `reward.components.1.weight: [0.1, 1.0]`. The sweep trains all combinations of the values."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
-    """Values of `ppo.seed`. Each combination is trained with each seed."""
+    """Values of `ppo.seed`. The sweep trains each combination of `grid` with each seed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One training. `name` is unique; `setting` is the name that all seeds of the same setting share."""
+    """One training of a sweep. `name` is unique; trainings that differ only in the seed have the same `setting`."""
 
     name: str
     setting: str
@@ -49,7 +49,7 @@ class Setting:
 
 
 def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) -> list[Setting]:
-    """Return the trainings of a sweep. The seeds of a setting are adjacent.
+    """Return the trainings of a sweep. Trainings that differ only in the seed are adjacent in the list.
 
     Raises:
         ConfigError: A key of the grid is not a setting or may not vary, a combination is not allowed, or two trainings
@@ -91,8 +91,8 @@ def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
     """Return one row for each setting: means of MEASURES over seeds, and standard deviations `<measure>_sd`.
 
     The table begins with the columns `setting`, `trainings` (the number of finished trainings) and `failed` (the errors
-    of trainings that failed). A single training has no standard deviation. The argument `trainings` has one row for
-    each training: `setting`, `error` (empty if the training finished), and its measures.
+    of trainings that failed). A setting with a single training has no standard deviation. The argument `trainings` has
+    one row for each training: `setting`, `error` (empty if the training finished), and its measures.
     """
     rows = pd.DataFrame(trainings)
     groups, measures = rows.groupby("setting", sort=False), [name for name in MEASURES if name in rows]

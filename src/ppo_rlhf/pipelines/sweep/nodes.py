@@ -44,11 +44,11 @@ def train_settings(
 
     Returns:
         One row for each training: `setting`, `error` (empty if the training finished), and the eval/* metrics (without
-        the prefix) of its last policy on all held-out prompts. Responses are sampled as in training, so their KL is the
-        KL that the penalty acts on.
+        the prefix) of its last policy on all held-out prompts. The evaluation samples responses as training does, so
+        the KL in the table is the KL that the KL penalty acts on.
 
     Raises:
-        TrainingError: All trainings failed.
+        TrainingError: All trainings of the sweep failed.
     """
     child_run, earlier, rows = child_runs(), from_main(finished_trainings()), []
     for number, each in enumerate(sweep_settings, 1):
@@ -69,7 +69,8 @@ def train_settings(
                         track=track,
                     )
         except Exception as failure:
-            # With several processes a failed training ends the sweep, because the other processes may wait for this one
+            # With several processes a failed training ends the sweep, because the other processes may wait for the
+            # failed process
             if isinstance(failure, RunInterruptedError) or process_count() > 1:
                 raise
             error = f"{each.name}: {type(failure).__name__}: {failure}"
@@ -142,9 +143,10 @@ def _train(
 
 
 def _frontier_figure(table: pd.DataFrame, best_of_n: pd.DataFrame | None) -> go.Figure:
-    """Return plots of judge score, win rate and reward over KL: a point for each setting, and the curve of best-of-n.
+    """Return plots of judge score, win rate and reward over KL: a point for each setting of the sweep, and the curve of
+    best-of-n.
 
-    Error bars are standard deviations over seeds.
+    The error bars of the plots are standard deviations over seeds.
     """
     shown = {name: title.capitalize() for name, title in MEASURES.items() if name in table and name != "kl"}
     figure = make_subplots(1, len(shown), subplot_titles=list(shown.values()), horizontal_spacing=0.08)

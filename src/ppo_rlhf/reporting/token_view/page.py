@@ -1,6 +1,6 @@
-"""The token view as self-contained HTML. One of a token's numbers sets its colour, and a tooltip shows all numbers.
+"""The token view as self-contained HTML. One quantity sets each token's colour; a tooltip has all numbers.
 
-Jinja escapes all text from models and data files. The page's script gets only numbers.
+Jinja escapes all text from models and data files. The token view's script gets only numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppo_rlhf.reporting.token_view.samples import TokenSample, TokenSamples
 
 
 class Quantity(NamedTuple):
-    """A quantity that the view shows for each token."""
+    """A quantity that the token view shows for each token."""
 
     name: str  # the quantity's key in `numbers` of TokenSample
     label: str
@@ -39,9 +39,10 @@ QUANTITIES = (
     Quantity("reference_logprob", "log π_ref"),
 )
 LEAST_SCALE = 1e-3
-"""Smallest end of a colour scale, so that rounding errors (as in the KL before the first update) get no colour."""
+"""Smallest value at which a colour scale may end, so that rounding errors (as in the KL before the first update) get no
+colour."""
 MAX_PROMPT = 600
-"""Number of characters from a prompt's end that are shown."""
+"""The token view shows this number of characters from the end of a prompt."""
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {9: "⇥\t", 10: "⏎", 13: "␍", 127: "␡"}
 PART_OF_A_CHARACTER = "◌"
 
@@ -77,7 +78,7 @@ def _largest(iterations: Sequence[TokenSamples], name: str) -> float:
 def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
     """Yield each token's text and its numbers, joined by spaces in the order of QUANTITIES.
 
-    The numbers of an environment's token are an empty text.
+    A token that an environment wrote has an empty text instead of numbers.
     """
     columns = [sample["numbers"][quantity.name] for quantity in QUANTITIES]
     for text, is_policy, *numbers in zip(sample["tokens"], sample["is_policy"], *columns, strict=True):

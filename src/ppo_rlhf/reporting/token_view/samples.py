@@ -11,7 +11,7 @@ from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
 
 LIMIT = 6
-"""Number of responses of an iteration that are shown."""
+"""Number of an iteration's responses that the token view shows."""
 
 
 class TokenSample(TypedDict):
@@ -27,7 +27,7 @@ class TokenSample(TypedDict):
 
 
 class TokenSamples(TypedDict):
-    """Some responses of one iteration, from the highest score to the lowest."""
+    """Sample responses of one iteration, sorted from the highest score to the lowest."""
 
     iteration: int
     responses: int  # number of responses in the whole iteration
