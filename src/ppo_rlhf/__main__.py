@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
 
     Args:
         args: The words of the command. None: those of `sys.argv`.
-        package: The package whose pipelines and settings count outside a project.
+        package: The package whose pipelines and settings are used outside a project.
         **options: Options of click's `main`. Unless `standalone_mode` is given, an interactive Python gets the run's
             result and its errors, and any other process ends with an exit code.
 

@@ -1,7 +1,8 @@
 """LoopRunner: Kedro's sequential runner, except that PPO's iteration is repeated until training is finished.
 
 The loop consists of the nodes with the tag `iteration` and of a carry: the `next_training_state` of one iteration is
-the `training_state` of the next. The carry is not in Kedro's DAG, so a slice, a plot and Kedro-Viz show one iteration.
+the `training_state` of the next. The carry from one iteration to the next is not in Kedro's DAG, so a slice, a plot and
+Kedro-Viz show one iteration.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")
 class LoopPlan:
     """The nodes of each phase, in Kedro's topological order.
 
-    A resumed run executes `rerun_on_resume` once, because its checkpoint was saved before these nodes ran.
+    A resumed run executes `rerun_on_resume` once, because the run's checkpoint was saved before the nodes in
+    `rerun_on_resume` ran.
     """
 
     # Nodes that run once, before the training loop: untagged nodes that do not depend on an iteration
@@ -69,15 +71,15 @@ class LoopPlan:
 
     @property
     def iteration(self) -> tuple[Node, ...]:
-        """The tagged nodes; empty if the pipeline does not contain the closed loop."""
+        """The nodes with the tag `iteration`; empty if the pipeline does not contain the closed loop."""
         return self.until_update + self.after_update
 
 
 def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     """Return the plan of a pipeline that contains the closed loop; None for any other pipeline.
 
-    The loop is closed if an untagged node of the pipeline makes the first `training_state`, a tagged node loads the
-    state, and a tagged node makes `next_training_state`.
+    PPO's loop is closed if a node without the tag `iteration` makes the first `training_state`, a node with the tag
+    loads the state, and a node with the tag makes `next_training_state`.
 
     Raises:
         ConfigError: An untagged node depends on a tagged node, and another tagged node depends on it.
@@ -123,8 +125,8 @@ class LoopRunner(SequentialRunner):
         """Create the runner. `is_async` is Kedro's option `--async`.
 
         Raises:
-            ConfigError: `is_async` is True, so that datasets would be saved in threads. MLflow gives each thread a run
-                of its own, and checkpoints are named by the run.
+            ConfigError: `is_async` is True, so that datasets would be saved in threads. MLflow gives each thread its
+            own run, and checkpoints are named by the MLflow run.
         """
         if is_async:
             raise ConfigError("--async: LoopRunner saves a node's outputs before the next node runs; drop --async.")
@@ -232,7 +234,7 @@ class LoopSession(KedroSession):
         """Return the run that `run` would start with the same options. Parameters are validated, but no node runs."""
 
         class BeforeTheRun:
-            """Ends the run before every other hook: among hooks with `tryfirst` the last registered one comes first."""
+            """Ends the run before every other hook: of hooks with `tryfirst`, the last registered runs first."""
 
             @hook_impl(tryfirst=True)
             def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: Any) -> None:
@@ -352,7 +354,7 @@ def _iterate(
 class _NodesAfterUpdate(Epilogue):
     """The epilogue of an iteration of the pipeline: runs the nodes after the update, and stops after a signal.
 
-    The checkpoint is an output of the update's node, so a checkpoint that is due has been saved before the epilogue.
+    The node that updates the policy outputs the checkpoint, so a checkpoint that is due is saved before the epilogue.
     """
 
     def __init__(

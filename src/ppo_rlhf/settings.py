@@ -29,7 +29,7 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 mlflow.telemetry.set_telemetry_client()
 # Hide MLflow's progress bars, because the training loop shows its own
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# Hide the tracking URI, because MLflow would print the password in it
+# Hide the tracking URI, because MLflow would print the password in the URI
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 # A tracking server that is down delays the run by seconds, not minutes
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -50,6 +50,6 @@ CONFIG_LOADER_ARGS = {
     "config_patterns": {"mlflow": ["mlflow*", "mlflow*/**", "**/mlflow*"]},
     # Merge parameter groups key by key: by default, a group in conf/local replaces the whole group in conf/base.
     "merge_strategy": {"parameters": "soft", "mlflow": "soft"},
-    # In conf files, ${first:a,b} is the first of its values that is not null.
+    # In conf files, ${first:a,b} is the first of the values a and b that is not null.
     "custom_resolvers": {"first": lambda *values: next((value for value in values if value is not None), None)},
 }

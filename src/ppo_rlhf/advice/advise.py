@@ -21,9 +21,9 @@ History = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Advice:
-    """A rule that fired.
+    """The advice of a tuning rule that applies to a run.
 
-    `seen` gives the measured numbers. `change` is the setting to change first, or None if no setting helps.
+    `seen` has the measured numbers in words. `change` is the setting to change first, or None if no setting helps.
     """
 
     rule: Rule
@@ -38,8 +38,9 @@ class Advice:
 def advise(config: PPOConfig, history: History) -> list[Advice]:
     """Return the advice for a run, in the order of the rules.
 
-    `history` has one mapping for each iteration, with `iteration` and the metrics of docs/metrics.md by key. The
-    eval/* metrics are NaN or missing in iterations without an evaluation. `history` may be unfinished or empty.
+    `history` has one mapping for each iteration, with `iteration` and the metrics of docs/metrics.md by key. The eval/*
+    metrics are NaN or missing in iterations without an evaluation. The history of an unfinished run, and an empty
+    history, are allowed.
     """
     run = Run(config, history)
     return [
@@ -52,8 +53,9 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
 def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, command: str = "kedro advise") -> list[str]:
     """Return the advice for a run as numbered lines, with one number for each setting.
 
-    A first line says if the run was too short to judge, or if no rule fired. At most `most` settings are named; None
-    names all settings. `command` is the command that prints these lines, which the last line repeats with --all.
+    If the run was too short to judge, or if no rule applies, the first line says so. At most `most` settings are named;
+    None names all settings. `command` is the command that prints the advice; the last line names the command with
+    --all.
     """
     lines, history = [], list(history)
     advice = advise(config, history)
@@ -82,7 +84,7 @@ def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting: str | int = place  # each piece of advice that changes no setting is a group of its own
+        setting: str | int = place  # advice that changes no setting forms a separate group
         raises = False
         if item.change is not None:
             setting = item.change.setting

@@ -15,10 +15,10 @@ from ppo_rlhf.evaluation.verdict import LEVELS, Verdict
 from ppo_rlhf.ppo.kl_rules import KLSituation
 
 WINDOW = 10
-"""Largest number of iterations that a mean is taken over."""
+"""Largest number of iterations over which a metric is averaged."""
 FIRST_RESPONSES = 64
-"""Number of responses that the start of a run is measured on. With fewer responses, the noise of one batch would
-decide."""
+"""Number of responses over which the metrics at the start of a run are averaged. With fewer responses, the noise of one
+batch would decide."""
 
 
 def in_digits(value: float) -> str:
@@ -59,7 +59,7 @@ class Run(KLSituation):
         return self._table[key] if key in self._table else pd.Series(math.nan, self._table.index, dtype=float)
 
     def last(self, key: str) -> float:
-        """Return the metric's mean over the last window of iterations."""
+        """Return the metric's mean over the last iterations of the run."""
         return float(self.values(key).tail(self.window).mean())
 
     def typical(self, key: str) -> float:
@@ -96,8 +96,8 @@ class Run(KLSituation):
     def gain(self) -> float:
         """Rise of the score over the SFT policy's, in standard deviations of the scores at the start.
 
-        The last evaluation gives the rise if there was one, because both policies then answered the same prompts with
-        the same noise. Otherwise the training scores give the rise.
+        If the run was evaluated, the rise is that of the last evaluation, in which both policies answered the same
+        prompts with the same noise. If not, the rise is computed from the training scores.
         """
         rise = self.end("eval/reward") - self.end("eval/reward_sft")
         if math.isnan(rise):
@@ -110,7 +110,8 @@ class Run(KLSituation):
 
         KLs of steps in unrelated directions add up. policy/approxkl_avg is the mean over an iteration's optimiser
         steps, and each step is measured before it is taken: on a straight path, step k of S (k from 0) sees (k/S)^2 of
-        the iteration's KL. The value is NaN with one step per iteration, which is measured before the policy moved.
+        the iteration's KL. With one optimiser step per iteration the value is NaN, because the step is measured before
+        the policy has moved.
         """
         steps = self.config.num_ppo_epochs * self.config.num_mini_batches
         if steps == 1:
@@ -121,8 +122,8 @@ class Run(KLSituation):
 
     @property
     def fell(self) -> bool:
-        """Whether the score that decides the win rate fell significantly since its best evaluation (SFT's counts,
-        too).
+        """Whether the score that decides the win rate fell significantly since its best evaluation (SFT's evaluation
+        counts, too).
         """
         return self.end("eval/since_best_p") < CHANCE
 

@@ -1,8 +1,8 @@
-"""Table of the tuning rules: the metrics that a rule reads, when it fires, what that means, and the setting to change.
+"""Table of the tuning rules: each rule has the metrics to read, a condition, its meaning, and the setting to change.
 
-The rules stand in the order in which their advice is given. docs/decisions/0019-advice-has-to-show-that-it-helps.md has
-the sources of the thresholds. A comparison with the level of an unmeasured metric (NaN) is False, so no rule fires on
-an unmeasured metric.
+The tuning rules are listed in the order in which their advice is given.
+docs/decisions/0019-advice-has-to-show-that-it-helps.md has the sources of the thresholds. A comparison with the level
+of an unmeasured metric (NaN) is False, so no rule applies to an unmeasured metric.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rule:
     name: str
     stage: Stage  # stage of tuning to which the rule's advice belongs
     reads: tuple[str, ...]  # metric keys that the rule reads, and PPO settings as ppo.<name>
-    iterations: int  # the rule needs at least this many iterations of metrics
+    iterations: int  # smallest number of iterations with metrics that the rule needs
     fires: Callable[[Run], bool]  # returns whether the rule applies to the run
     seen: Callable[[Run], str]  # returns the measured numbers as the first half of the advice's sentence
     meaning: str  # what the measured numbers usually mean: the second half of the advice's sentence
@@ -70,7 +70,7 @@ class Rule:
 
 
 def _rollout_mismatch(r: Run) -> bool:
-    """Whether sampling and training disagree. vLLM is left out, because it computes in another data type."""
+    """Whether the log-probabilities of sampling and training disagree. vLLM is left out: its data type differs."""
     is_half = r.config.dtype in ("bfloat16", "float16")
     return r.config.rollout_engine != "vllm" and r.rollout_gap > (0.05 if is_half else 1e-3)
 
@@ -80,8 +80,8 @@ def _stands_still(r: Run) -> bool:
 
 
 def _updates_are_undone(r: Run) -> bool:
-    """Return whether later updates undid earlier ones, for a policy that has not moved; if not, the updates are too
-    small.
+    """Return whether later updates undid earlier updates, for a policy that has not moved. If the result is False, the
+    updates are too small.
 
     With one optimiser step per iteration the size of the updates is unknown. A KL penalty that is large compared with
     the scores is then the only sign of undone updates.
@@ -113,7 +113,7 @@ def _steps_skipped(r: Run) -> bool:
 
 
 def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
-    """Return the row for a KL rule that also raises alarms during training."""
+    """Return the tuning rule for a KL rule that also raises alarms during training."""
     rule = KL_RULES[name]
     return Rule(
         f"kl_{name}",
@@ -133,7 +133,8 @@ def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
 def _rate_for_update(r: Run, now: float, size: float, least: float, most: float) -> Change:
     """Return the change of the learning rate that takes policy/approxkl_avg from `now` to `size`.
 
-    policy/approxkl_avg grows with the square of the learning rate. The factor stays within `least` and `most`.
+    policy/approxkl_avg grows with the square of the learning rate. The factor of the learning rate stays within `least`
+    and `most`.
     """
     return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
 
@@ -141,8 +142,8 @@ def _rate_for_update(r: Run, now: float, size: float, least: float, most: float)
 def _less_truncation(r: Run) -> Change:
     """Return a penalty on truncated responses, or longer responses.
 
-    More length is returned if over half of the SFT policy's responses were truncated already, or if other settings
-    exclude the penalty.
+    The function returns longer responses if over half of the SFT policy's responses were truncated already, or if other
+    settings exclude the penalty.
     """
     now = r.config.missing_eos_penalty
     penalty = scaled(r, "missing_eos_penalty", 2.0) if now else set_to(r, "missing_eos_penalty", USUAL_EOS_PENALTY)
@@ -152,7 +153,7 @@ def _less_truncation(r: Run) -> Change:
 
 
 RULES: tuple[Rule, ...] = (
-    # Rules that apply before tuning: the measured numbers themselves are wrong.
+    # Rules that apply before tuning, because the run's measured numbers themselves are wrong.
     Rule(
         "rollout_mismatch",
         stage=Stage.BEFORE,

@@ -26,8 +26,8 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
     Each row must have numbers for the keys in `needed`.
 
     Raises:
-        CheckpointError: The log is damaged. If a damaged log counted as empty, the next evaluation would overwrite the
-            log, and the best checkpoint would be deleted.
+        CheckpointError: The log of evaluations is damaged. If a damaged log counted as empty, the next evaluation would
+            overwrite the log, and the best checkpoint would be deleted.
     """
     path = directory / EVALUATIONS
     if not path.is_file():
@@ -45,11 +45,11 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
 
 
 def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
-    """Add a row to the log of evaluations. The new row replaces a row of the same iteration.
+    """Add a row to the log of evaluations. The new row replaces an earlier row of the same iteration.
 
     Raises:
-        CheckpointError: The log is damaged, see `read_evaluations`.
-        OSError: The log cannot be written.
+        CheckpointError: The log of evaluations is damaged, see `read_evaluations`.
+        OSError: The log of evaluations cannot be written.
     """
     rows = [row for row in read_evaluations(directory) if row["iteration"] != evaluation["iteration"]] + [evaluation]
     with written_whole(directory / EVALUATIONS) as draft:
@@ -59,7 +59,7 @@ def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
 def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> int | None:
     """Return the best iteration (see `best_iteration`) that has a checkpoint in a run's directory.
 
-    Iterations after `newest` do not count.
+    Checkpoints of iterations after `newest` do not count.
     """
     saved = {each for each in checkpoint_iterations(directory) if newest is None or each <= newest}
     rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
@@ -67,10 +67,10 @@ def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> i
 
 
 def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
-    """Delete a run's old checkpoints, except the newest `save_total_limit` ones and the best evaluated one.
+    """Delete a run's old checkpoints except the newest `save_total_limit` and the checkpoint of the best evaluation.
 
-    Checkpoints after iteration `newest` are kept, too: a run that was resumed from an earlier checkpoint replaces these
-    checkpoints when it reaches their iterations.
+    Checkpoints after iteration `newest` are kept, too: a run that was resumed from an earlier checkpoint replaces the
+    later checkpoints when it reaches their iterations.
     """
     best = best_saved(directory, config.kl_alarm, newest)
     saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
@@ -83,8 +83,8 @@ def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) ->
     """Return the iteration with the highest judge score, or reward without a judge, whose KL is at most kl_alarm
     (nats).
 
-    Returns None if no KL is low enough. The KL is `TRAINING_KL` if a row has it, else eval/kl: eval/kl of greedy
-    responses does not estimate the policy's KL.
+    The function returns None if every iteration's KL is above `kl_alarm`. The KL is `TRAINING_KL` if a row has it, else
+    eval/kl: eval/kl of greedy responses does not estimate the policy's KL.
     """
     candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
     if not candidates:

@@ -30,7 +30,9 @@ def checkpoint_name(iteration: int) -> str:
 
 
 def checkpoint_iterations(run_directory: Path) -> list[int]:
-    """Return the iterations that have a checkpoint in a run's directory, ascending. A checkpoint may be damaged."""
+    """Return the iterations that have a checkpoint in a run's directory, in ascending order. The checkpoints may be
+    damaged.
+    """
     names = [_NAME.fullmatch(path.name) for path in run_directory.glob("iteration_*")]
     return sorted(int(match[1]) for match in names if match)
 
@@ -87,7 +89,7 @@ def verify_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint_of_run(directory: Path) -> None:
-    """Check that a checkpoint is intact, and that the run whose directory it is in wrote it.
+    """Check that a checkpoint is intact, and that it was written by the run whose directory contains it.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or another run wrote it.

@@ -63,9 +63,9 @@ def push(
 ) -> str:
     """Send a model directory to the hub as one commit, and return the commit's address.
 
-    A missing repository is created, `private` or public. Weights and configurations of an earlier push that this model
-    does not have are deleted; other files stay. Without `license` the card keeps its licence, or gets the licence of
-    the base model on the hub. Without `token` the token of `hf auth login` or HF_TOKEN is used.
+    A missing repository is created, `private` or public. Weights and configurations of an earlier push that the new
+    model does not have are deleted from the repository; other files stay. Without `license` the card keeps its licence,
+    or gets the licence of the base model on the hub. Without `token` the token of `hf auth login` or HF_TOKEN is used.
 
     Raises:
         ConfigError: `check_push` or `files_to_push` found a problem, or the hub refused the commit.

@@ -29,10 +29,10 @@ OF_A_CHAT = """\
 # inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
 """
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
-"""Markers around the result, which an evaluation replaces."""
+"""Markers around a model card's evaluation result, which the next evaluation replaces."""
 CRITIC_TITLE = "# A critic that PPO trained"
 PEOPLE, END_OF_PEOPLE = "<!-- ppo_rlhf: people -->", "<!-- ppo_rlhf: end of people -->"
-"""Markers around the result by people, which `human_evaluation` replaces."""
+"""Markers around a model card's result by people, which the pipeline `human_evaluation` replaces."""
 INDEXED = {
     "eval/win_rate": "Win rate over SFT",
     "eval/judge_score": "Judge's mean score",
@@ -53,9 +53,10 @@ LIMITS = (
 def render_card(
     state: TrainingState, rewards: Sequence[str], prompts: str | None = None, run_id: str | None = None
 ) -> str:
-    """Return the card of a trained policy as Markdown with the hub's metadata; the card has no result yet.
+    """Return the card of a trained policy as Markdown with the hub's metadata; the model card has no evaluation result
+    yet.
 
-    `rewards` describes the reward, one text for each term. `prompts` is the source of the training prompts.
+    `rewards` has one text for each component of the reward. `prompts` is the source of the training prompts.
     """
     base = state.policy.config.name_or_path or ""
     library = "peft" if state.config.export == "adapter" else "transformers"
@@ -129,7 +130,7 @@ def render_critic_card(
 ) -> str:
     """Return the card of a trained critic as it is stored, in Markdown with the hub's metadata in front.
 
-    `rewards` and `prompts` are as for `render_card`.
+    The arguments `rewards` and `prompts` have the same meaning as in `render_card`.
     """
     base = state.policy.config.name_or_path or ""
     facts = {
@@ -177,16 +178,16 @@ PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTr
 
 
 def with_result(card: str, result: str) -> str | None:
-    """Return the card with its result replaced, or None if this project did not write the card."""
+    """Return the model card with a new evaluation result, or None if this project did not write the card."""
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
 
 
 def with_people(card: str, result: str) -> str | None:
-    """Return the card with the result by people after the result, in place of an earlier result by people.
+    """Return the model card with people's result after the evaluation's, in place of an earlier result by people.
 
-    Returns None if this project did not write the card.
+    The function returns None if this project did not write the model card.
     """
     before, end, after = card.partition(END)
     if not end:
@@ -197,7 +198,7 @@ def with_people(card: str, result: str) -> str | None:
 
 
 def with_index(card: str, summary: Mapping[str, Any]) -> str:
-    """Return a card whose hub metadata (`model-index`) has this evaluation in place of an earlier one."""
+    """Return a model card whose hub metadata (`model-index`) has `summary` in place of an earlier evaluation."""
     parsed = ModelCard(card)
     data: Any = parsed.data
     data.model_name = data.model_name or "policy"
@@ -218,7 +219,7 @@ def with_index(card: str, summary: Mapping[str, Any]) -> str:
 
 
 def may_write_card(folder: Path) -> bool:
-    """Return whether the folder has no README.md, or a card that this project wrote."""
+    """Return whether the folder has no README.md, or a model card that this project wrote."""
     card = folder / CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else BEGIN
     return BEGIN in text or CRITIC_TITLE in text
@@ -227,7 +228,8 @@ def may_write_card(folder: Path) -> bool:
 def place(source: str) -> str:
     """Return a hub id unchanged, and a path without the names of this machine's folders.
 
-    A path below the working directory becomes a relative path. Of any other path only the last part is kept.
+    A path below the working directory becomes a relative path. Of a path outside the working directory only the last
+    part is kept.
     """
     path = Path(shown(source)).expanduser()
     return path.name if path.is_absolute() else shown(source)

@@ -45,7 +45,7 @@ FROZEN = "frozen_weights.json"
 def optimizers(state: TrainingState) -> dict[str, torch.optim.Optimizer]:
     """Return the optimisers by the names of their files.
 
-    Policy and critic on a shared trunk have one optimiser; otherwise there are two.
+    If policy and critic share a trunk, they have one optimiser; otherwise policy and critic have an optimiser each.
     """
     by_name = {"policy_optimizer": state.policy_optimizer}
     return by_name if state.shares_trunk else {**by_name, "critic_optimizer": state.critic_optimizer}
@@ -78,8 +78,8 @@ def read_models(directory: Path, state: TrainingState) -> None:
     """Copy the models that `write_models` wrote into the models of a new state.
 
     Raises:
-        CheckpointError: The adapters were trained on other frozen weights than this run's. OSError, RuntimeError,
-        ValueError: The checkpoint was made for other models.
+        CheckpointError: The adapters were trained on other frozen weights than the weights of `state`.
+        OSError, RuntimeError, ValueError: The checkpoint was made for other models.
     """
     with refilled(state.policy, state.critic):
         _check_frozen_weights(directory, state)
@@ -106,10 +106,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def gathered(state: TrainingState) -> TrainingState:
-    """Return a state whose sharded weights and moments are gathered; a state that is not sharded is returned unchanged.
+    """Return a state with gathered weights and optimiser moments; a state that is not sharded is returned unchanged.
 
-    Every process must call this function. The tensors are gathered one after the other into the main process's host
-    memory. All processes except the main process get tensors without values (device `meta`).
+    Every process must call this function. The sharded tensors are gathered one after the other into the main process's
+    host memory. All processes except the main process get tensors without values (device `meta`).
     """
     if not shards_models():
         return state
@@ -131,9 +131,10 @@ def gathered(state: TrainingState) -> TrainingState:
 def exported_policy(state: TrainingState) -> TrainedModel:
     """Return the policy that a run exports, with the average of its weights if there is one.
 
-    An adapter is merged into the weights, unless `export=adapter` saves only the adapter. Merging rounds: in float32
-    the logits change by about 1e-6 of their size. Weights that were frozen in a 16-bit type are exported in float32.
-    The result also holds the sampling settings (`training_record`). Every process must call this function.
+    An adapter is merged into the weights, unless `export=adapter` saves only the adapter. Merging an adapter rounds the
+    weights: in float32 the logits change by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
+    exported in float32. The exported policy also has the sampling settings (`training_record`). Every process must call
+    this function.
     """
     state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None

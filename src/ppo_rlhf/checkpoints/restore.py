@@ -65,7 +65,7 @@ DATE = "printed_date"
 
 
 def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the origin's entry with the date that the chat template prints today; empty if no date is printed."""
+    """Return the origin's entry with today's date if the chat template prints the date, else an empty mapping."""
     dates = printed_dates(tokenizer) if prompts.has_chats else []
     return {DATE: ", ".join(dates)} if dates else {}
 
@@ -73,7 +73,8 @@ def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
     """Return `name: (saved, now)` for every setting whose value differs.
 
-    A setting that was not saved counts as its default. For a setting that this version lacks, `now` is None.
+    A setting that was not saved counts as its default. For a setting that this version of ppo_rlhf lacks, `now` is
+    None.
     """
     now = dataclasses.asdict(config)
     before = {field.name: field.default for field in dataclasses.fields(config)} | dict(saved)
@@ -83,8 +84,8 @@ def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tup
 def restore(state: TrainingState, directory: Path) -> None:
     """Load a checkpoint into a new state.
 
-    Model paths and parts of the origin may be missing in the checkpoint or in the state and are then not compared: the
-    pipeline has them as globals, PPOTrainer as arguments.
+    Model paths and parts of the origin that the checkpoint or the state lacks are not compared, because the pipeline
+    has model paths as globals and PPOTrainer has model paths as arguments.
 
     Raises:
         ConfigError: A setting that must not change, the origin or the batch size differs from the checkpoint. The

@@ -32,7 +32,7 @@ STATE, HISTORY = "state.json", "history.json"
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
-    """Write the state to `<run_directory>/iteration_NNNNNN` and return the path of this directory.
+    """Write the training state to `<run_directory>/iteration_NNNNNN` and return the path of the checkpoint's directory.
 
     `run_directory` holds the checkpoints of one run and has the run's name. A missing directory is created.
 

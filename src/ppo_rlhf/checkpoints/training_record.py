@@ -4,8 +4,8 @@ generation_config.json    settings that transformers also knows: maximum tokens,
 ppo_rlhf.json             every other PPO setting except those in `HERE`, the number of processes, and the arguments of
                           the chat template
 
-Evaluation and `kedro generate` use the recorded sampling settings and precision. Report and advice use all recorded
-settings.
+The evaluation and `kedro generate` use the policy's recorded sampling settings and precision. The report and the tuning
+advice use all recorded settings.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class TrainedSettings:
     notes: tuple[str, ...] = ()  # one sentence about each recorded setting that this run does not use
 
     def lines(self) -> list[str]:
-        """Return one line for each fact that a user must know."""
+        """Return one line for each fact about the used settings that a user must know."""
         if self.chat_template_kwargs is None:
             used = ", ".join(f"{name}={getattr(self.config, name)}" for name in ("response_length", "temperature"))
             return [
@@ -138,7 +138,7 @@ def settings_of(
 ) -> TrainedSettings:
     """Return the settings with which a policy generates responses: its recorded sampling settings, else the user's.
 
-    Rules that concern only training are not checked.
+    PPOConfig's rules that concern only training are not checked.
 
     Args:
         policy: The policy, whose record is read.
@@ -149,7 +149,7 @@ def settings_of(
 
     Raises:
         ModelError: The policy's record is damaged.
-        ConfigError: The settings do not go together, or the record names an environment that is refused.
+        ConfigError: The settings exclude each other, or the policy's record names an environment that is refused.
     """
     record = _read(policy)
     if record is None:
@@ -202,8 +202,9 @@ def settings_of(
 def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig:
     """Return the settings that a policy was trained with, for report and advice, or `here` without a record.
 
-    Settings of a machine or a run (`HERE`) get their defaults, unless all other settings of `here` equal the record:
-    then `here` is returned. A line names recorded settings that this version does not know or refuses.
+    If all settings of `here` except the settings of a machine or a run (`HERE`) equal the record, the function returns
+    `here`; if not, the settings in `HERE` get their defaults. A log line names recorded settings that this version does
+    not know or refuses.
     """
     if (record := _read(policy)) is None:
         return here
@@ -225,7 +226,7 @@ def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig
 
 @dataclass(frozen=True)
 class _Record:
-    """Content of a policy's two files."""
+    """Content of the two files that record how a policy was trained."""
 
     ppo: dict[str, Any]
     template: dict[str, Any]
@@ -233,7 +234,7 @@ class _Record:
 
 
 def _read(policy: PretrainedHandle) -> _Record | None:
-    """Return the record of how a policy was trained, or None without one."""
+    """Return the record of how a policy was trained, or None if the policy has no record."""
     try:
         if (text := policy.record()) is None:
             return None

@@ -23,7 +23,7 @@ from ppo_rlhf.runtime.names import env_option
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
 TRAINED = "objective/kl"
-"""A metric that every run has which trained a policy."""
+"""Key of a metric that every run which trained a policy has."""
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
 
@@ -61,7 +61,7 @@ class RecordedRun:
 def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:
     """Return the id of the newest run of an experiment that trained a policy.
 
-    Child runs, such as the trainings of a sweep, do not count; --run can name them.
+    Child runs, such as the trainings of a sweep, do not count; a user names a child run by --run.
 
     Raises:
         DataError: No run of the experiment has trained.
@@ -113,7 +113,8 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
-    """Return the metrics of each iteration. If a resumed run repeated an iteration, the later values count.
+    """Return the metrics of each iteration. If a resumed run repeated an iteration, the metrics of the repetition
+    count.
 
     Steps without training metrics are left out, such as step 0, an evaluation before training.
     """

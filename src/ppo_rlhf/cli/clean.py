@@ -59,8 +59,8 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
     """
     context, lines = context_here(env), list[str]()
     try:
-        # While this process holds the project's lock, no run can start.
-        # Lines are printed after the lock is released, because a pager may block the printing until the user quits.
+        # While this process holds the project's lock, no run can start. The report's lines are printed after the
+        # project's lock is released, because a pager may block the printing until the user quits.
         with one_at_a_time(context.project_path), store_errors_as_config_errors("kedro clean did not finish"):
             lines.extend(_clean(context, keep, yes, moved_from))
     finally:
@@ -113,14 +113,14 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
 class Runs:
     """All runs of the tracking store.
 
-    The project's own runs are the runs of this project on this host, with their child runs.
+    The own runs of a project are the runs started in its folder on this host, and the child runs of those runs.
     """
 
     def __init__(self, runs: dict[str, Run], project: Path, moved_from: Sequence[str]) -> None:
-        """Find the place `host:path` of each run. `moved_from` are former places of this project.
+        """Find the place `host:path` of each run. `moved_from` lists former places of the project.
 
         Raises:
-            ConfigError: No run comes from a former place, or a project still lies there.
+            ConfigError: No run comes from a former place of the project, or the former place still has a project.
         """
         self.all, self.project = runs, project
         self.places = {run_id: self._place(run) for run_id, run in runs.items()}
@@ -156,7 +156,7 @@ class Runs:
 
 
 def _what_is_kept(runs: Runs, folders: Folders, why_kept: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines that count what is kept by reason, and that say how runs of another place can be included."""
+    """Yield lines that count the kept runs by reason, and that say how to include runs of a moved project."""
     outside = sum(not runs.is_inside(folder) for run_id in folders for folder in folders[run_id])
     kept = Counter(why_kept.values()) + Counter(
         {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.all.keys())}
@@ -186,7 +186,7 @@ def _size(folder: Path) -> int:
 def _old_tables(caches: set[Path]) -> set[Path]:
     """Return the folders of cached tables that were not read for a day.
 
-    Tables from the hub are left out, because a run may need them offline.
+    Cached tables from the hub are left out, because a run may need them offline.
     """
     tables = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
     begin = time.time() - DAY
@@ -198,7 +198,7 @@ def _old_tables(caches: set[Path]) -> set[Path]:
 
 
 def _folders(runs: Runs, homes: set[Path]) -> Folders:
-    """Return the folders of each run by run id. Folders may be outside the project, and MLflow may not know the run."""
+    """Return the folders of each run by run id. A folder may be outside the project, and MLflow may not know a run."""
     experiments = sorted({run.info.experiment_id for run in runs.all.values()}) or ["0"]
     candidates = [(folder.name, folder) for home in sorted(homes) for folder in sorted(home.glob("[!.]*"))]
     for run_id, run in runs.all.items():
@@ -222,8 +222,8 @@ def _needed(
 ) -> dict[str, str]:
     """Return the reason why a run is kept, by run id.
 
-    Among the newest runs only those with a folder here count, because another container may have the same host name and
-    path.
+    A run counts as one of the newest only if it has a folder on this machine, because another container may have the
+    same host name and path.
     """
     why: dict[str, str] = {}
     best = _best()
@@ -271,8 +271,8 @@ def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
     """Return whether an unfinished run certainly has no checkpoints.
 
     A run has no checkpoints if its pipeline writes none, or if its folder is gone while other runs' folders exist. If
-    the folder of all runs' checkpoints is missing or empty, the answer is False: a disk may be unmounted, also one
-    inside the project. The answer is False as well for runs of earlier versions, which did not record their folder.
+    the folder of all runs' checkpoints is missing or empty, the function returns False, because the folder's disk may
+    be unmounted. The function also returns False for runs of earlier versions, which did not record the folder.
     """
     noted = run.data.tags.get(CHECKPOINTS)
     if noted in (None, NONE):
@@ -297,7 +297,7 @@ def _best() -> set[str | None]:
 
 
 def _delete(runs: Runs, run_id: str, folders: list[Path], kept: Collection[str]) -> None:
-    """Delete a run's folders. If the run's MLflow artifacts are in the project, delete it in MLflow as well.
+    """Delete a run's folders. If the run's MLflow artifacts are in the project, delete the run in MLflow as well.
 
     Deleting a run in MLflow also deletes its model versions, its logged models, and its child runs that are not in
     `kept`.

@@ -71,7 +71,7 @@ def _run_options() -> list[click.Parameter]:
 
 
 def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]:
-    """Return node names completed by their namespace.
+    """Return the names of nodes, each completed by the node's namespace.
 
     Raises:
         click.ClickException: No node has this name. The message suggests the nearest name.
@@ -90,6 +90,6 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
 run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default `__default__`.")
 for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
-# Kedro's catalog commands read the parameters too, so they raise the same errors of settings
+# Kedro's catalog commands read the parameters too, so they raise the same errors for wrong settings
 for catalog_command in catalog.commands.values():
     catalog_command.callback = partial(with_one_line_errors, catalog_command.callback)  # type: ignore[arg-type]

@@ -47,7 +47,9 @@ def convert_config(
     for conversion in conversions:
         if "ppo" in conversion.parameters:
             conversion.ppo_config()
-            if "reward_components" not in conversion.globals:  # a project of `init` may have a function as its reward
+            if (
+                "reward_components" not in conversion.globals
+            ):  # a project that `init` wrote may have a function as its reward
                 conversion.write("reward_components", [{"type": "model"}], "the source takes its reward from a model")
     printed = Path("parameters.yml")
     project = None if target else project_here()

@@ -1,4 +1,6 @@
-"""`kedro doctor`: finds what would stop a run before the run costs anything, with the checks that the run makes."""
+"""`kedro doctor`: finds problems that would stop a run, with the checks that the run itself makes before its first
+node.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PACKAGE = "ppo_rlhf"
 COLOURS = {"ok": "green", "advice": "yellow", "problem": "red"}
 
 Finding = tuple[Literal["ok", "advice", "problem"], str, str]
-"""(severity, topic, message)"""
+"""A finding of the doctor: (severity, topic, message)."""
 
 SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response_length", "dtype": "dtype"}
 
@@ -76,7 +78,7 @@ def doctor(**options: Any) -> None:
 def diagnose(
     project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, probe: bool, **options: Any
 ) -> Iterator[Finding | str]:
-    """Yield findings on each part of a run, and the lines of its memory plan. Nothing is run or written.
+    """Yield findings on each part of a run, and the lines of the run's memory plan. No node runs; nothing is written.
 
     If `pipelines` is empty, `__default__` is checked, or `align` if `__default__` would overwrite a user's own SFT
     model.
@@ -96,7 +98,7 @@ def diagnose(
 
 
 def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Finding | str]:
-    """Yield the findings of a part. An error that a user can fix becomes a problem and ends the part."""
+    """Yield the findings of one part of the doctor. A user's error becomes a finding and ends the part."""
     try:
         yield from findings
     except Exception as error:

@@ -30,7 +30,7 @@ MAIN_PROCESS_FAILS_WITHIN_S = 15.0
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
 KEDRO_END = ".\n"
-"""The separator between Kedro's words and the words of the error that a dataset raised."""
+"""The separator between Kedro's words and the message of the error that a dataset raised."""
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
 
@@ -76,7 +76,7 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
         # A process that waits in a collective runs no Python signal handlers.
         with raising_on_signals() if is_main_process() else nullcontext():
             return action(*args, **options)
-    # TerminationSignal: the signal arrived while no Kedro session was running
+    # TerminationSignal is raised by a signal that arrives while no Kedro session is running
     except (RunInterruptedError, TerminationSignal) as stop:
         stopped = stop if isinstance(stop, RunInterruptedError) else RunInterruptedError(stop.signum)
         if is_main_process():
@@ -126,7 +126,7 @@ def one_line_each(error: Exception) -> list[str] | None:
 
 
 def _once_for_all_groups(lines: list[str]) -> list[str]:
-    """Merge lines `group.name=value: rule` that differ only in the group: a wrong `seed` is wrong in each group."""
+    """Merge lines `group.name=value: rule` that differ only in the group; a wrong `seed` gives one line per group."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         group, dot, problem = line.partition(".") if re.match(r"\w+\.\w+=", line) else ("", "", line)
@@ -138,7 +138,9 @@ def _once_for_all_groups(lines: list[str]) -> list[str]:
 
 
 def _is_refusal_of_kedro(error: Exception) -> bool:
-    """Return whether Kedro itself raised a ValueError or KeyError: a command names something that does not exist."""
+    """Return whether Kedro itself raised a ValueError or KeyError because a command names something that does not
+    exist.
+    """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

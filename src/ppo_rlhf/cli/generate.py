@@ -83,7 +83,9 @@ def generate(**options: Any) -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the lines of the standard input until an empty line. On a terminal a prompt sign asks for each line."""
+    """Yield the lines of the standard input until an empty line. On a terminal, a prompt sign precedes each line that
+    the user types.
+    """
     with suppress(EOFError):
         while (line := input("\n> " if sys.stdin.isatty() else "")).strip():
             yield line

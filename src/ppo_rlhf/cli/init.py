@@ -87,7 +87,7 @@ def project_name(folder: Path) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether Python finds a module from every working directory, not only from the present one."""
+    """Return whether Python finds a module from every working directory, not only from the current directory."""
     paths = [path for path in sys.path if path and Path(path).resolve() != Path.cwd()]
     return importlib.machinery.PathFinder.find_spec(module.partition(".")[0], paths) is not None
 
@@ -95,10 +95,10 @@ def is_installed(module: str) -> bool:
 def named_here(option: str, given: str | None) -> str | None:
     """Return the value of a setting for a typed path or hub name.
 
-    A path that exists here becomes absolute. Anything else stays as typed.
+    A path that exists below the working directory becomes absolute. Any other text stays as typed.
 
     Raises:
-        ConfigError: The text can only be a path, and nothing is there.
+        ConfigError: The text can only be a path, and no file or folder has this path.
     """
     path = os.path.expanduser(given or "")
     if given and (os.path.exists(path) or glob.glob(path)):
@@ -111,8 +111,8 @@ def named_here(option: str, given: str | None) -> str | None:
 def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:
     """Return the texts of the project's files by their paths.
 
-    `named` holds the settings of globals.yml, and `reward` is a reward component as YAML. In conf only globals.yml is
-    filled in; all other files of conf are unchanged copies from the template.
+    `named` holds the settings of globals.yml, and `reward` is a reward component as YAML. Of the files in conf, only
+    globals.yml is filled in; all others are unchanged copies from the template.
     """
     values = named | {"experiment": name}
     filled = {setting: json.dumps(value, ensure_ascii=False) for setting, value in values.items()}

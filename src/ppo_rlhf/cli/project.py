@@ -41,7 +41,7 @@ def context_here(env: str | None, params: dict[str, Any] | None = None) -> Any:
 
 
 def existing_store(settings: KedroMlflowConfig, env: str | None) -> str:
-    """Return the tracking store's URI; raise PPORLHFError if its sqlite file is missing, which MLflow would create."""
+    """Return the tracking store's URI; raise PPORLHFError if its sqlite file is missing (MLflow would create it)."""
     uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         command = f"`kedro run{env_option(env)}` creates it"
@@ -54,7 +54,7 @@ def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
     """Yield a client of the project's tracking store, and the name of the project's experiment.
 
     Raises:
-        ConfigError: The store fails within the block.
+        ConfigError: The tracking store fails within the `with` block.
     """
     settings = context_here(env).mlflow
     uri = existing_store(settings, env)

@@ -55,6 +55,6 @@ def push(repository: str, name: str, run_id: str | None, env: str | None, **opti
 
 
 def _written(run: Run, name: str) -> Path | None:
-    """Return the folder of the newest model of this name that a run wrote."""
+    """Return the folder of the newest model that a run wrote under the dataset `name`."""
     folders = [Path(path) for tag, path in run.data.tags.items() if tag.startswith(f"{WRITTEN}{name}.")]
     return max(folders, key=lambda folder: folder.name, default=None)

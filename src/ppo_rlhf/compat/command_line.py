@@ -31,9 +31,10 @@ class Command:
 
 
 def find_command(script: str, names: Sequence[tuple[str, ...]], where: str) -> Command:
-    """Return the only command in a script that has one of these names. A name consists of one or several words.
+    """Return the only command in a shell script that has one of `names`. A name consists of one or several words.
 
-    The reader understands comments, line continuations, variables with their defaults, and arithmetic with two numbers.
+    The parser of shell scripts understands comments, line continuations, variables with their defaults, and arithmetic
+    with two numbers.
 
     Raises:
         ConfigError: The script has no such command or several, or a quotation mark is not closed.
@@ -64,7 +65,7 @@ def find_command(script: str, names: Sequence[tuple[str, ...]], where: str) -> C
 def options_of(words: list[str], where: str) -> tuple[list[str], dict[str, Any]]:
     """Return the words before the first option, and the options by name.
 
-    An option's value is a text, a list of several texts, or True without a value.
+    An option's value is a text or a list of texts; an option without a value is True.
 
     Raises:
         ConfigError: A value has an expression that only a shell can evaluate.

@@ -24,7 +24,7 @@ TO_FILL_IN = {
 }
 """Globals that the user must set before a run can start."""
 TABLES = {"prompts_path": "prompts", "demonstrations_path": "demonstrations", "preferences_path": "preferences"}
-"""Globals that name a table, with the kind of its rows."""
+"""Globals that name a table, each with the kind of the table's rows."""
 _GLOBALS: dict[str, Any] = {
     "seed": Annotated[int, Field(ge=0)],
     **dict.fromkeys(("base_model_path", *TO_FILL_IN, *TABLES), str),
@@ -81,7 +81,7 @@ class Conversion:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters as a nested mapping: groups are mappings, and other values are globals."""
+        """The converted parameters as a nested mapping: groups are mappings, and other values are globals."""
         return {group: values for group in _GROUPS if (values := self._group(group))} | self.globals
 
     @property
@@ -110,7 +110,7 @@ class Conversion:
         """Return the settings as a PPOConfig, including globals that are fields of PPOConfig, with `changes` applied.
 
         Raises:
-            ConfigError: Settings that the source allows together are not allowed together here.
+            ConfigError: The source allows a combination of settings that PPOConfig refuses.
         """
         of_config = {each.name for each in fields(PPOConfig)}
         shared = {name: value for name, value in self.globals.items() if name in of_config}
@@ -153,14 +153,14 @@ class Conversion:
         return self[setting] is not None and bool(self.checked(setting, bool))
 
     def write(self, target: str, value: Any, origin: str) -> None:
-        """Set the parameter `target`, such as `ppo.kl_coef`, and record its origin."""
+        """Set the parameter `target`, such as `ppo.kl_coef`, and record the setting that its value comes from."""
         self._values[target], self.origins[target] = value, origin
 
     def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
         """Write a parameter that comes from one or several settings.
 
         If the parameter does not accept the value, the settings are listed as not carried over, and `otherwise` is
-        written. Without `value`, the value and `otherwise` are the first setting's value and default.
+        written. If `value` is not given, `value` is the first setting's value and `otherwise` is its default.
         """
         if value is _AS_IT_IS:
             value, otherwise = self[settings[0]], self._defaults.get(settings[0])

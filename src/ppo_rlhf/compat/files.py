@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError, in_one_line
 
 
 def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | None = None) -> list[Conversion]:
-    """Return the conversion of each file of settings. With several stages (LLaMA-Factory), PPO's conversion is first.
+    """Return the conversion of each file of settings. Of several stages (LLaMA-Factory), PPO's conversion comes first.
 
     Raises:
         ConfigError: A file cannot be read, its stage is not supported, or there are too many files.

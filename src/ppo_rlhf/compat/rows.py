@@ -17,7 +17,8 @@ INFO = "dataset_info.json"
 
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 SHAREGPT = {"messages": "conversations"}
-"""Names of columns if an entry has no `columns`. An entry with `columns` must name all columns that are read."""
+"""Names of columns if an entry of dataset_info.json has no `columns`. An entry with `columns` must name all columns
+that are read."""
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -27,7 +28,7 @@ TAGS = {
     "observation_tag": "observation",
     "function_tag": "function_call",
 }
-"""Keys and roles of a chat's messages if an entry has no `tags`."""
+"""Keys and roles of a chat's messages if an entry of dataset_info.json has no `tags`."""
 _FORMS = {"alpaca": ALPACA, "sharegpt": SHAREGPT, "openai": SHAREGPT}
 _ROLES = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "function_call"}
 _KEYS = {

@@ -146,7 +146,7 @@ def from_swift(
         folders: Folders in which relative paths are searched, in this order. Without folders the tables are not read.
 
     Raises:
-        ConfigError: `rlhf_type` is not ppo, or ms-swift does not know the columns of a table.
+        ConfigError: `rlhf_type` is not ppo, or ms-swift reads none of a table's columns.
         DataError: A table cannot be loaded.
     """
     given = arguments.normalised({OLD.get(name, name): value for name, value in settings.items()})

@@ -133,7 +133,7 @@ _LAST_NAMES = {*LAST, *LAST_IF_GIVEN, *LAST_DERIVED, "batch_size", "mini_batch_s
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
     """Convert a configuration of TRL's PPO to this project's parameters.
 
-    Missing settings get TRL's defaults, not this project's, and the defaults are written out.
+    Settings that the configuration lacks get TRL's defaults, and the parameters file lists the defaults.
 
     Args:
         settings: Fields of a PPOConfig: the legacy one (trl 0.11 and before: `ppo_epochs`, `init_kl_coef`, …) or the
@@ -280,7 +280,9 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
 
 
 def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str], prompts: str) -> None:
-    """Convert the parts that both configurations share: constants, settings converted only if given, prompts, LoRA."""
+    """Convert the parts that TRL's legacy and last PPOConfig share: constants, settings converted only if given,
+    prompts, LoRA.
+    """
     for name, value in always.items():
         c.write(f"ppo.{name}", value, "always so in the source")
     for setting in if_given:

@@ -1,10 +1,11 @@
 """Computes how much memory one process of a run needs, before any weight is read (docs/memory.md).
 
-Models are created on the device `meta`, where parameters have shapes but no data. So the bytes of weights, gradients
-and moments are exact. Activations are estimated: each linear layer keeps its input and its output for the backward
-pass. For a GPT block of width h these inputs and outputs are 16 h numbers per token. In 16 bits, 16 h numbers are the
-32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout and without the attention matrix, which
-SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations that other layers keep.
+Models are created on the device `meta`, where parameters have shapes but no data. Therefore the computed bytes of
+weights, gradients and optimiser moments are exact. Activations are estimated: each linear layer keeps its input and its
+output for the backward pass. For a GPT block of width h these inputs and outputs are 16 h numbers per token. In 16
+bits, 16 h numbers are the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout and without the
+attention matrix, which SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations that other
+layers keep.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20
-"""Resident memory of `kedro run` after its libraries are imported and have computed something (measured on Linux)."""
+"""Resident memory in bytes of `kedro run` after its libraries are imported and have computed something (measured on
+Linux)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 COPIES = "policy: linear weights in 16 bits"
 DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gradients, and what passes make"
@@ -81,12 +83,12 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak of that phase."""
+        """Bytes that the phase with the largest peak (`peak`) needs."""
         return self.phases[self.peak]
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of one checkpoint on disk: trained weights, their moments and the moving average."""
+        """Bytes of one checkpoint on disk: trained weights, optimiser moments and the moving average of the weights."""
         return self.trained + self.held[MOMENTS] + self.held.get(AVERAGE, 0)
 
 
@@ -107,7 +109,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     """Return the memory that a run needs in each phase if every prompt and every response has its greatest length.
 
     Raises:
-        ConfigError: `ppo.value_model` starts the critic from the reward model, and there is none.
+        ConfigError: `ppo.value_model` starts the critic from the reward model, and the run has no reward model.
         ModelError: An option does not fit the architecture.
     """
     config = with_planned_dtype(config, shape.on_cpu)
@@ -127,7 +129,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     one_layer = kept // layers
     decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
-    # `kl_estimator=full` keeps the reference policy's logits beside the policy's
+    # `kl_estimator=full` keeps the reference policy's logits in addition to the policy's logits
     models_scored = 2 if config.kl_estimator == "full" else 1
     held_logits = most_logits(None if shape.on_cpu else shape.card)
 
@@ -287,7 +289,7 @@ def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
             continue
         try:
             lower = plan_memory(replace(config, **changes), shape).needed
-        except ConfigError:  # another setting of the run forbids this change
+        except ConfigError:  # another setting of the run forbids the suggested change
             continue
         if lower <= 0.98 * needed:
             yield Suggestion(changes, price, lower)

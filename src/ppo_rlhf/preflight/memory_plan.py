@@ -1,4 +1,6 @@
-"""The memory plan of `kedro doctor`; the command imports the module only for a plan, since it imports torch."""
+"""The memory plan of `kedro doctor`; `kedro doctor` imports the module only for a plan, because the module imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Planned:
 
     @property
     def needed(self) -> int:
-        """Bytes that one process needs."""
+        """Bytes that one process of the run needs at its peak."""
         return self.plan.needed + self.process
 
     @property
@@ -65,14 +67,14 @@ def plan(
 ) -> Planned | None:
     """Plan the memory of a run that trains by PPO. Return None if there is no model yet to plan for.
 
-    Each argument that is None comes from the run or from this machine.
+    If an argument is None, its value is taken from the run or from this machine.
 
     Args:
         run: The run.
         model: The directory, hub id or config.json of a policy to plan for instead of the run's own.
         prompt_length: Tokens of the longest prompt.
         processes: The world size. None: the launcher's, or 1.
-        memory_gib: GiB of a device that may be elsewhere. None: the free memory here.
+        memory_gib: Memory in GiB of the device to plan for. None: the free memory of this machine's device.
 
     Raises:
         ConfigError: A setting does not fit the device.
@@ -186,9 +188,9 @@ def policy_config(run: RunRequest, model: str | None) -> PretrainedConfig | None
 
 
 def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
-    """Return the given model, else the model that the policy starts from, else the SFT policy of an earlier run.
+    """Return the model to plan for: `given`, else the policy's start model, else an earlier run's SFT policy.
 
-    Return None if there is no such model.
+    The function returns None if none of the three models exists.
     """
     if given:
         path = Path(given).expanduser()
@@ -219,7 +221,8 @@ def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedCo
     """Return the configuration of the run's reward model; None if the reward has no reward model.
 
     If the reward model is not trained yet, assume one on the policy's backbone, as the stage reward_modelling makes.
-    Assume the same if the stored reward model was trained for the project's own policy and `model` is another policy.
+    Also assume a reward model on the policy's backbone if the stored reward model was trained for the project's own
+    policy and `model` is another policy.
     """
     if not run.needs("reward_model"):
         return None

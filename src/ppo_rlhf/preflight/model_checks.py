@@ -1,6 +1,6 @@
 """Checks of models by their configuration and their tokenizer, before any weight is read.
 
-Nodes make the same checks. Problems that only weights show are found by the node that reads the weights;
+The pipelines' nodes make the same checks. Problems that only weights show are found by the node that reads the weights;
 docs/tuning.md lists both kinds.
 """
 
@@ -36,18 +36,18 @@ from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
-"""The most parameters of a model that is built to try an architecture."""
+"""Largest number of parameters of a model that is built to try an architecture."""
 
 
 def check_direction(run: RunRequest) -> None:
-    """Refuse a policy that reads later tokens: an encoder, or a model with attention in both directions."""
+    """Refuse a policy that attends to later tokens: an encoder, or a model with attention in both directions."""
     for name in ("base_model", "sft_policy", "ppo_policy"):
         if name in run.models and (small := _small(run.models[name])) is not None:
             check_causal(small, run.models[name].source)
 
 
 def check_policy(run: RunRequest) -> None:
-    """Refuse a policy to evaluate whose vocabulary differs from the SFT policy's."""
+    """Refuse to evaluate a policy whose vocabulary differs from the SFT policy's."""
     if "ppo_policy" in run.models and "sft_policy" in run.models:
         check_vocabularies(run.models["ppo_policy"], run.models["sft_policy"])
 
@@ -120,7 +120,7 @@ def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
     Return None if the architecture cannot be built so small, or if its gradients are not finite.
     """
     config = handle.config().get_text_config()
-    # The architecture is defined by Python code in the model's directory, not by transformers
+    # Python code in the model's directory, not transformers, defines the architecture
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     try:

@@ -1,7 +1,7 @@
-"""`kedro doctor --probe`: tries a run's settings on tiny problems whose answer is known, in seconds (docs/memory.md).
+"""`kedro doctor --probe`: trains tiny models with a run's settings on problems with known solutions (docs/memory.md).
 
-Each probe trains a tiny model of the run's architecture with the run's training loop (`ppo.loop`). A response scores 0
-or 1. A probe fails if code is broken, or if the settings do not let the policy learn a reward.
+Each probe trains a tiny model of the run's architecture with the run's training loop (`ppo.loop`). In a probe, a
+response scores 0 or 1. A probe fails if code is broken, or if the settings do not let the policy learn a reward.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ NOT_PROBED = (
     "gradient_checkpointing",
     "compile",
 )
-"""Settings that change training and that no probe exercises."""
+"""Settings of PPOConfig that change training and that no probe exercises."""
 SIZES: dict[str, Any] = {
     "per_device_train_batch_size": 256,
     "gradient_accumulation_steps": 1,
@@ -115,16 +115,16 @@ CONSTANT_SETTINGS: dict[str, Any] = {
     "positive_coef": 0.0,
     "positive_threshold": None,
 }
-"""Settings of the probes whose score is always 1. Whitening turns equal advantages into 0, so only a KL penalty may
-move the policy."""
+"""Settings of the probes in which every response scores 1. Whitening turns equal advantages into 0, so only a KL
+penalty may move the policy."""
 MOST_OF_A_UNIT = 0.05
-"""kl_coef and entropy_coef are capped at this share of the reward for a score of 1, so that the optimal policy still
+"""Probes cap kl_coef and entropy_coef at this share of the reward for a score of 1, so that the optimal policy still
 picks the rewarded token. The optimal policy's odds of the rewarded token are then at least exp(20) times the
 reference's; with the k3 estimator in the loss, 95 of 100 responses of the optimal policy have the token."""
 PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
 ITERATIONS, CONSTANT_ITERATIONS = 50, 30
 SHARE, ENTROPY, CONTRAST, DRIFT, NEAR = 0.9, 0.7, 0.5, 0.3, 0.1
-"""Thresholds of the probes, in this order:
+"""Thresholds that the probes' measurements must meet, in this order:
 
 - the least share of rewarded responses,
 - the greatest entropy in nats,
@@ -167,15 +167,15 @@ OTHER_SHAPES = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-"""Sizes of a tiny model that only some architectures have."""
+"""Sizes of a tiny model that only some architectures define."""
 
 Judgement = tuple[str, dict[str, bool]]
-"""The measurements in words, and for each complaint whether the measurement is good enough (True: no complaint)."""
+"""A probe's measurements in words, and for each possible complaint whether its measurement is good enough (True)."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A tiny problem with a known solution."""
+    """A tiny training problem with a known solution."""
 
     name: str
     prompts: range  # range of token ids, each of which is a prompt of one token
@@ -214,7 +214,7 @@ def unit(config: PPOConfig) -> float:
 
 
 def probe_config(config: PPOConfig) -> PPOConfig:
-    """Return the settings that the probes train with: the run's for the names in `TAKEN`, the probes' own otherwise."""
+    """Return the probes' settings for training: the run's values for the names in `TAKEN`, else fixed values."""
     settings = {name: getattr(config, name) for name in TAKEN}
     most = MOST_OF_A_UNIT * unit(config)
     settings |= {name: min(settings[name], most) for name in ("kl_coef", "entropy_coef")}
@@ -251,7 +251,7 @@ def describe(config: PPOConfig) -> Iterator[str]:
 def brings_back(config: PPOConfig) -> bool:
     """Return whether the KL penalty must pull the policy to the reference.
 
-    The estimators k2, k3 and full in the reward need not do so (docs/algorithm.md).
+    With the KL estimator k2, k3 or full in the reward, the penalty need not pull the policy back (docs/algorithm.md).
     """
     return config.kl_coef > 0 and (config.kl_in == "loss" or config.kl_estimator == "k1")
 
@@ -259,15 +259,15 @@ def brings_back(config: PPOConfig) -> bool:
 def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
     """Return a random model of an architecture (two layers of width 32), and the architecture's name.
 
-    A Llama replaces an architecture that is None, cannot be built so small, or reads later tokens. The returned name
-    then gives the reason.
+    A Llama model replaces an architecture that is None, cannot be built so small, or attends to later tokens. The
+    returned name then gives the reason.
     """
     reason = "there is no model yet"
     if architecture is not None:
         text = architecture.get_text_config()
         try:
             return _drawn(shrunk(text), seed), type(text).__name__
-        except Exception as error:  # architectures refuse small sizes by many types of errors
+        except Exception as error:  # architectures refuse the sizes of a tiny model by many types of errors
             reason = f"{type(text).__name__} cannot be built so small ({in_one_line(error)})"
     return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
 
@@ -367,7 +367,7 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Judgement:
 
 def _judge_constant(experience: Experience, config: PPOConfig) -> Judgement:
     kl, value = float(experience.rollouts.kl.sum(-1).mean()), float(experience.rollouts.values[:, 0].mean())
-    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # equal scores are 0 after normalisation
+    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # normalisation turns equal scores into 0
     return f"KL {kl:z.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
         "the critic does not learn what is paid": abs(value - expected) <= (1 - CONTRAST / 2) * unit(config),

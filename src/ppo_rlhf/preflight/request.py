@@ -55,15 +55,15 @@ class RunRequest:
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
     def reads(self, name: str) -> bool:
-        """Return whether the run reads this dataset from the catalog, and none of its nodes makes the dataset."""
+        """Return whether the run reads the dataset `name` from the catalog and no node of the run makes it."""
         return name in self.pipeline.inputs() and name in self.catalog
 
     def writes(self, name: str) -> bool:
-        """Return whether a node of the run makes this dataset."""
+        """Return whether a node of the run makes the dataset `name`."""
         return name in self.pipeline.all_outputs()
 
     def lacks(self, name: str) -> bool:
-        """Return whether a node of the run reads or makes this dataset although the catalog has no entry for it."""
+        """Return whether a node of the run reads or makes the dataset `name` that the catalog does not list."""
         return name in self.pipeline.datasets() and name not in self.catalog
 
     def group(self, name: str, kind: type[T]) -> T | None:
@@ -76,7 +76,7 @@ class RunRequest:
         return path_of(self.catalog[name]) if name in self.catalog else None
 
     def shown(self, name: str) -> str:
-        """Return the source of a dataset for messages: a path below the project is relative to the project."""
+        """Return a dataset's source for messages: a path below the project is shown relative to the project."""
         return shown(str(self.source(name)), self.project_path)
 
     @property
@@ -92,7 +92,9 @@ class RunRequest:
 
     @property
     def start(self) -> str:
-        """The entry that the policy starts from: `base_model` if the run trains the SFT policy, else `sft_policy`."""
+        """The catalog entry of the model that the policy starts from: `base_model` if the run trains the SFT policy,
+        else `sft_policy`.
+        """
         return "base_model" if self.writes("sft_policy") else "sft_policy"
 
     @property
@@ -149,12 +151,14 @@ class RunRequest:
         return f"{path}: nothing is there yet. Run {command} first, or set {setting}."
 
     def is_made_here(self, name: str) -> bool:
-        """Return whether an entry's path is the project's folder of all versions of this model, not one version."""
+        """Return whether the entry's path is the project's folder of all versions of the model, not one version's
+        folder.
+        """
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
     @property
     def globals_file(self) -> str:
-        """The file in which a user sets paths for this run: an environment replaces conf/local."""
+        """The globals.yml in which a user sets the run's paths: in conf/local, or in conf/ENV with --env ENV."""
         return f"conf/{self.env or 'local'}/globals.yml"
 
     def not_set(self, *settings: str) -> str:

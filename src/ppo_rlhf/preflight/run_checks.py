@@ -1,8 +1,8 @@
 """Checks a user's input before a run writes anything, and reports all problems at once, one line each.
 
 The checks call the functions that the nodes call, on the same inputs, so checks and nodes apply the same rules. A check
-yields its problems, or raises a PPORLHFError, which ends only this check. Inputs that the run makes itself are not
-checked: a run of the whole chain needs no SFT policy on disk.
+yields the problems that it finds, or raises a PPORLHFError, which ends only the check that raised it. Inputs that the
+run makes itself are not checked; for example, a run of the whole chain needs no SFT policy on disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
-# Stages that may run under FSDP; of these only ppo trains
+# Stages that may run under FSDP; the stage ppo is the only one that trains
 SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}
 OWN_CODE = "transformers_modules."  # transformers imports Python code of a model's directory as modules of this package
 _WITHOUT_OWN_CODE = {
@@ -121,7 +121,7 @@ def check_sharding(run: RunRequest) -> None:
 
 
 def check_feedback(run: RunRequest) -> Iterator[str]:
-    """Find missing catalog entries of people's answers, which would be lost at the run's end."""
+    """Find missing catalog entries for people's answers; without an entry, the answers are lost at the run's end."""
     keeps = ["params:feedback", "feedback_pairs", *([HUMAN_EVALUATION] if run.writes(HUMAN_EVALUATION) else [])]
     if (run.source("raw_preferences") or "").startswith(SCHEME):
         keeps.append("answered_preferences")
@@ -173,7 +173,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 
 def check_sweep(run: RunRequest) -> None:
-    """Refuse a sweep whose grid is invalid. The trainings' rewards are stored in `run.swept`, to be checked later."""
+    """Refuse a sweep whose grid is invalid, and store the trainings' reward settings in `run.swept`."""
     sweep, ppo = run.group("sweep", SweepConfig), run.group("ppo", PPOConfig)
     reward = run.group("reward", RewardConfig)
     if sweep is not None and ppo is not None and reward is not None:
@@ -181,7 +181,7 @@ def check_sweep(run: RunRequest) -> None:
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
-    """Find a model that the run would write outside the project's folder of models: it may be a user's own model."""
+    """Find models that the run would write outside the project's folder of models, over a user's own model."""
     layer = f"{run.data_root}/{MODELS_LAYER}"
     for name, (stage, setting, reading) in MADE_BY.items():
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
@@ -280,7 +280,7 @@ def check_sft_data(run: RunRequest) -> None:
         table = frame_of(run.tables["raw_demonstrations"])
         run.demonstrations, _ = split_demonstrations(table, settings, run.tokenizers.get(run.start))
         if run.writes("sft_policy") and run.source("base_model") is None:
-            # this run trains a tokenizer on the demonstrations: raise an error if they are chats
+            # the run trains a tokenizer on the demonstrations: raise an error if the demonstrations are chats
             next(corpus_texts(run.demonstrations))
 
 
@@ -377,7 +377,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
 def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[PromptDataset, str]]:
     """Yield the first prompts of each table, in the form that functions get, with the source of the table.
 
-    A table that `check_prompts` could not read is skipped, because that check has reported the reason.
+    A table that `check_prompts` could not read is skipped, because `check_prompts` has reported the reason.
     """
     settings = run.group("prompts", PromptsConfig)
     if settings is None:
