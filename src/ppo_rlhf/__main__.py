@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
     `main(["--env", "test"])`.
 
     Args:
-        args: The words of the command. None: those of `sys.argv`.
+        args: The words of the command. None: the words of `sys.argv`.
         package: The package whose pipelines and settings are used outside a project.
         **options: Options of click's `main`. Unless `standalone_mode` is given, an interactive Python gets the run's
             result and its errors, and any other process ends with an exit code.

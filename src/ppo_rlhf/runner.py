@@ -76,13 +76,14 @@ class LoopPlan:
 
 
 def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
-    """Return the plan of a pipeline that contains the closed loop; None for any other pipeline.
+    """Return the plan of a pipeline that contains PPO's closed loop; None for any other pipeline.
 
     PPO's loop is closed if a node without the tag `iteration` makes the first `training_state`, a node with the tag
     loads the state, and a node with the tag makes `next_training_state`.
 
     Raises:
-        ConfigError: An untagged node depends on a tagged node, and another tagged node depends on it.
+        ConfigError: A node without the tag `iteration` depends on a node with the tag, and another node with the tag
+            depends on the node without the tag.
     """
     tagged = [node for node in pipeline.nodes if ITERATION_TAG in node.tags]
     untagged = [node for node in pipeline.nodes if ITERATION_TAG not in node.tags]

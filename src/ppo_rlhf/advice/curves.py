@@ -136,8 +136,8 @@ class Run(KLSituation):
     def judged_success(self) -> bool:
         """Whether the run succeeded by a judge that is not the trained reward.
 
-        A trained reward also rises when the policy exploits it. A function that is both reward and judge, such as
-        GSM8K's answer checker, counts as the trained reward: the settings do not show whether the function can be
+        A trained reward also rises when the policy exploits the reward. A function that is both reward and judge, such
+        as GSM8K's answer checker, counts as the trained reward: the settings do not show whether the function can be
         exploited, and even a checker can be, for example by guesses without reasoning.
         """
         return self.succeeded and self.end("eval/verdict") == LEVELS[Verdict.BETTER]

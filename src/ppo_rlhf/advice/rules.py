@@ -335,4 +335,4 @@ RULES: tuple[Rule, ...] = (
         change=lambda r: None,
     ),
 )
-"""All rules, in the order in which their advice is given."""
+"""All tuning rules, in the order in which their advice is given."""

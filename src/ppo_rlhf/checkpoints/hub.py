@@ -65,7 +65,8 @@ def push(
 
     A missing repository is created, `private` or public. Weights and configurations of an earlier push that the new
     model does not have are deleted from the repository; other files stay. Without `license` the card keeps its licence,
-    or gets the licence of the base model on the hub. Without `token` the token of `hf auth login` or HF_TOKEN is used.
+    or the card gets the licence of the base model on the hub. Without `token` the token of `hf auth login` or HF_TOKEN
+    is used.
 
     Raises:
         ConfigError: `check_push` or `files_to_push` found a problem, or the hub refused the commit.

@@ -56,7 +56,8 @@ rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_s
 stay the same.
 """
 CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device", "cuda_graphs"}
-"""Settings of MAY_CHANGE whose change makes a run differ from the uninterrupted run in its last bits or more."""
+"""Settings of MAY_CHANGE whose change makes the resumed run's numbers differ from the uninterrupted run's, at least in
+the last bits."""
 MENDABLE = "reward_functions"
 """Key in the origin of a script's run that may change on resume: the source code of the reward functions."""
 
@@ -73,8 +74,8 @@ def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
     """Return `name: (saved, now)` for every setting whose value differs.
 
-    A setting that was not saved counts as its default. For a setting that this version of ppo_rlhf lacks, `now` is
-    None.
+    A setting that the checkpoint does not record counts as having its default value. For a setting that this version of
+    ppo_rlhf lacks, `now` is None.
     """
     now = dataclasses.asdict(config)
     before = {field.name: field.default for field in dataclasses.fields(config)} | dict(saved)
@@ -89,7 +90,7 @@ def restore(state: TrainingState, directory: Path) -> None:
 
     Raises:
         ConfigError: A setting that must not change, the origin or the batch size differs from the checkpoint. The
-        message has one line for each difference.
+            message has one line for each difference.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)

@@ -9,7 +9,7 @@
         critic_optimizer.safetensors    missing with a shared trunk, which has only one optimiser
 
 A checkpoint has no state of random generators: random numbers are a function of seed, iteration and episode. A
-kill while a checkpoint is written leaves no part of it.
+kill while a checkpoint is written leaves no part of the checkpoint.
 """
 
 from __future__ import annotations

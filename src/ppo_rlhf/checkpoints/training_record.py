@@ -1,4 +1,5 @@
-"""Records how a policy was trained, in files beside its weights, so that later uses have the same settings.
+"""Records how a policy was trained, in files beside its weights, so that later uses of the policy have the same
+settings.
 
 generation_config.json    settings that transformers also knows: maximum tokens, temperature, top-k, top-p, stop tokens
 ppo_rlhf.json             every other PPO setting except those in `HERE`, the number of processes, and the arguments of
@@ -200,7 +201,7 @@ def settings_of(
 
 
 def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig:
-    """Return the settings that a policy was trained with, for report and advice, or `here` without a record.
+    """Return the settings that a policy was trained with, for report and advice, or `here` if they were not recorded.
 
     If all settings of `here` except the settings of a machine or a run (`HERE`) equal the record, the function returns
     `here`; if not, the settings in `HERE` get their defaults. A log line names recorded settings that this version does

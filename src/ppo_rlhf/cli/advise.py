@@ -55,7 +55,7 @@ class RecordedRun:
     history: list[dict[str, float]]
     """One mapping of metrics per iteration, as `ppo_rlhf.advice.advise` takes them."""
     heading: list[str]
-    """Lines with the run's name, its last iteration, and its settings that this version does not know."""
+    """Lines with the run's name, its last iteration, and its settings that this version of ppo_rlhf does not know."""
 
 
 def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:

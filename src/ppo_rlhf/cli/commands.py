@@ -74,7 +74,7 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
     """Return the names of nodes, each completed by the node's namespace.
 
     Raises:
-        click.ClickException: No node has this name. The message suggests the nearest name.
+        click.ClickException: No node has a given name. The message suggests the nearest name.
     """
     names = [name or "__default__" for name in pipeline_names]
     if any(name not in pipelines for name in names):

@@ -56,7 +56,8 @@ class Command(click.Command):
 def check_letters(*texts: str) -> None:
     """Raise `ConfigError` if a typed text or a path has letters that the locale's encoding cannot decode.
 
-    Python decodes each byte of such a letter as half of a surrogate pair, which no file and no database accepts.
+    Python decodes each byte of an undecodable letter as half of a surrogate pair, which no file and no database
+    accepts.
     """
     for text in texts:
         if _HALF_OF_A_PAIR.search(text):
@@ -92,7 +93,7 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
 
 
 def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:
-    """Wait, then return the lines prefixed by this process's rank.
+    """Wait, then return the error's lines prefixed by the process's rank.
 
     If the main process fails with the same error, the launcher ends this process during the wait, so that the error is
     shown once.

@@ -69,7 +69,8 @@ def _as_items(match: re.Match[str]) -> str:
 def split_params(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Return the settings of `--params`, where `name=[1,2]` is a list.
 
-    Kedro splits the text at commas, so a list is rewritten as YAML items on lines of their own before Kedro parses it.
+    Kedro splits the text of `--params` at commas, so a list is rewritten as YAML items on lines of their own before
+    Kedro parses it.
     """
     if isinstance(value, str):
         value = re.sub(r"=\[([^\[\]]*,[^\[\]]*)\]", _as_items, value)

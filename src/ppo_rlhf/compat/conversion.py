@@ -1,4 +1,4 @@
-"""A converted configuration of another library, and the text of the two files that hold its parameters."""
+"""A converted configuration of another library, and the text of the two files that hold the converted parameters."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Conversion:
         return [*map(self._line, self.globals), *missing]
 
     def __getitem__(self, setting: str) -> Any:
-        """Return the given value of a setting, or its default in the source."""
+        """Return the given value of a setting, or the setting's default in the source library."""
         return self.given.get(setting, self._defaults.get(setting))
 
     def checked(self, setting: str, kind: Any) -> Any:
@@ -159,8 +159,8 @@ class Conversion:
     def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
         """Write a parameter that comes from one or several settings.
 
-        If the parameter does not accept the value, the settings are listed as not carried over, and `otherwise` is
-        written. If `value` is not given, `value` is the first setting's value and `otherwise` is its default.
+        If the parameter does not accept the value, the conversion lists `settings` as not carried over, and writes
+        `otherwise`. If `value` is not given, `value` is the first setting's value and `otherwise` is its default.
         """
         if value is _AS_IT_IS:
             value, otherwise = self[settings[0]], self._defaults.get(settings[0])
@@ -182,7 +182,7 @@ class Conversion:
         self._reasons |= {name: reason for name in settings if name in self.given}
 
     def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
-        """List all other settings as not carried over, add remarks, and return this conversion.
+        """List the remaining settings as not carried over, add remarks, and return the conversion.
 
         The keys of `reasons` are patterns as in fnmatch, separated by spaces; the values are reasons.
         """

@@ -22,7 +22,7 @@ def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | Non
     """Return the conversion of each file of settings. Of several stages (LLaMA-Factory), PPO's conversion comes first.
 
     Raises:
-        ConfigError: A file cannot be read, its stage is not supported, or there are too many files.
+        ConfigError: A file cannot be read, a file's stage is not supported, or there are too many files.
         DataError: A table that a file names cannot be loaded.
     """
     if library == "llamafactory":

@@ -156,9 +156,10 @@ def from_llamafactory(
         settings: The content of a file that `llamafactory-cli train` takes, of `stage: ppo`, `sft` or `rm`.
         num_prompts: Number of rows of the training data, needed if the tables are not read: the length of training is
             given in passes over the rows.
-        folders: Folders in which relative paths of models and `dataset_dir` are searched, in this order. Without
-            folders the tables are not read.
-        beside: Other stages that are converted with this stage. PPO starts from the models that these stages train.
+        folders: Folders in which relative paths of models and `dataset_dir` are searched, in the order of the sequence.
+            Without folders the tables are not read.
+        beside: Stages that are converted together with the given stage. PPO starts from the models that the stages in
+            `beside` train.
 
     Raises:
         ConfigError: The stage is not supported, or an entry of dataset_info.json is invalid or has images.

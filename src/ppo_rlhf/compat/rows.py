@@ -60,7 +60,7 @@ class Table:
         without a system message.
 
         Raises:
-            ConfigError: The entry cannot be read, or its table is for another stage.
+            ConfigError: The entry of dataset_info.json cannot be read, or the entry's table is for another stage.
             DataError: The table cannot be loaded.
         """
         form = self.info.get("formatting", "alpaca")

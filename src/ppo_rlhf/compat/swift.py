@@ -142,8 +142,9 @@ def from_swift(
         num_prompts: Number of rows of the training data, needed if the tables are not read: the length of training is
             given in passes over the rows.
         processes: Number of processes of the source's run (NPROC_PER_NODE x NNODES). The default of
-            gradient_accumulation_steps depends on this number.
-        folders: Folders in which relative paths are searched, in this order. Without folders the tables are not read.
+            gradient_accumulation_steps depends on `processes`.
+        folders: Folders in which relative paths are searched, in the order of the sequence. Without folders the tables
+            are not read.
 
     Raises:
         ConfigError: `rlhf_type` is not ppo, or ms-swift reads none of a table's columns.

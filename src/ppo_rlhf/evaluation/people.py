@@ -28,11 +28,11 @@ def compare_by_people(
 
     Args:
         worths: For each pair of responses, the outcomes by person: 1 if our policy won, 0 if it lost, ½ for a tie.
-        The mapping is empty for a pair that nobody answered.
+            The mapping is empty for a pair that nobody answered.
         judged: For each pair of responses, the outcome by the judge; empty without a judge.
         prompts: The prompt of each pair; None if all prompts differ.
         ours: Name of the policy whose win rate is computed.
-        theirs: Name of the other policy.
+        theirs: Name of the policy that `ours` is compared with.
         agreement: Krippendorff's alpha of the answers, or None if no pair was answered twice.
 
     Returns:

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def end_abandoned(this: RunDescription, experiment_id: str, resumed: str | None) -> None:
     """Mark as KILLED each RUNNING run of this project and host whose folder nobody locks, and its child runs.
 
-    A run that makes no checkpoints never has a lock, so the status of such a run is left alone. For the run with the id
-    `resumed`, only child runs are marked as KILLED. A child run that holds a lock of its own is still running and is
-    not marked. The caller makes sure that no other run starts while `end_abandoned` works.
+    A run that makes no checkpoints never has a lock, so the status of a run without checkpoints stays unchanged. For
+    the run with the id `resumed`, only child runs are marked as KILLED. A child run whose folder a process locks is
+    still running and is not marked. The caller makes sure that no other run starts while `end_abandoned` works.
     """
     client = mlflow.MlflowClient()
     running = mlflow.search_runs([experiment_id], "attributes.status = 'RUNNING'", output_format="list")

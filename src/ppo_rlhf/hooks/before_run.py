@@ -89,8 +89,9 @@ class ChecksHook:
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
     """Return the problems that stop the run, the warnings about the run, and a line that describes the run's parts.
 
-    The line is empty if there are problems. The function writes only the cache of tables. If the run reads a trained
-    policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was trained with.
+    The line about the run's parts is empty if there are problems. The function writes only the cache of tables. If the
+    run reads a trained policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was
+    trained with.
     """
     # Imported inside the function because the import is slow
     from ppo_rlhf.preflight import describe_parts, find_problems
@@ -169,8 +170,8 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
 
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Raise ConfigError if --load-versions names an entry that is no versioned input of the run, since Kedro ignores
-    it.
+    """Raise ConfigError if --load-versions names an entry that is no versioned input of the run, because Kedro ignores
+    such entries.
     """
     given = run_params["load_versions"] or {}
     versioned = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]

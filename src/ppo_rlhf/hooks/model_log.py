@@ -167,7 +167,7 @@ def _logged_model(run: Run, name: str, step: int) -> str | None:
 
 
 def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
-    """Register a logged model, and move the alias `champion` to it if it is better than the champion.
+    """Register a logged model, and move the alias `champion` to the model if the model is better than the champion.
 
     All policies that started from the same model are versions of one registered model. The registered model's name
     joins the name of the experiment, the name of the start model (`start`) and the start model's fingerprint. `summary`

@@ -49,9 +49,9 @@ class OwnSettings:
         package ships the name, if any pipeline takes `params:name`, or if a file refers to `${name}` or
         `${globals:name}`.
 
-        `datasets` are the datasets of this command, with parameter groups as `params:name`. `unused` are the datasets
-        of this command that the run's settings leave unread. `pipelines` are looked up only for names that nothing else
-        explains, because the look-up imports all pipelines.
+        `datasets` are the datasets that the command reads, with parameter groups as `params:name`. `unused` are the
+        datasets of the command that the run does not read because of its settings. `pipelines` are looked up only for
+        names that nothing else explains, because the look-up imports all pipelines.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))

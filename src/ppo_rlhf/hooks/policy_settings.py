@@ -1,4 +1,4 @@
-"""Gives a run that reads a policy without training it the settings that the policy was trained with."""
+"""Gives a run that only reads a trained policy the settings that the policy was trained with."""
 
 from __future__ import annotations
 

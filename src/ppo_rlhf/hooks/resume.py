@@ -57,7 +57,7 @@ Change = tuple[str, str]
 
 @dataclass(frozen=True)
 class Resumption:
-    """An earlier run that this run resumes."""
+    """An earlier run that the new run resumes."""
 
     run: Run  # the MLflow run to resume, in the state in which the run stopped
     checkpoint: Path | None  # the checkpoint from which training resumes; None: training starts from the beginning
@@ -222,7 +222,7 @@ def find_resumption(
 
 
 def _named_run(requested: str | None, run_id: str) -> Run:
-    """Return the MLflow run with this id.
+    """Return the MLflow run with the id `run_id`.
 
     Raises:
         ConfigError: The tracking store does not know the run, or the run was deleted.
@@ -260,10 +260,10 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
     """Compare the new run (`this`) with the MLflow run that the new run would resume.
 
-    Return the refused differences in words, and the allowed changes keyed by their name in a tag. The comparison leaves
-    out params that the earlier run did not have, `auto` settings that this machine chose, and paths that changed only
-    because the project was moved. Files with a user's functions may change, so that a function that failed can be
-    fixed.
+    Return the refused differences in words, and the allowed changes of settings, keyed by the name that a tag gives
+    each setting. The comparison leaves out params that the earlier run did not have, `auto` settings that this machine
+    chose, and paths that changed only because the project was moved. Files with a user's functions may change, so that
+    a function that failed can be fixed.
     """
     from ppo_rlhf.checkpoints.restore import MAY_CHANGE
 
@@ -305,7 +305,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
 
 
 def _plain(text: str, judge: str | None = None) -> Any:
-    """Return a param's JSON without nulls. If `judge` is given, it replaces each language model in the JSON."""
+    """Return a param's JSON without nulls, with each language model replaced by `judge` if `judge` is given."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

@@ -166,7 +166,8 @@ def parameter(catalog: CatalogProtocol, name: str) -> Any:
 def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> None:
     """Replace `ppo.dtype=auto` in a run's parameters by a precision.
 
-    A resumed run keeps the precision that it began with (`began_with`); a new run gets this machine's precision.
+    A resumed run keeps the precision that it began with (`began_with`); a new run gets the precision that suits the
+    machine.
     """
     ppo = parameter(catalog, "ppo")
     if getattr(ppo, "dtype", None) != "auto":

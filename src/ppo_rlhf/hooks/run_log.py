@@ -47,7 +47,8 @@ AT_A_GLANCE = {
     "objective/scores": "at_a_glance/reward",
     "objective/kl": "at_a_glance/kl",
 }
-"""Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
+"""Metrics that are logged under a second key: MLflow sorts charts by metric key, and has no setting for the order of
+charts."""
 WRITTEN = "written."
 """The prefix of the tags that hold the path of each model that the run wrote."""
 BEST = "best_checkpoint"

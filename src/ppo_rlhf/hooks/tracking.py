@@ -1,4 +1,4 @@
-"""Tracks a run in MLflow. kedro-mlflow opens and ends the MLflow run; this hook decides what is recorded."""
+"""Tracks a run in MLflow. kedro-mlflow opens and ends the MLflow run; `TrackingHook` decides what is recorded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Read mlflow.yml and store it as `context.mlflow`, where `kedro mlflow ui` looks for it."""
+        """Read mlflow.yml and store the settings as `context.mlflow`, where `kedro mlflow ui` looks for it."""
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
         given = {**context.config_loader["mlflow"]}
@@ -235,7 +235,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
-        """Make this run MLflow's active run again where another run or none is active, for example in another thread.
+        """Make the hook's run MLflow's active run if another run or no run is active, for example in another thread.
 
         kedro-mlflow also makes the run active before each node.
         """

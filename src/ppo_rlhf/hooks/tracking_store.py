@@ -44,7 +44,7 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
 
     Raises:
         ConfigError: The sqlite file's path has a `?` or an escape such as `%20`, for which SQLAlchemy would create a
-        file with another name.
+            file with another name.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
@@ -95,7 +95,8 @@ def check_answers(uri: str) -> None:
     """Raise one of STORE_ERRORS or ConfigError if MLflow's tracking server or database does not answer. Nothing is
     written.
 
-    A missing sqlite file passes if it can be created. Kinds of stores other than servers and databases always pass.
+    A missing sqlite file passes the check if it can be created. Tracking stores that are neither servers nor databases
+    always pass the check.
     """
     kind = uri.partition(":")[0].partition("+")[0]
     if uri.startswith(SQLITE):

@@ -24,7 +24,7 @@ from ppo_rlhf.runtime.names import POLICY, RESUME_CHECKPOINT, RUN_ID
 def agree_on_run(
     run_id: str = "", checkpoint: Path | None = None, folder: Path | None = None, dtype: str | None = None
 ) -> tuple[Path | None, str | None]:
-    """Share the main process's run with all processes; return its checkpoint and its precision.
+    """Share the main process's run with all processes; return the run's checkpoint and precision.
 
     Every process calls this function, a collective; only the main process's arguments count: the run's id, the
     checkpoint to resume from, the run's folder of checkpoints, and the precision. The function puts the run's id into

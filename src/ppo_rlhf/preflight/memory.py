@@ -2,10 +2,10 @@
 
 Models are created on the device `meta`, where parameters have shapes but no data. Therefore the computed bytes of
 weights, gradients and optimiser moments are exact. Activations are estimated: each linear layer keeps its input and its
-output for the backward pass. For a GPT block of width h these inputs and outputs are 16 h numbers per token. In 16
-bits, 16 h numbers are the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout and without the
-attention matrix, which SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations that other
-layers keep.
+output for the backward pass. For a GPT block of width h the inputs and outputs of all linear layers are 16 h numbers
+per token. In 16 bits, 16 h numbers are the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout
+and without the attention matrix, which SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations
+that other layers keep.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class Planned:
 def plan(
     run: RunRequest, model: str | None, prompt_length: int | None, processes: int | None, memory_gib: float | None
 ) -> Planned | None:
-    """Plan the memory of a run that trains by PPO. Return None if there is no model yet to plan for.
+    """Plan the memory of a run that trains by PPO. The plan is None if there is no model yet whose memory could be
+    planned.
 
     If an argument is None, its value is taken from the run or from this machine.
 

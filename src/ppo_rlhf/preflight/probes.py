@@ -206,7 +206,7 @@ class Outcome:
 def unit(config: PPOConfig) -> float:
     """Return the least reward difference between a score of 1 and a score of 0.
 
-    Normalised scores of 0 and 1 differ by 1 / sqrt(p (1 - p)) >= 2, where p is their mean. `reward_clip` to [-c, c]
+    Normalised scores of 0 and 1 differ by 1 / sqrt(p (1 - p)) >= 2, where p is the mean score. `reward_clip` to [-c, c]
     leaves a difference of at least c.
     """
     difference = config.reward_scale * (1.0 if config.reward_normalisation == "none" else 2.0)

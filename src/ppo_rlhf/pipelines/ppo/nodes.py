@@ -162,7 +162,7 @@ def evaluate_reference_policy(
 
     Raises:
         DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. This node checks the scores so
-        that the run fails before training.
+            that the run fails before training.
     """
     evaluator = evaluator_of(
         policy.tokenizer,
