@@ -25,5 +25,5 @@ def test_a_row_has_the_type_default_meaning_and_typical_range_of_the_field(writt
     (row,) = [line for line in written.splitlines() if line.startswith("| `dual_clip` |")]
     _, name, kind, default, meaning, usual, _ = row.split("|")
     assert (name, kind, default) == (" `dual_clip` ", " float > 1 or null ", " `null` ")
-    assert meaning.endswith("null is off. ")
+    assert meaning.endswith("null turns dual clipping off. ")
     assert usual == " 1.5 to 10 (arXiv:1912.09729: 3) "

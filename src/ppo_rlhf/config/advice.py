@@ -28,14 +28,14 @@ class Typical:
 TUNING_GUIDE = "common practice in RLHF tuning guides"
 INSTRUCT_GPT = "InstructGPT (arXiv:2203.02155)"
 LARGE = 1e8
-"""Parameters from which on a learning rate is judged. Smaller policies need larger rates, for which no guide gives a
-range; GPT-2 small is the smallest policy in common use."""
+"""Learning rates get advice only if the policy has at least this number of parameters. Smaller policies need larger
+learning rates, for which no tuning guide gives a range; GPT-2 small is the smallest policy in common use."""
 LORA_FACTOR = 10.0
 """LoRA's learning rate relative to full fine-tuning (Schulman et al. 2025, LoRA Without Regret)."""
 
 
 def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
-    """Yield pairs of setting names and a sentence where those settings have little or an unexpected effect."""
+    """Yield (setting names, sentence) for each group of settings with little effect or an unexpected effect."""
     if c.kl_in == "reward" and c.kl_estimator == "full":
         yield (
             {"kl_estimator", "kl_in"},
@@ -90,7 +90,7 @@ def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
 def advice(config: PPOConfig, given: Container[str] | None, parameters: int | None) -> list[str]:
     """Return one line for each changed setting that is unusual or of little effect; see `PPOConfig.advice`.
 
-    `given` restricts the advice to those settings; None means all.
+    If `given` is None, all changed settings get advice; otherwise only the changed settings in `given`.
     """
     changed = {name: value for name, value in config.not_default().items() if given is None or name in given}
     ranges, lines = _typical_ranges(type(config)), []

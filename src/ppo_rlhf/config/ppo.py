@@ -44,18 +44,20 @@ class PPOConfig:
     """
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4
-    """Passes over each batch of rollouts; 2 to 4 are usual."""
+    """Number of passes over each batch of rollouts; 2 to 4 passes are usual."""
     num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE)] | None = None
-    """Passes over each batch that train a critic with its own backbone. Passes beyond `num_ppo_epochs` train only the
-    critic. None uses `num_ppo_epochs`."""
+    """Number of passes over each batch of rollouts that train a critic with its own backbone. Passes beyond
+    `num_ppo_epochs` train only the critic. With None the critic trains for `num_ppo_epochs` passes."""
     cliprange: Annotated[float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3")] = 0.2
     """Policy clipping range epsilon. Ratios outside [1 - epsilon, 1 + epsilon] get no gradient that moves them
     further."""
     cliprange_high: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476")] | None = None
-    """Separate upper clipping range of the policy ("clip higher"; DAPO: 0.28). None uses `cliprange`."""
+    """Separate upper clipping range of the policy ("clip higher"; DAPO: 0.28). With None `cliprange` is the upper
+    clipping range, too."""
     cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE)] | None = 0.2
-    """Value clipping range, in units of the return. New values are clipped to this distance from the rollout's values.
-    None: the plain squared error, without clipping."""
+    """Value clipping range, in units of the return. The value loss clips the critic's new values to a distance of at
+    most cliprange_value from the critic's values at the rollout. With None the value loss is the plain squared error,
+    without clipping."""
     vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 1.0, TUNING_GUIDE)] = 0.1
     """Weight of the value loss. vf_coef matters with value_model=shared; the optimiser step of a separate critic hardly
     depends on vf_coef, because Adam rescales gradients."""
@@ -64,44 +66,52 @@ class PPOConfig:
     lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438")] = 0.95
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
-    """Lambda of the critic's targets (VAPO: 1, which gives unbiased returns). None uses `lam`."""
+    """GAE lambda of the critic's targets (VAPO: 1, which gives unbiased returns). With None the critic's targets use
+    `lam`."""
     lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5")] | None = None
-    """Makes the lambda of the policy's advantages depend on the response's length: 1 - 1 / (lam_alpha x tokens), and 0
-    for responses of at most 1 / lam_alpha tokens. `lam` then applies only to the critic's targets. None uses `lam`."""
+    """Makes the GAE lambda of the policy's advantages depend on the response's length: 1 - 1 / (lam_alpha x tokens),
+    and 0 for responses of at most 1 / lam_alpha tokens. With lam_alpha, `lam` applies only to the critic's targets.
+    With None the policy's advantages use `lam`."""
     whiten_rewards: bool = False
     """Divide shaped rewards by their standard deviation over the batch, and keep their mean (as in TRL)."""
     whiten_advantages: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
     entropy_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01")] = 0.0
-    """Bonus per nat of the policy's exact entropy at `temperature`, subtracted from the policy loss. 0 is off."""
+    """Bonus per nat of the policy's exact entropy at `temperature`, subtracted from the policy loss. With 0 the policy
+    loss has no entropy bonus."""
     positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1")] = 0.0
-    """Weight of the negative log-likelihood of positive examples, which is added to the policy loss. 0 is off."""
+    """Weight of the negative log-likelihood of positive examples, which is added to the policy loss. With 0 the policy
+    loss has no term for positive examples."""
     positive_threshold: float | None = None
     """For `positive_coef`: a response whose raw reward score is at least this value is a positive example."""
     dual_clip: Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3")] | None = None
-    """Upper bound c on the ratio where the advantage A is negative: the loss is at most -A x c. None is off."""
+    """Upper bound c on the probability ratio of a token whose advantage A is negative: the token's policy loss is at
+    most -A x c. None turns dual clipping off."""
     target_kl: Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05")] | None = None
-    """Nats per token. An update stops before a step whose minibatch has approxkl above 1.5 x target_kl. None is off."""
+    """Target for the approximate KL (`approxkl`) of an update, in nats per token. An update stops before an optimiser
+    step whose minibatch has an approxkl above 1.5 x target_kl. With None no update stops early."""
     loss_aggregation: LossAggregation = "token_mean"
     """How token losses become one number. token_mean: the mean over tokens. seq_mean_token_sum, seq_mean_token_mean:
     the mean over responses of each response's sum or mean. token_sum_fixed_length: the sum over tokens divided by
     (responses x response_length)."""
     importance_cap: Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2")] | None = None
-    """Weight each token's loss by min(pi_old / pi_sampler, importance_cap), because the sampler rounds differently from
-    the training forward pass. None is off, but becomes 3 with rollout_engine=vllm, as TRL's
-    vllm_importance_sampling_clip_max."""
+    """Weight each token's loss by min(pi_old / pi_sampler, importance_cap), because the sampler rounds probabilities
+    differently from the training forward pass. None turns importance weights off, but with rollout_engine=vllm None
+    becomes 3, the value of TRL's vllm_importance_sampling_clip_max."""
     importance_low: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.2, 0.8, "arXiv:2607.07508: 0.7")] | None = None
-    """With `importance_high`: use SAO's policy loss instead of the clipped loss. Each token is weighted by
-    pi / pi_sampler, and tokens whose ratio is not between importance_low and importance_high do not train the policy.
-    None uses the clipped loss."""
+    """With `importance_high`: use SAO's policy loss instead of the clipped loss. SAO's policy loss weights each token
+    by the ratio pi / pi_sampler. Tokens whose ratio is not between importance_low and importance_high do not train the
+    policy. With None the policy loss is PPO's clipped loss."""
     importance_high: Annotated[float, Field(gt=1.0), Typical(1.2, 10.0, "arXiv:2607.07508: 6")] | None = None
-    """Upper limit of the ratio, for `importance_low` (SAO: 0.7 and 6 for reasoning, 0.2 and 4 for code)."""
+    """Upper limit of the ratio pi / pi_sampler, for `importance_low` (lower and upper limit in SAO: 0.7 and 6 for
+    reasoning, 0.2 and 4 for code)."""
 
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
-    """Beta, the weight of the KL estimate, in score units per nat. The adaptive controller starts from this value."""
+    """Beta, the weight of the KL estimate, in score units per nat. The adaptive KL controller starts with beta =
+    kl_coef."""
     kl_estimator: KLEstimator = "k1"
     """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence"). k3+ has k3's value
-    and k2's gradient. full is the exact KL over the vocabulary; with kl_in=loss the reference policy then runs in each
+    and k2's gradient. full is the exact KL over the vocabulary; full with kl_in=loss runs the reference policy in each
     optimiser step."""
     kl_in: Literal["reward", "loss"] = "reward"
     """reward: subtract beta x KL from each token's reward. loss: add beta x KL to the policy loss (not with k1)."""
@@ -109,19 +119,22 @@ class PPOConfig:
     """fixed: beta stays `kl_coef`. adaptive: beta changes so that KL approaches `kl_target` (Ziegler et al. 2019,
     arXiv:1909.08593, section 2.2)."""
     kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0
-    """Target KL of the adaptive controller, in nats per response (k1 summed over the tokens)."""
+    """Target KL of the adaptive KL controller, in nats per response (k1 summed over the tokens)."""
     kl_horizon: Annotated[float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000")] = 10_000.0
-    """Episodes in which the adaptive controller changes beta by at most 20 %. Set kl_horizon to a fifth of
+    """Number of episodes in which the adaptive KL controller changes beta by at most 20 %. Set kl_horizon to a fifth of
     total_episodes or less."""
     kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "docs/results.md: 10")] = 0
-    """Iterations at the start in which the adaptive controller keeps beta (KL starts at 0, which would lower beta)."""
+    """Number of iterations at the start of training in which the adaptive KL controller does not change beta. KL starts
+    at 0, so the controller would lower beta in the first iterations."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 15.0
-    """Nats per response. A KL above kl_warning is reported once, with the setting to change first."""
+    """Threshold in nats per response. The run warns once of a KL above kl_warning, and the warning names the setting to
+    change first."""
     kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 20.0
-    """Nats per response. A KL above kl_alarm raises an alarm. A checkpoint evaluated above kl_alarm never becomes the
-    best checkpoint."""
+    """Threshold in nats per response. A KL above kl_alarm raises an alarm. A checkpoint evaluated above kl_alarm never
+    becomes the best checkpoint."""
     kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE)] | None = None
-    """Nats per response. Training stops when the KL of a rollout batch exceeds kl_stop. None never stops training."""
+    """Threshold in nats per response. Training stops when the KL of a rollout batch exceeds kl_stop. With None no KL
+    stops training."""
 
     reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE)] = 1.0
     """Factor by which each response's score is multiplied, after normalisation and before clipping."""
@@ -129,7 +142,8 @@ class PPOConfig:
     """Clip each response's score to [-reward_clip, reward_clip] (score units), before penalties and KL are
     subtracted."""
     reward_normalisation: Literal["none", "running", "batch"] = "none"
-    """Shift and scale scores to mean 0 and variance 1. running: over all responses so far. batch: over each batch."""
+    """Shift and scale scores to mean 0 and variance 1. running: by the mean and variance of all responses so far.
+    batch: by the mean and variance of each batch."""
     missing_eos_penalty: Annotated[float, Field(ge=0.0)] | None = None
     """Penalty that is subtracted from the score of a response without a stop token (TRL), in score units after
     normalisation, scaling and clipping."""
@@ -145,19 +159,19 @@ class PPOConfig:
     learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE, is_rate=True)] = 3e-6
     """Peak learning rate of the policy's AdamW."""
     value_learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True)] | None = None
-    """Peak learning rate of the critic's AdamW. None uses `learning_rate`."""
+    """Peak learning rate of the critic's AdamW. With None the critic uses `learning_rate`."""
     lr_scheduler_type: LearningRateSchedule = "linear"
-    """Schedule of both learning rates over iterations, after the warm-up. The schedules are transformers', without
-    arguments."""
+    """Schedule of both learning rates over iterations, after the warm-up. The schedules are the schedules of
+    transformers, to which no arguments can be passed."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE)] = 0.0
     """Share of the iterations over which the learning rate rises to its peak. The learning rate of the first iteration
-    is never 0. For the policy, only iterations after critic_warmup_iterations count."""
+    is never 0. For the policy's learning rate, only the iterations after critic_warmup_iterations count."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
-    """Iterations at the start that train only the critic. In these iterations the policy and the KL controller do not
-    change."""
+    """Number of iterations at the start of training that train only the critic. The policy and the KL controller do not
+    change during the critic's warm-up."""
     optim: Literal["adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
-    """adamw_torch_fused: torch's AdamW in one kernel. adamw_8bit: bitsandbytes' AdamW, whose moments take a quarter of
-    the memory (arXiv:2110.02861)."""
+    """adamw_torch_fused: torch's AdamW in one kernel. adamw_8bit: bitsandbytes' AdamW, whose optimiser moments take a
+    quarter of the memory of float32 moments (arXiv:2110.02861)."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9")] = 0.9
     """AdamW's decay rate of the mean gradient."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999")] = 0.999
@@ -170,8 +184,9 @@ class PPOConfig:
     """Largest 2-norm of a gradient. The policy's and the critic's gradients are clipped separately at every optimiser
     step."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992")] | None = None
-    """Decay of a moving average of the policy's weights: at each optimiser step the average keeps this share of itself.
-    The average is exported in the folder ema beside the policy. None is off."""
+    """Decay of a moving average of the policy's weights: each optimiser step sets the average to ema_decay x average +
+    (1 - ema_decay) x weights. The averaged weights are exported in the folder ema beside the policy. With None the run
+    keeps no moving average."""
 
     total_episodes: Count = 10_000
     """Number of responses to train on, rounded up to full batches."""
@@ -181,45 +196,48 @@ class PPOConfig:
     """Factor of the rollout batch: batch_size = per_device_train_batch_size x gradient_accumulation_steps x world
     size."""
     num_mini_batches: Count = 1
-    """Number of minibatches that the batch is split into, which is the number of optimiser steps in each epoch."""
+    """Number of minibatches into which each rollout batch is split; each PPO epoch has one optimiser step per
+    minibatch."""
     local_rollout_forward_batch_size: Count | None = None
-    """Largest number of responses that one device generates or scores at a time; it need not divide the batch. None: as
-    many as fit into free memory."""
+    """Largest number of responses that one device generates or scores at a time; the number need not divide the rollout
+    batch. With None the device takes as many responses as fit into free memory."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
-    """Responses sampled for each prompt of a batch, each with different sampling noise. The number must divide the
-    batch size."""
+    """Responses sampled for each prompt of a batch, each with different sampling noise. responses_per_prompt must
+    divide the batch size."""
     drop_uniform_prompts: NonNegative = 0
     """Largest number of times that an iteration replaces prompts whose `responses_per_prompt` responses all have the
     same score by other prompts (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
     """Largest number of prompt and response tokens in one forward and backward pass, counting padding where the
-    architecture needs padding. A single response with more tokens is its own micro-batch. None: on a GPU, as many as
-    fit into the memory that is free when training starts (docs/memory.md), unless `deterministic` is set; on a CPU,
-    only per_device_train_batch_size limits the pass."""
+    architecture needs padding. A single response with more tokens is its own micro-batch. With None on a GPU, a pass
+    takes as many tokens as fit into the memory that is free when training starts (docs/memory.md). With None on a CPU
+    or with `deterministic`, only per_device_train_batch_size limits a pass."""
 
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Largest number of tokens in a response, including its stop token."""
     min_response_length: NonNegative = 0
-    """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. A stop token
-    is at the earliest token number min_response_length. The loss uses the distribution in which stop tokens are not
-    excluded."""
+    """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. The sampler
+    excludes stop tokens before token number min_response_length. The loss uses the distribution in which no stop tokens
+    are excluded."""
     temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE)] = 0.7
     """Sampling temperature. Log-probabilities, KL and entropy of policy and reference are computed at this
     temperature."""
     top_k: NonNegative = 0
-    """Sample only from the top_k most probable tokens. 0 is off. The loss uses the distribution without this filter."""
+    """Sample only from the top_k most probable tokens. 0 turns the top-k filter off. The loss uses the distribution
+    without the top-k filter."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample only from the most probable tokens that together have probability top_p. 1 is off. The loss uses the
-    distribution without this filter."""
+    """Sample only from the most probable tokens that together have probability top_p. 1 turns the top-p filter off. The
+    loss uses the distribution without the top-p filter."""
     stop_token: Literal["eos", "period", "none"] = "eos"
     """What ends a response. eos: any end token of the generation config, the tokenizer or the chat template. period: a
-    token that is a full stop. none: only response_length."""
+    token that is a full stop. none: only the limit response_length ends a response."""
     stop_token_id: Annotated[int, Field(ge=0)] | None = None
-    """Token id that ends a response. It replaces `stop_token`."""
+    """Token id that ends a response, in place of the tokens that `stop_token` selects."""
     environment: str | None = None
     """`module:name` of a function that answers the policy's turns: `reply(prompts, completions, turns, **columns)`
-    returns for each episode a text, or None if the episode is over (docs/conversations.md). A response is then a whole
-    episode: `response_length` covers all turns and the replies between them. None: each response is a single turn."""
+    returns for each episode a text, or None if the episode is over (docs/conversations.md). With an environment, a
+    response is a whole episode: `response_length` covers all turns of the policy and the environment's replies between
+    the turns. With None each response is a single turn."""
     turn_length: Annotated[int, Field(ge=1)] | None = None
     """For `environment`: largest number of tokens in one turn of the policy, including its stop token."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
@@ -237,30 +255,31 @@ class PPOConfig:
     norms, MLPs and the value head train (SAO, arXiv:2607.07508). Frozen weights need no optimiser state."""
     use_peft: bool = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights that policy, reference and critic share. The value head
-    trains in full. `export` sets what is exported."""
+    trains in full. The setting `export` selects whether the merged model or only the adapter is exported."""
     lora_r: Annotated[int, Field(ge=1), Typical(4, 256, "arXiv:2106.09685, section 7.2: 1 to 64")] = 16
-    """Rank of the adapters."""
+    """Rank of the LoRA adapters."""
     lora_alpha: Annotated[int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32")] = 32
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r."""
+    """Scale of the LoRA adapters: the output of each adapter is multiplied by lora_alpha / lora_r."""
     lora_target_modules: str = "all-linear"
-    """Comma-separated names of the linear layers that get an adapter. all-linear: all plain linear layers except the
-    language-model head. all-linear+head: the head, too. In a mixture of experts, only routers and experts that are
-    plain linear layers get an adapter. A small model whose head is tied to its embeddings learns little without an
-    adapter on the head (docs/results.md)."""
+    """Comma-separated names of the linear layers that get a LoRA adapter. all-linear: all plain linear layers except
+    the language-model head. all-linear+head: all plain linear layers and the language-model head. In a mixture of
+    experts, only routers and experts that are plain linear layers get an adapter. A small model whose head is tied to
+    its embeddings learns little without an adapter on the head (docs/results.md)."""
     load_in_4bit: bool = False
     """QLoRA (arXiv:2305.14314), for use_peft: bitsandbytes stores the frozen weights that policy, reference and critic
     share in NF4, an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
     gradient_checkpointing: bool = False
-    """Recompute each layer of policy and critic in the backward pass (arXiv:1604.06174). The update takes about a third
-    more time, and the activations of one layer instead of all layers are in memory."""
+    """Recompute each layer of policy and critic in the backward pass (arXiv:1604.06174). With gradient checkpointing
+    the update takes about a third more time, and memory holds the activations of one layer instead of all layers."""
     compile: bool = False
     """Compile the layers of policy, critic and reference policy with torch.compile. Compiling needs a compiler on the
-    machine and takes time in the first iterations. Results are the same except for rounding. The default is off because
-    no gain was measured on a CPU."""
+    machine and takes time in the first iterations. Compiled layers give the same results except for rounding. compile
+    is off by default, because no speed-up was measured on a CPU."""
     cuda_graphs: bool | None = None
     """Capture decoding and training steps as CUDA graphs, which launch all kernels of a step at once (docs/speed.md).
-    Results are the same except for rounding. null: use graphs on CUDA if a test of the model passes. true: always, an
-    error where graphs are not possible. false: never."""
+    CUDA graphs give the same results except for rounding. null: use CUDA graphs on a CUDA device if a test of the model
+    passes. true: always use CUDA graphs, and raise an error where CUDA graphs are not possible. false: never use CUDA
+    graphs."""
     export_value_head: bool = False
     """Save the value head with the exported policy's weights, under the names of TRL's
     AutoModelForCausalLMWithValueHead."""
@@ -271,9 +290,9 @@ class PPOConfig:
     adapter, which peft loads onto the SFT model that the adapter's configuration names."""
     dtype: Precision = "auto"
     """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
-    started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in that type;
-    trainable weights, optimiser moments, log-probabilities and losses stay float32. float16 uses loss scaling and needs
-    a GPU. float32 on CUDA: matrix products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
+    started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit
+    type; trainable weights, optimiser moments, log-probabilities and losses stay float32. float16 uses loss scaling and
+    needs a GPU. float32 on CUDA: matrix products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
     offload_reference_policy: bool = False
     """Keep the reference policy in host memory, and move it to the GPU only while it computes log-probabilities.
     Offloading saves one copy of the policy in `dtype` on the GPU, costs one transfer per iteration, and changes no
@@ -290,7 +309,7 @@ class PPOConfig:
     vllm_server_base_url: str | None = None
     """Address of the vLLM server, such as http://localhost:8000."""
     vllm_server_timeout: Annotated[float, Field(gt=0.0)] = 240.0
-    """Seconds to wait for the vLLM server at the start of the run and after a lost connection. Then the run stops."""
+    """Seconds to wait for the vLLM server at the start of the run and after a lost connection, before the run stops."""
     vllm_gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
     """Share of the GPU's memory that a colocated vLLM reserves for its weights and its cache."""
     vllm_tensor_parallel_size: Count = 1
@@ -303,8 +322,8 @@ class PPOConfig:
     device: str = "auto"
     """A torch device such as cuda:1. auto: this process's GPU, or the CPU if there is no GPU."""
     deterministic: bool = False
-    """Use only torch's deterministic kernels, which are slower. Runs on CUDA with the same seed are then equal bit for
-    bit."""
+    """Use only torch's deterministic kernels, which are slower. With deterministic=true, runs on CUDA with the same
+    seed are equal bit for bit."""
     seed: Seed = 42
     """Seed. All random numbers are a function of the seed, the iteration and the episode's index."""
     sft_model_path: str | None = None
@@ -321,20 +340,23 @@ class PPOConfig:
     save_total_limit: Count = 2
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
     max_time: Annotated[float, Field(gt=0.0)] | None = None
-    """Hours from the start of the process, including all stages, after which the run saves its iteration and stops, as
-    after a signal. Set max_time below the time limit of a cluster's queue. None: no limit."""
+    """Time limit of the run in hours, from the start of the process and including all pipeline stages. At the time
+    limit the run saves its current iteration and stops, as after a termination signal. Set max_time below the time
+    limit of a cluster's queue. None sets no time limit."""
     report_to: str = "none"
-    """Comma-separated transformers integrations that get the metrics as well as MLflow, such as tensorboard,wandb."""
+    """Comma-separated names of transformers integrations that get the metrics in addition to MLflow, such as
+    tensorboard,wandb."""
     callbacks: str | None = None
     """Comma-separated `module:name` of transformers TrainerCallbacks, or of functions that return a TrainerCallback
     (docs/trainer.md). PPOTrainer also takes callback objects."""
     sample_interval: Count = 5
-    """Iterations between samples. A sample is a table in MLflow, some responses token by token, and a file beside the
-    checkpoints with all completions of the iteration. Samples are always taken in the first and the last iteration."""
+    """Number of iterations between two logged samples. A logged sample is a table in MLflow, some responses token by
+    token, and a file beside the checkpoints with all completions of the iteration. The first and the last iteration
+    always log a sample."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
-    """Seconds that a run may take to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. After that time the
-    run stops without saving, and can resume from the last checkpoint (Kubernetes kills after 30 seconds). 0 stops at
-    once."""
+    """Seconds that a run may take to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. A run that takes
+    longer stops without saving, and can resume from its last checkpoint. Kubernetes kills a process 30 seconds after
+    SIGTERM. With 0 the run stops at once, without finishing its iteration."""
     max_skipped_steps: Count = 5
     """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
     stops."""
@@ -412,8 +434,8 @@ class PPOConfig:
     def advice(self, names: Container[str] | None = None, parameters: int | None = None) -> list[str]:
         """Return one line for each changed setting whose value is unusual or has little effect.
 
-        `names` restricts the advice to those settings. Learning rates are judged only if `parameters`, the policy's
-        number of parameters, is given.
+        If `names` is given, only the settings in `names` get advice. Learning rates are judged only if `parameters`,
+        the policy's number of parameters, is given.
         """
         return advice.advice(self, names, parameters)
 

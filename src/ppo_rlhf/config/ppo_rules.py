@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
 POLYNOMIAL_END = 1e-7
-"""Learning rate at which transformers' polynomial schedule ends, whatever the peak."""
+"""Learning rate at which transformers' polynomial schedule ends, whatever the peak learning rate is."""
 ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 CLIPPING_FIELDS = ("cliprange", "cliprange_high", "dual_clip", "importance_cap")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
@@ -31,9 +31,10 @@ _CHANGED = object()
 
 
 class _Rule(NamedTuple):
-    """Settings that do not go together if `broken` returns True.
+    """A rule about settings, which do not go together if `broken` returns True.
 
-    `why` gives the reason and the fix; {0} in it stands for the name of the first setting, {1} for the second.
+    `why` gives the reason and the fix; in `why`, {0} stands for the name of the first setting and {1} for the name of
+    the second setting.
     """
 
     names: tuple[str, ...]
@@ -46,7 +47,7 @@ class _Rule(NamedTuple):
 
 
 def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
-    """Return a test whether all settings have the given values.
+    """Return a function that tests whether all settings have the given values.
 
     A value that is a set lists several accepted values. `_CHANGED` accepts any value except the default.
     """
@@ -60,7 +61,7 @@ def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
 
 
 def _clash(values: Mapping[str, object], why: str) -> _Rule:
-    """Return the rule that the settings must not have these values together."""
+    """Return the rule that the settings must not all have the values in `values`."""
     return _Rule(tuple(values), _are(values), why)
 
 

@@ -16,9 +16,9 @@ from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
 TYPO = 0.825
-"""Similarity from which a name counts as a misspelling. Different settings of other libraries stay below this
-similarity: `use_cpu` has similarity 0.67 to `use_peft`, and `grad_clip` 0.8 to `reward_clip`, which are different
-settings."""
+"""Lowest difflib similarity to a setting at which an unknown name counts as a misspelling. Names of different settings
+of other libraries stay below `TYPO`: `use_cpu` has similarity 0.67 to `use_peft`, and `grad_clip` 0.8 to `reward_clip`,
+which are different settings."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed in NumPy's range, because transformers' trainer also seeds NumPy's generator."""
 

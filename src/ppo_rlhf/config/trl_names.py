@@ -67,7 +67,7 @@ LIVES_ELSEWHERE = {
     "load_in_8bit": "only 4-bit quantisation is supported: ppo.load_in_4bit",
     "lora_dropout": "dropout is always off, because the policy in training must equal the policy that sampled",
 }
-"""Settings that are not fields of PPOConfig, each with a hint to its replacement."""
+"""Names of settings that are not fields of PPOConfig, each with a hint to the setting that replaces it."""
 
 _LEAVE_OUT = (
     *("data_collator", "training_data_collator", "num_shared_layers", "generate_ref_response", "response_masks"),
@@ -95,4 +95,4 @@ ARGUMENTS = {
     "dataset": "prompts for train(), a torch DataLoader for your own loop",
     "dataloader": "a torch DataLoader over your dataset, with batch_size=config.batch_size",
 }
-"""Arguments and attributes of TRL's first and last PPOTrainer, each with its replacement here."""
+"""Arguments and attributes of TRL's first and last PPOTrainer, each with its replacement in this project."""

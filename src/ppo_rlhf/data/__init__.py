@@ -1,1 +1,1 @@
-"""Prompts, chats and tables: checked, split and tokenised."""
+"""Check, split and tokenise prompts, chats and tables."""

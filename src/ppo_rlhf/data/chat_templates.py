@@ -1,4 +1,6 @@
-"""Find the parts of a chat that a chat template leaves out: templates silently skip unknown roles, calls and tools."""
+"""Find the parts of a chat that a chat template leaves out: chat templates silently skip unknown roles, tool calls and
+tools.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys in which an assistant's message holds its reasoning beside the content."""
-# Replace each part of a chat by a mark of its own, to see which parts a chat template renders.
-# A mark has only plain letters and digits, because a template may quote, trim, escape or capitalise text.
+# Replace each part of a chat by a distinct mark, to see which parts a chat template renders. A mark has only plain
+# letters and digits, because a template may quote, trim, escape or capitalise text.
 _MARK = "qzmark{}qz"
 _MARK_OF_TOOLS = "qzmarktoolqz"
 
@@ -20,7 +22,7 @@ class Hidden(NamedTuple):
     """The parts of a chat that a template leaves out."""
 
     messages: tuple[int, ...]  # positions of the messages that the chat template leaves out
-    tools: bool  # True if the chat template leaves out a tool
+    tools: bool  # True if the chat template leaves out a tool's description
     # Keys of reasoning that the chat template leaves out although it renders another part of the same message
     reasoning: tuple[str, ...] = ()
 
@@ -30,10 +32,10 @@ def find_hidden(
 ) -> Hidden:
     """Return the parts of a chat that are missing in `text`, the chat as the tokenizer's chat template rendered it.
 
-    The template renders one chat of each kind (`kind_of`) with marks in place of contents, reasoning and names of
-    tools; parts without their mark are left out. Of a message with tool calls every call must appear, but not the
-    content: some templates drop the content beside a call. Of a message with nothing but reasoning the reasoning must
-    appear.
+    The chat template renders one chat of each kind (`kind_of`) with marks in place of contents, reasoning and names of
+    tools. A part is left out if the rendered text lacks the part's mark. Every tool call of a message must appear in
+    the rendered text. The content of a message with tool calls need not appear, because some chat templates drop the
+    content beside a tool call. The reasoning of a message with nothing but reasoning must appear.
     """
     known = _hidden_parts.setdefault(tokenizer, {})
     # Hashing the template's text for this key is cheap: Python caches the hash of a str
@@ -57,13 +59,13 @@ def is_known(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def kind_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> Hashable:
-    """Return a key of all that decides which parts a template renders: roles, keys, blank texts, calls, tools."""
+    """Return a key of what decides which parts a chat template renders: roles, keys, blank texts, tool calls, tools."""
     shapes = ((m["role"], *sorted(m), _is_blank(m), len(_calls(m)), *_reasoning(m)) for m in messages)
     return tuple(shapes), bool(tools)
 
 
 def is_new(kind: Hashable, tried: set[Hashable]) -> bool:
-    """Return whether `kind` is not in `tried` yet, and add it."""
+    """Return whether `kind` is not in `tried` yet, and add `kind` to `tried`."""
     if kind in tried:
         return False
     if len(tried) >= _MOST_KINDS:
@@ -79,7 +81,7 @@ _hidden_parts: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Hashable, Hidden 
 def _find_marks(
     messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Hidden | None:
-    """Return the parts whose mark the rendered text lacks; None if the template refuses the marks."""
+    """Return the parts of a chat whose mark the rendered text lacks; None if the chat template refuses the marks."""
     marked, marked_tools = _copy(messages), _copy(tools)
     calls: list[list[str]] = []  # marks of the tool calls of each message
     contents: list[list[str]] = []
@@ -108,9 +110,10 @@ def _hidden(
     tools: list[str],
     text: str,
 ) -> Hidden:
-    """Return the parts that are not in `text`.
+    """Return the parts of a chat that are not in `text`.
 
-    The parts of a message that must appear are its calls; without calls its content; without both its reasoning.
+    A message's tool calls must appear in `text`. A message without tool calls must appear with its content, and a
+    message without tool calls and content with its reasoning.
     """
     reasons = [[thought for _, thought in pairs] for pairs in thoughts]
     required = [first or second or third for first, second, third in zip(calls, contents, reasons, strict=True)]
@@ -125,7 +128,7 @@ def _hidden(
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy without shared objects: the same message object may occur twice in a chat."""
+    """Return a deep copy without shared objects: the same message object may occur twice in a chat."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -18,14 +18,14 @@ from ppo_rlhf.models.tokenizers import name_slow_template
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, as errors describe it."""
 ASSISTANT = "assistant"
-# A message with one of these keys calls tools, so the message may have no content
+# A message with one of these keys calls tools, so a message with such a key may have no content
 CALLS = ("tool_calls", "function_call")
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns of whole conversations; `conversations` is ShareGPT's name."""
 TOOLS, SYSTEM = "tools", "system"
 SHOWN_IN_CHATS = (TOOLS, SYSTEM)
-"""Columns that a row's chat is rendered with."""
+"""Columns of a row with which the chat template renders the row's chat."""
 _ROLES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool", "tool_response": "tool"}
 """Maps the roles of ShareGPT, Google and ms-swift to OpenAI's roles, which chat templates know."""
 # ShareGPT and ms-swift use these roles for messages whose content is the JSON of tool calls
@@ -49,9 +49,9 @@ def is_text(value: Any) -> bool:
 def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
     """Return the messages of a chat; the content of a message is text, or None beside a tool call.
 
-    `value` may be JSON, as in a CSV table. A content of several text parts is joined. Messages in ShareGPT's format are
-    converted to OpenAI's. Keys with the value None are dropped at any depth: an Arrow table gives each message the keys
-    of all messages.
+    `value` may be JSON, as in a CSV table. The text parts of one message's content are joined. Messages in ShareGPT's
+    format are converted to OpenAI's format. Keys with the value None are dropped at any depth: an Arrow table gives
+    every message the keys of all messages.
 
     Raises:
         DataError: The value is not a list of messages, or a message cannot be read; the error quotes the value.
@@ -67,7 +67,7 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
         read = _read_message(message, f"{where}: message {number}")
         if read["role"] in _CALLING_ROLES:
             calls = _read_calls(read["content"], f"{where}: message {number}")
-            # If the last message is the assistant's, the tool calls are added to that message
+            # Add the tool calls to the chat's last message if the last message is the assistant's
             if not chat or chat[-1]["role"] != ASSISTANT:
                 chat.append({"role": ASSISTANT, "content": None})
             chat[-1]["tool_calls"] = [*chat[-1].get("tool_calls", []), *calls]
@@ -80,8 +80,8 @@ def read_text_or_chat(value: Any, where: str) -> str | Chat:
     """Return a text unchanged, and a chat, plain or as JSON, as `read_chat` returns it.
 
     A JSON list is a chat if each item is an object with `role` or `from` and at least one item is a complete message.
-    Other JSON lists are text, such as `[{"name": "Ann", "role": "CEO"}]`. A chat with a message that lacks its content
-    is refused.
+    A JSON list such as `[{"name": "Ann", "role": "CEO"}]`, in which no item is a complete message, is text. A chat with
+    a message that lacks its content is refused.
 
     Raises:
         DataError: The value is neither text nor a chat, or a text that looks like a chat is not valid JSON.
@@ -160,8 +160,8 @@ def render_chat(
 ) -> str:
     """Return the text of a chat (`read_chat`), rendered by the tokenizer's chat template.
 
-    With `to_answer` the text ends where the assistant goes on: inside the last message if that is the assistant's, else
-    after the generation prompt.
+    With `to_answer` the text ends where the assistant goes on: inside the last message if the last message is the
+    assistant's, else after the generation prompt.
 
     Raises:
         DataError: As `apply_template`, or the template leaves out a message, a tool call or the tools.
@@ -174,7 +174,7 @@ def render_chat(
 def chat_ids(
     messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False, tools: Tools = None
 ) -> list[int]:
-    """Return the tokens of a chat; arguments and errors are the same as in `render_chat`."""
+    """Return the token ids of a chat; arguments and errors are the same as in `render_chat`."""
     text = render_chat(messages, tokenizer, where, to_answer=to_answer, tools=tools)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -190,7 +190,7 @@ def apply_template(
     """Return the text of a chat as `render_chat`, without the check for parts that the template leaves out.
 
     Raises:
-        DataError: The tokenizer has no template, or its template refuses the messages.
+        DataError: The tokenizer has no chat template, or the chat template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
@@ -213,7 +213,7 @@ def check_shown(
 ) -> None:
     """Raise `DataError` if `text`, the rendered chat, lacks a message, a tool call or the tools.
 
-    One log line names reasoning that is missing while the content of the message is there.
+    One log line names reasoning that `text` lacks although `text` has the content of the same message.
     """
     hidden = find_hidden(messages, tools, tokenizer, text)
     for number in hidden.messages:
@@ -234,7 +234,7 @@ def check_shown(
 
 
 def _left_out(message: dict[str, Any]) -> tuple[str, str]:
-    """Return (the part of a message that a template leaves out, the advice), as the error names them."""
+    """Return (part of a message that the chat template leaves out, advice) in the words of the error."""
     if any(map(message.get, CALLS)):
         return "its tool call", (
             "Give the tokenizer a template that renders tool calls, or write the call into the content"
@@ -315,8 +315,9 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
 def _read_calls(given: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's format.
 
-    `given` is one call or a list of calls, plain or as JSON. The arguments of a call may be JSON, too. Calls from JSON
-    that lack OpenAI's `{"type": "function", "function": …}`, as in ShareGPT and ms-swift, are wrapped into it.
+    `given` is one tool call or a list of tool calls, plain or as JSON. The arguments of a tool call may be JSON, too. A
+    tool call from JSON without OpenAI's `{"type": "function", "function": …}`, as in ShareGPT and ms-swift, is wrapped
+    into this mapping.
     """
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         calls = json.loads(given) if isinstance(given, str) else given

@@ -1,6 +1,7 @@
 """Log lines about columns of the user's tables that models do not see.
 
-TRL, LLaMA-Factory, OpenRLHF and ms-swift give some of these columns a meaning. `docs/your_model.md` lists the columns.
+TRL, LLaMA-Factory, OpenRLHF and ms-swift give a meaning to some columns that this project's models do not see.
+`docs/your_model.md` lists the columns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _SHOWN_ELSEWHERE = (
     "objects",
     "chat_template_kwargs",
 )
-"""Columns of prompts that other libraries show to the policy. In this project the policy does not see these columns;
-only reward functions get them."""
+"""Columns of prompts that other libraries show to the policy. In this project only reward functions get the columns in
+`_SHOWN_ELSEWHERE`."""
 
 
 def name_unused(name: str, given: Iterable[object], used: Iterable[object], *, of_chats: bool) -> None:

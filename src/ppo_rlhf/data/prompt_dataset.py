@@ -25,7 +25,8 @@ PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat", "prompt_length")
 class PromptDataset:
     """Tokenised prompts with the columns for reward functions. Row i of every column belongs to prompt i.
 
-    A field may also be a column of a `datasets.Dataset`, whose values stay on disk until rows are selected.
+    A field of a PromptDataset may also be a column of a `datasets.Dataset`, whose values stay on disk until rows are
+    selected.
     """
 
     prompt_ids: list[list[int]]

@@ -50,16 +50,16 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompts: text, or a list of chat messages (`[{"role": …, "content": …}, …]`), plain or as JSON.
-    The policy continues an assistant's message at the end of a prompt. The content of a message may be a list of text
-    parts, and may be missing beside a tool call. A table without this column may have whole conversations in the column
-    `messages` or `conversations`; the last reply of each conversation is dropped."""
+    If a prompt ends with an assistant's message, the policy continues the message. The content of a message may be a
+    list of text parts, and may be missing beside a tool call. A table without this column may have whole conversations
+    in the column `messages` or `conversations`; the last reply of each conversation is dropped."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation if no evaluation prompts are given. PPO never trains on held-out
     prompts."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
     """Maximum number of held-out prompts, and of evaluation prompts."""
     seed: Seed = 42
-    """Seed of the choice of the held-out prompts."""
+    """Seed of the random choice of the held-out prompts."""
     train_on_evaluation_prompts: bool = False
     """Whether PPO also trains on the prompts of prompts_path that occur in evaluation_prompts_path. By default prompts
     that occur in both tables are left out of training. Set true for a task that has no prompts beyond those of
@@ -71,10 +71,11 @@ class PromptReader:
     """Tokenises prompts and makes sure that each prompt leaves room for a response."""
 
     tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer, which encodes the prompts
-    context: int | None  # most tokens that a prompt and its response may have together; None: no limit
+    context: int | None  # maximum number of tokens of a prompt with its response; None: no limit
     response_length: int  # number of tokens that must fit into the context after each prompt
     overlong: Literal["error", "drop", "truncate_left"]  # what to do with a prompt that leaves no room for a response
-    # End of error messages: why the usable context is shorter than the model's context (see `usable_context`)
+    # End of error messages: the reason why the usable context is shorter than the model's context (see
+    # `usable_context`)
     why: str = ""
 
     @classmethod
@@ -84,22 +85,23 @@ class PromptReader:
         return cls(policy.tokenizer(), context, ppo.response_length, ppo.overlong_prompts, why)
 
     def read(self, table: Dataset, column: str, name: str) -> PromptDataset:
-        """Return the prompts of a table after `tokenise` and `fit`."""
+        """Return the prompts of a table after the methods `tokenise` and `fit`."""
         return PromptDataset.of_table(self.fit(self.tokenise(table, column, name), name))
 
     def tokenise(self, table: Dataset, column: str, name: str) -> Dataset:
         """Return the table with `PROMPT_COLUMNS` added.
 
-        `prompt` is the text, `prompt_ids` the tokens, `prompt_length` their number, and `prompt_chat` the messages of a
-        chat prompt as JSON, None for plain text.
+        `prompt` is the prompt's text, `prompt_ids` its token ids, `prompt_length` its number of tokens, and
+        `prompt_chat` the messages of a chat prompt as JSON, None for plain text.
 
         Plain text is tokenised with the tokenizer's defaults; a BOS that the text already has is not added again. The
-        chat template renders chat messages with the row's `tools` and `system` and with the generation prompt; an
-        assistant's last message is continued instead. If `column` is missing, whole conversations are read from
-        `messages` or `conversations`, and the last reply of each is dropped. `name` names the table in errors.
+        chat template renders chat messages with the row's `tools` and `system` and with the generation prompt. A chat
+        that ends with an assistant's message is rendered without the generation prompt, because the policy continues
+        the message. If `column` is missing, whole conversations are read from `messages` or `conversations`, and the
+        last reply of each conversation is dropped. `name` names the table in errors.
 
-        `datasets` caches the result on disk for later calls and other processes. If the chat template prints the date,
-        a cached result is used only on the same day.
+        `datasets` caches the tokenised table on disk for later calls and other processes. If the chat template prints
+        the date, a cached table is used only on the same day.
 
         Raises:
             DataError: The table is empty, `column` is missing, another column has a name of `PROMPT_COLUMNS`, or a row
@@ -150,7 +152,8 @@ class PromptReader:
         return prompts
 
     def fit(self, table: Dataset, name: str) -> Dataset:
-        """Return a table whose prompts all leave room for a response; `overlong` says what happens to longer prompts.
+        """Return a table whose prompts all leave room for a response; `overlong` decides about prompts that are too
+        long.
 
         Raises:
             DataError: A prompt is too long and `overlong` is `error`, or all prompts are too long and `overlong` is
@@ -210,13 +213,14 @@ class PromptReader:
 def split_held_out(table: Dataset, evaluation: Dataset | None, settings: PromptsConfig) -> tuple[list[int], list[int]]:
     """Return (training rows of `table`, held-out rows of `evaluation`, or of `table` if `evaluation` is None).
 
-    Without an evaluation table a seeded share of the distinct prompts is held out, at most `max_held_out`; copies of
-    one prompt are never on both sides. With an evaluation table its first `max_held_out` rows are held out. The
-    training rows are then the prompts that the evaluation table does not have, or all prompts with
+    Without an evaluation table a seeded share of the distinct prompts is held out, at most `max_held_out`; no prompt is
+    both a training prompt and a held-out prompt. With an evaluation table its first `max_held_out` rows are held out,
+    and the training rows are the prompts that the evaluation table does not have, or all prompts with
     `train_on_evaluation_prompts`.
 
     Raises:
-        DataError: The column is missing, fewer than two distinct prompts can be split, or no training prompt is left.
+        DataError: The column of the prompts is missing, fewer than two distinct prompts can be split, or no training
+            prompt is left.
     """
     maximum = settings.max_held_out
     if evaluation is not None:
@@ -273,7 +277,7 @@ def prompt_key(chat: Chat, tools: Tools) -> str:
 
 
 def _shown_beside(table: Dataset, used: str) -> list[str]:
-    """Return the columns that chats in the column `used` are rendered with."""
+    """Return the columns with which the chat template renders chats in the column `used`."""
     return [name for name in SHOWN_IN_CHATS if name in table.column_names and name != used]
 
 
@@ -288,8 +292,8 @@ def _tokenise(
 ) -> dict[str, Any]:
     """Return the columns `PROMPT_COLUMNS` of a batch of rows.
 
-    `others` are the columns named in `beside`, then the row numbers. `version` and `dates` only enter the key of the
-    cache, so that results of other code or another day are not reused.
+    `others` are the columns named in `beside`, then the row numbers. `version` and `dates` are only part of the cache's
+    key, so that cached rows of an older version or an earlier day are not reused.
     """
     *columns, rows = others
     prompts, texts = [], []
@@ -309,7 +313,9 @@ def _tokenise(
 
 
 def _read_whole(value: Any, cells: dict[str, Any], row: str, column: str) -> tuple[str | Chat, Tools]:
-    """Return a row's prompt with the system message from `cells`, and the row's tools; plain text gets neither."""
+    """Return a row's prompt with the system message from `cells`, and the row's tools; plain text has no system message
+    and no tools.
+    """
     prompt = _read(value, f"{row}, column `{column}`", column)
     if isinstance(prompt, str):
         return prompt, None

@@ -48,10 +48,10 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 def load_table(
     source: str, *, text_column: str = "text", cache: str | None = None, load_args: dict[str, Any] | None = None
 ) -> Dataset:
-    """Return a table; a table from CSV is in memory, others are memory-mapped.
+    """Return a table. A table from a CSV file is in memory; a table of another format is memory-mapped.
 
     Args:
-        source: Files or a dataset on the hub, named as in the catalog (`datasets.RecordsDataset`).
+        source: Files or a dataset on the hub, written like the `filepath` of a `RecordsDataset` in the catalog.
         text_column: The name for the column of plain-text files; in CSV a column that is read as text.
         cache: The folder for the Arrow files of the table; None: the cache of `datasets`.
         load_args: Further arguments of `datasets.load_dataset`.
@@ -73,7 +73,7 @@ def load_table(
     try:
         check_texts(table, source)
     except DataError:
-        # Check each file on its own, so that the error names the damaged file and its row
+        # Check each file separately, so that the error names the damaged file and its row
         for file in files if isinstance(files, list) else ():
             check_texts(_load_files(str(file), [file], text_column, cache, options), str(file))
         raise
@@ -84,7 +84,7 @@ def check_texts(table: Dataset, source: str) -> None:
     """Raise `DataError` with row and column if a text is not UTF-8.
 
     Without this check `datasets` would fail only when the row is read. Arrow checks a gigabyte in half a second, so the
-    whole table is checked first; only if that fails are the rows read to find the damaged one.
+    whole table is checked first, and single rows are read only if the table holds a damaged text.
     """
     for name in () if _is_valid(table) else table.column_names:
         column, rows = table.select_columns([name]), range(len(table))
@@ -121,7 +121,7 @@ def _is_readable(column: Dataset, rows: slice) -> bool:
 def is_hub_name(source: str) -> bool:
     """Return whether a source that is not a file can be the name of a dataset on the hub.
 
-    `folder/name` cannot if `folder` exists: the source is then a mistyped path, which must not be looked up on the hub.
+    `folder/name` is no name on the hub if `folder` exists: a mistyped path must not be looked up on the hub.
     """
     match = _HUB_NAME.fullmatch(source)
     return (
@@ -277,7 +277,7 @@ def _load_files(
 def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
     """Return the rows of a JSON file that `datasets` cannot read, for example because of mixed types and empty lines.
 
-    Return no rows for a file of another kind. The error names the line that cannot be read.
+    Return no rows for a file that is not JSON. The error names the line that cannot be read.
     """
     if file.stat().st_size == 0:
         raise DataError(f"{file}: this data file is empty; a data file needs at least one row.")
@@ -334,7 +334,7 @@ def _parsed(file: Path, number: int, text: str) -> Any:
 def _read_csv(file: Path, text_column: str) -> Dataset:
     """Return the table of a CSV file.
 
-    Only an empty cell is a missing value, and whole numbers stay whole numbers beside a missing value.
+    Only an empty cell is a missing value, and a column of whole numbers with a missing value keeps whole numbers.
     """
     import datasets
 
@@ -356,7 +356,7 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
         ) from error
-    # The rows have more cells than the header, so pandas took the first cells as row labels
+    # If the rows have more cells than the header, pandas takes the first cells as row labels
     if not isinstance(frame.index, pd.RangeIndex):
         raise DataError(f"{file}: this CSV file is damaged: {surplus}")
     return datasets.Dataset.from_pandas(frame, preserve_index=False)

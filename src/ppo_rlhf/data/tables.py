@@ -39,13 +39,13 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return (rows to train on, rows held out), each in the table's order.
 
-    `keys` has one key per row. A seeded share of the distinct keys is held out: at least one, at most `maximum`, and
-    never all. Rows with equal keys are never on both sides. With `copies` all rows of a held-out key are held out;
-    otherwise only the first of these rows is held out and the other rows are dropped. `name` begins and `advice` ends
-    the error.
+    `keys` has one key per row. A seeded share of the distinct keys is held out: at least one key, at most `maximum`
+    keys, and never all keys. Rows with equal keys are never both trained on and held out. With `copies` all rows of a
+    held-out key are held out; without `copies` only the first row of a held-out key is held out, and further rows with
+    this key are dropped. `name` begins and `advice` ends the error.
 
     Raises:
-        DataError: There are fewer than two distinct keys.
+        DataError: The rows have fewer than two distinct keys.
     """
     numbers, distinct = pd.factorize(pd.Series(keys, dtype=object))
     if len(distinct) < 2:

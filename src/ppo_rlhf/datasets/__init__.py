@@ -1,4 +1,4 @@
-"""Kedro datasets that kedro-datasets lacks."""
+"""Kedro datasets of this project that the package kedro-datasets lacks."""
 
 from ppo_rlhf.datasets.answers import MlflowAnswersDataset
 from ppo_rlhf.datasets.checkpoints import (

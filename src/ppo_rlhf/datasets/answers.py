@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SCHEME = "mlflow:"
-"""A path with this prefix names a review queue."""
+"""A path with the prefix `mlflow:` names a review queue."""
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ def load_answers(source: str) -> Dataset:
     `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model sees.
 
     Raises:
-        DataError, ConfigError: As `ReviewQueues.read`; or no answer prefers a response; or the queue has both texts and
-            chats.
+        DataError, ConfigError: As `ReviewQueues.read`; or no answer prefers a response; or the review queue has both
+            texts and chats.
     """
     comparisons = queues_here().read(source.removeprefix(SCHEME))
     answers = [{answer.person: answer.value for answer in comparison.answers} for comparison in comparisons]
@@ -79,7 +79,7 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
 def _log_counts(
     source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None, *, blank: int
 ) -> None:
-    """Log once per run how many pairs are used, and why the other pairs are not used."""
+    """Log once per run how many pairs of a review queue are used, and why the remaining pairs are not used."""
     unanswered = sum(not values for values in answers)
     counts = Counter(choice for choice, values in zip(chosen, answers, strict=True) if values)
     used, people = counts["A"] + counts["B"] - blank, len({person for values in answers for person in values})
@@ -96,7 +96,8 @@ def _log_counts(
 class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
     """The answered pairs that a reward model was trained on: a JSON-lines file, also logged as an artifact of the run.
 
-    The file can serve as `preferences_path` once the traces are deleted. Saving no rows changes nothing. Example:
+    After the traces in MLflow are deleted, the file can serve as `preferences_path`. Saving an empty table changes
+    nothing. Example:
 
     ```yaml
     answered_preferences:
@@ -106,7 +107,7 @@ class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
     """
 
     def save(self, data: pd.DataFrame) -> None:
-        """Write the rows, and log the file in the active MLflow run."""
+        """Write the answered pairs to the file, and log the file in the active MLflow run."""
         if data.empty:
             return
         with written_whole(self._filepath) as draft:
@@ -115,6 +116,6 @@ class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
             mlflow.log_artifact(str(self._filepath), "preferences")
 
     def load(self) -> pd.DataFrame:
-        """Return the rows of the newest reward training with answered pairs."""
+        """Return the pairs on which the newest reward training with answered pairs was trained."""
         lines = self._filepath.read_text(encoding="utf-8").split("\n")
         return pd.DataFrame([json.loads(line) for line in lines if line])

@@ -33,14 +33,14 @@ class _RunDataset(AbstractDataset[Saved, Loaded]):
 
 
 def most_checkpoints(config: PPOConfig, iterations: int) -> int:
-    """Return the largest number of checkpoints that a run has on disk: the newest, the best, and one being written."""
+    """Return the largest number of checkpoints that a run has on disk at once."""
     return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
 
 
 class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
     """Writes the checkpoints `<filepath>/<MLflow run id>/iteration_NNNNNN/`, and keeps the newest and the best.
 
-    The entry cannot be loaded; the entry `resume_checkpoint` reads checkpoints. Example:
+    The catalog entry `checkpoint` cannot be loaded; the catalog entry `resume_checkpoint` reads checkpoints. Example:
 
     ```yaml
     checkpoint:
@@ -50,7 +50,7 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
     """
 
     def save(self, data: TrainingState) -> None:
-        """Write a checkpoint if one is due, then delete checkpoints that are neither among the newest nor the best."""
+        """Write a checkpoint if a checkpoint is due, then delete all checkpoints except the newest and the best."""
         if data.checkpoint_due:
             directory = run_directory(self.root)
             write_checkpoint(directory, data)
@@ -66,8 +66,8 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
 class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
     """The checkpoint that the setting `resume` names; None for a run that starts at the beginning.
 
-    `resume` may refer to a run in MLflow, so a hook calls `resolve` before the first node. Without the hook `resume`
-    can only be the path of a checkpoint. Example:
+    `resume` may refer to a run in MLflow, so a hook calls `resolve` before the first node. If no hook has called
+    `resolve`, `resume` can only be the path of a checkpoint. Example:
 
     ```yaml
     resume_checkpoint:
@@ -78,7 +78,7 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
     """
 
     def __init__(self, filepath: str, resume: str | None = None, metadata: dict[str, Any] | None = None) -> None:
-        """Store the arguments; nothing is read. `metadata` is for Kedro-Viz."""
+        """Store the arguments without reading a file. `metadata` is for Kedro-Viz."""
         self.root = Path(filepath)  # directory that holds the checkpoints of all runs
         # Value of the setting `resume`: `latest`, a checkpoint's path, or an MLflow run id
         self.requested = None if resume is None else str(resume)
@@ -114,11 +114,11 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
 
 class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
-    """The evaluations of this run, one row each, in the directory of the run's checkpoints.
+    """The evaluations of the active run, one row per evaluation, in the directory of the run's checkpoints.
 
-    The rows decide which checkpoint is the best. A row has the metrics and the other values that a later evaluation or
-    the choice of the best checkpoint needs. Saving appends one row; saving an empty dict changes nothing, because no
-    evaluation was due. Example:
+    The rows decide which checkpoint is the best. A row has the metrics of an evaluation, and the values that a later
+    evaluation or the choice of the best checkpoint needs. Saving appends one row. A node saves an empty dict if no
+    evaluation was due; saving an empty dict changes nothing. Example:
 
     ```yaml
     evaluation_metrics:
@@ -133,7 +133,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
             evaluations.add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
-        """Return this run's evaluations, oldest first."""
+        """Return the active run's evaluations, oldest first."""
         return evaluations.read_evaluations(run_directory(self.root))
 
     def _exists(self) -> bool:
@@ -141,9 +141,9 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
 
 class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
-    """The completions of this run's sampled iterations, in the directory of the run's checkpoints.
+    """The completions of the active run's sampled iterations, in the directory of the run's checkpoints.
 
-    The entry cannot be loaded. Example:
+    The catalog entry `completions` cannot be loaded. Example:
 
     ```yaml
     completions:

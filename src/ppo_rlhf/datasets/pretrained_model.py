@@ -17,9 +17,9 @@ from ppo_rlhf.runtime.whole_files import drafted, publish
 class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], PretrainedHandle | None]):
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
-    Loading returns a handle; weights are read only when a node needs them. If the path has a config.json, the path
-    itself is loaded; otherwise the newest version below the path, or the version that `--load-versions` names. Saving
-    writes a new version below the path atomically. Example:
+    Loading returns a handle; weights are read only when a node needs them. If the directory `filepath` has a
+    config.json, the model in `filepath` itself is loaded; otherwise the newest version below `filepath`, or the version
+    that `--load-versions` names. Saving writes a new version below `filepath` atomically. Example:
 
     ```yaml
     sft_policy:
@@ -28,8 +28,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
     ```
 
     Attributes:
-        pinned: The version to load, even if another run writes a newer version meanwhile: the version that this session
-            wrote, or that `--load-versions` names. None loads the newest version.
+        pinned: The version to load, even if another run writes a newer version meanwhile. `pinned` is the version that
+            this session wrote, or the version that `--load-versions` names. None loads the newest version.
         chat_template_kwargs: Values for names that the model's chat template reads.
     """
 
@@ -43,17 +43,17 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         metadata: dict[str, Any] | None = None,
         version: Version | None = None,
     ) -> None:
-        """Store where the model is; no weights are read.
+        """Store where the model is, without reading weights.
 
-        An entry without a `filepath` is an optional input that was not given and loads as None. `chat_template_kwargs`
-        are values for names that the model's chat template reads. `version.load` is the version to load;
-        `version.save` is ignored.
+        A catalog entry without a `filepath` is an optional input that was not given, and loads as None.
+        `chat_template_kwargs` are values for names that the model's chat template reads. `version.load` is the version
+        to load; `version.save` is ignored.
 
         Raises:
             ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` is not a mapping, or the
-                version does not exist. Kedro raises a `DatasetError` with this error as the cause.
+                model version to load does not exist. Kedro raises a `DatasetError` with this error as the cause.
         """
-        # Refuse a text, because Python would treat even the text "false" as true
+        # Refuse a text for trust_remote_code, because Python would treat even the text "false" as true
         if not isinstance(trust_remote_code, bool):
             raise ConfigError(f"trust_remote_code must be true or false, without quotes; got {trust_remote_code!r}")
         if not isinstance(chat_template_kwargs or {}, dict):
@@ -72,17 +72,21 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
                 )
 
     def load(self) -> PretrainedHandle | None:
-        """Return a handle on the model. The model is checked when a node uses it: a run may never need the model."""
+        """Return a handle on the model. The model is checked only when a node uses the model, because a run may never
+        use it.
+        """
         if self._source is None:
             return None
         place = str(self.pinned or newest_version(self._source))
         return PretrainedHandle(place, self._trust_remote_code, self.chat_template_kwargs)
 
     def save(self, data: TrainedModel | dict[str, object]) -> None:
-        """Write the model and its tokenizer as a new version; nothing if a node had no model to save, which `{}` says.
+        """Write the model and its tokenizer as a new version. A node that has no model to save saves `{}`, which writes
+        nothing.
 
         Raises:
-            DatasetError: The entry has no path, or the path itself is a model directory, which belongs to the user.
+            DatasetError: The catalog entry has no path, or the path itself is a model directory, which belongs to the
+                user.
         """
         if isinstance(data, dict):
             return
@@ -126,7 +130,8 @@ def _next_version(folder: Path) -> str:
     """Return a version name that sorts after the newest version: the current time in milliseconds.
 
     If the time does not sort after the newest version's name, because a clock was set back or a user's folder has
-    another name, the time is appended to that name. Modification times cannot order versions: copying changes them.
+    another name, the time is appended to the newest version's name. Modification times cannot order versions, because
+    copying a folder changes its modification time.
     """
     return _name_after(_newest_name(folder))
 

@@ -26,7 +26,7 @@ _PREVIEW_ROWS = 5
 
 
 class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
-    """A user's table; None if the entry has no `filepath` (an optional input that was not given).
+    """A user's table; None if the entry has no `filepath` (the entry is then an optional input that was not given).
 
     `filepath` is one of:
 
@@ -57,11 +57,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         load_args: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Store where the table is; nothing is read. `load_table` documents `text_column` and `load_args`.
+        """Store where the table is, without reading the table. `load_table` documents `text_column` and `load_args`.
 
         `prepare` is the `module:name` of a function that takes the loaded `datasets.Dataset` and returns the
-        `datasets.Dataset` to use; the module is searched like that of a reward function. `cache["path"]` is the folder
-        for the Arrow files of the table.
+        `datasets.Dataset` to use; the module is searched in the same places as the module of a reward function.
+        `cache["path"]` is the folder for the Arrow files of the table.
         """
         place = None if filepath is None else expand_home(str(filepath))
         name = None if place is None else restore_hub_name(place)
@@ -92,14 +92,14 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         raise DatasetError(f"{self._source} is an input of the user, which is never written.")
 
     def preview(self) -> TablePreview:
-        """Return the first rows for Kedro-Viz; a table on the hub is not downloaded for a preview."""
+        """Return the table's first rows for Kedro-Viz; a table on the hub is not downloaded for a preview."""
         table = self.load() if self._exists() else None
         if table is None:
             return TablePreview({"index": [], "columns": [], "data": []})
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the local files, or of a queue's answers; None for a dataset on the hub."""
+        """Return the SHA-256 of the table's files, or of a review queue's answers; None for a dataset on the hub."""
         if self._source is not None and self._source.startswith(SCHEME):
             self.load()
             assert self._answers is not None

@@ -16,7 +16,7 @@ Loaded = TypeVar("Loaded")
 
 
 class ReportFile(AbstractDataset[Saved, Loaded]):
-    """A text file, written atomically. `RunCatalog` sets `_filepath` to a file of the run's own."""
+    """A text file, written atomically. `RunCatalog` sets `_filepath` to a file that only the active run writes."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         self._filepath = Path(filepath)
@@ -33,8 +33,8 @@ class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
     """The model card of an exported policy, a page of text.
 
     The card is also written as README.md into the policy's directory if that directory lies below `path`, where the
-    project exports its policies. Directories elsewhere belong to the user and are never changed. `save` takes
-    (directory of the policy or None, text). Example:
+    project exports its policies. Policy directories that are not below `path` belong to the user and are never changed.
+    `save` takes (directory of the policy or None, text). Example:
 
     ```yaml
     model_card:
@@ -61,9 +61,10 @@ class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
 
 
 class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
-    """Sample responses token by token, from the first and the newest iteration of a run.
+    """Sample responses token by token, from the first and the newest sampled iteration of a run.
 
-    Saving an empty dict (no samples were due) changes nothing. Loading a missing file returns an empty list. Example:
+    A node saves an empty dict if no samples were due; saving an empty dict changes nothing. Loading a missing file
+    returns an empty list. Example:
 
     ```yaml
     token_samples:
@@ -88,7 +89,7 @@ class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):
 
 
 class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
-    """A JSON file for an optional input: it loads as an empty dict until a run has written it. Example:
+    """A JSON file for an optional input; a missing file loads as an empty dict. Example:
 
     ```yaml
     human_evaluation:
@@ -98,7 +99,7 @@ class OptionalJSONDataset(ReportFile[dict[str, Any], dict[str, Any]]):
     """
 
     def save(self, data: dict[str, Any]) -> None:
-        """Write the file."""
+        """Write the JSON file."""
         with written_whole(self._filepath) as draft:
             draft.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
 

@@ -1,8 +1,8 @@
 """MLflow's review queues. Only this module calls `mlflow.genai.review_queues` and `label_schemas`, which MLflow 3.17
 marks as experimental.
 
-Each pair of responses is one trace. The attributes of the trace's span hold the exact texts, and MLflow's page shows
-the texts as a conversation.
+Each pair of responses is one trace in MLflow. The attributes of the trace's span hold the exact texts of the prompt and
+the responses, and MLflow's page shows the texts as a conversation.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
 """The name of the question in MLflow, and the answers that MLflow's page offers."""
 TITLE = "Which response is better?"
 TABLE = "feedback/feedback_pairs.parquet"
-"""Artifact of a run of collect_feedback: the pairs, and which policy each response is from."""
+"""Artifact of a run of collect_feedback: the pairs of responses, and which policy each response is from."""
 QUEUE = "feedback.queue"
-"""Tag of a trace: the name of its queue."""
+"""Tag of a trace: the name of the review queue for which the trace was created."""
 PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
     "feedback.prompt",
     "feedback.tools",
@@ -46,7 +46,8 @@ PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
     "feedback.response_b",
 )
 NUMBER = "feedback.number"
-"""Attributes of a trace's span. `NUMBER` counts the pairs of a queue; it does not reveal which policy is A."""
+"""Attributes of a trace's span. `NUMBER` is the number of a pair in its review queue, which does not reveal which
+policy is A."""
 _PAGE = 100
 _SQLITE = "sqlite:///"
 _MISSING, _UNKNOWN_ADDRESS = "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND"
@@ -76,12 +77,12 @@ class Comparison:
     answers: tuple[Answer, ...] = ()  # each person's newest answer to the pair of responses
     trace_id: str = ""
     run_id: str = ""  # MLflow run that collected this pair of responses
-    others: tuple[str, ...] = field(default=(), repr=False)  # people's answers that are none of the allowed ANSWERS
+    others: tuple[str, ...] = field(default=(), repr=False)  # people's answers that are not in ANSWERS
 
 
 @dataclass
 class Place:
-    """A project's tracking store and experiment, from mlflow.yml; a hook sets both with the Kedro context."""
+    """A project's tracking store and experiment, from mlflow.yml; a hook sets both when Kedro's context is created."""
 
     uri: str = ""
     experiment: str = ""
@@ -92,7 +93,7 @@ place = Place()
 
 
 def queues_here() -> ReviewQueues:
-    """Return the queues of the project's experiment.
+    """Return the review queues of the project's experiment.
 
     Raises:
         ConfigError: The process has not created a Kedro context of a project.
@@ -103,7 +104,7 @@ def queues_here() -> ReviewQueues:
 
 
 def queues_of_run() -> ReviewQueues:
-    """Return the queues of the project's experiment, for a run that MLflow tracks.
+    """Return the review queues of the project's experiment, for a run that MLflow tracks.
 
     Raises:
         ConfigError: MLflow does not track the run, so nothing would record which policy each response is from.
@@ -124,13 +125,13 @@ class ReviewQueues:
         self.uri, self.experiment = uri, experiment
 
     def read(self, queue: str) -> list[Comparison]:
-        """Return the pairs of a queue with their answers, in order of creation.
+        """Return the pairs of responses of a review queue with people's answers, in order of creation.
 
-        Traces without a pair and answers that are not in `ANSWERS` are left out with a warning. MLflow removes a
-        deleted trace from its queues.
+        Traces without a pair of responses and answers that are not in `ANSWERS` are left out with a warning. MLflow
+        removes a deleted trace from its review queues.
 
         Raises:
-            DataError: The experiment does not have this queue, or the queue has no pairs.
+            DataError: The experiment does not have the review queue, or the review queue has no pairs.
             ConfigError: The store cannot be read, or does not support review queues.
         """
         with self._asked(queue):
@@ -159,7 +160,7 @@ class ReviewQueues:
         return sorted(comparisons, key=lambda comparison: comparison.number)
 
     def table_of_run(self, run_id: str) -> pd.DataFrame | None:
-        """Return the table of pairs and sides of a run of collect_feedback; None if the run or table was deleted."""
+        """Return the table `TABLE` of a run of collect_feedback; None if the run or the table was deleted."""
         with self._asked(TABLE), TemporaryDirectory() as folder:
             try:
                 names = [file.path for file in mlflow.MlflowClient().list_artifacts(run_id, "feedback")]
@@ -173,7 +174,7 @@ class ReviewQueues:
             return pd.read_parquet(place)
 
     def exists(self, queue: str) -> bool:
-        """Return whether the experiment has this queue."""
+        """Return whether the experiment has the review queue."""
         with self._asked(queue):
             try:
                 self._find(queue)
@@ -182,16 +183,17 @@ class ReviewQueues:
         return True
 
     def has_pairs(self, queue: str) -> bool:
-        """Return whether the experiment has this queue and the queue is not empty."""
+        """Return whether the experiment has the review queue and the review queue is not empty."""
         with self._asked(queue):
             return self.exists(queue) and bool(self._items(self._find(queue)))
 
     def prepare(self, queue: str, instruction: str) -> None:
-        """Create a queue that asks which response is better, unless it exists, and update the question's instruction.
+        """Create a review queue that asks which response is better, unless the queue exists, and update its
+        instruction.
 
         Raises:
-            ConfigError: The experiment has a question of this name with other answers, the queue asks another question,
-                or the store does not support review queues.
+            ConfigError: The experiment has a question `QUESTION` with other answers than `ANSWERS`, the review queue
+                does not ask `QUESTION`, or the store does not support review queues.
         """
         from mlflow.genai import label_schemas, review_queues
 
@@ -233,7 +235,8 @@ class ReviewQueues:
                 )
 
     def write(self, queue: str, comparisons: Sequence[Comparison]) -> list[str]:
-        """Create a trace for each pair and return the traces' ids. The traces are not in the queue yet.
+        """Create a trace for each pair of responses and return the traces' ids, without adding the traces to the review
+        queue.
 
         Raises:
             ConfigError: MLflow's tracing is disabled, or the store did not keep a trace.
@@ -264,7 +267,7 @@ class ReviewQueues:
         return trace_ids
 
     def attach(self, queue: str, trace_ids: Sequence[str]) -> None:
-        """Add traces to a queue, all or none. A trace that is already in the queue keeps its state."""
+        """Add traces to a review queue, all or none. A trace that is already in the review queue keeps its state."""
         from mlflow.genai import review_queues
 
         if trace_ids:
@@ -272,9 +275,9 @@ class ReviewQueues:
                 review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=[*trace_ids])
 
     def answer(self, queue: str, trace_id: str, value: str, person: str, rationale: str = "") -> None:
-        """Answer a pair from a script, with the same effect as MLflow's page.
+        """Record an answer to a pair of responses from a script, with the same effect as an answer on MLflow's page.
 
-        The answer is recorded as `person`'s, and the pair is marked complete in the queue.
+        The answer is recorded as `person`'s answer, and the pair is marked complete in the review queue.
         """
         from mlflow.genai import review_queues
 
@@ -287,7 +290,7 @@ class ReviewQueues:
             )
 
     def waiting(self, queue: str) -> list[Comparison]:
-        """Return the complete pairs created for a queue that are not in the queue because their run was stopped."""
+        """Return the whole pairs that a stopped run created for a review queue but did not add to the review queue."""
         with self._asked(queue):
             experiment = self._experiment_id(queue)
             attached = {*self._items(self._find(queue))} if self.exists(queue) else set()
@@ -296,7 +299,7 @@ class ReviewQueues:
         return sorted(filter(None, pairs), key=lambda pair: pair.number)
 
     def address(self, queue: str) -> str:
-        """Return the URL of a queue's page, on the tracking server or, without a server, of `kedro mlflow ui`."""
+        """Return the URL of a review queue's page on the tracking server, else on `kedro mlflow ui`."""
         server = without_password(self.uri).replace("***@", "").rstrip("/") if self.has_server else place.ui
         with self._asked(queue):
             review_queue = self._find(queue)
@@ -305,7 +308,7 @@ class ReviewQueues:
 
     @property
     def has_server(self) -> bool:
-        """Whether the tracking store is a server, which then serves the page."""
+        """Whether the tracking store is a server, which also serves MLflow's page."""
         return self.uri.startswith("http")
 
     def _find(self, queue: str) -> ReviewQueue:
@@ -352,7 +355,7 @@ class ReviewQueues:
                 return items
 
     def _traces(self, queue: str, experiment: str) -> dict[str, Trace]:
-        """Return the traces that were created for a queue, by trace id."""
+        """Return the traces that were created for a review queue, by trace id."""
         client, traces, token = mlflow.MlflowClient(), dict[str, Any](), None
         while True:
             page = client.search_traces(
@@ -368,9 +371,9 @@ class ReviewQueues:
 
     @contextmanager
     def _asked(self, queue: str) -> Iterator[None]:
-        """Use this tracking store within the block, with short timeouts; raise the store's errors in one line."""
+        """Use the project's tracking store within the block, with short timeouts; raise its errors in one line."""
         shown = without_password(self.uri)
-        # MLflow would create a missing database
+        # Check that the SQLite database exists, because MLflow would create a missing database
         if self.uri.startswith(_SQLITE) and not Path(self.uri.removeprefix(_SQLITE)).exists():
             raise DataError(
                 f"mlflow:{queue}: {shown} does not exist yet. Run `kedro run --pipelines collect_feedback`."
@@ -426,7 +429,7 @@ def _attributes(each: Comparison) -> dict[str, Any]:
 
 
 def _comparison(trace: Trace) -> Comparison | None:
-    """Return the pair that a trace holds; None if the span is missing, for example because the run was killed."""
+    """Return the pair that a trace holds; None if its span is missing, for example because the run was killed."""
     span = next((span for span in trace.data.spans if span.parent_id is None), None)
     attributes = {} if span is None else span.attributes
     if not {PROMPT, RESPONSE_A, RESPONSE_B, NUMBER} <= attributes.keys():
@@ -471,7 +474,7 @@ def _messages(prompt: str | Chat) -> list[dict[str, str]]:
 def _side_by_side(response_a: str, response_b: str) -> str:
     """Return both responses as one Markdown text.
 
-    Each response is a block quote, so that a heading or code fence in a response cannot break the layout.
+    Each response is written as a block quote, so that a heading or code fence in a response cannot break the layout.
     """
     quoted = (
         "\n".join(f"> {line}" for line in visible(text.replace("\r\n", "\n")).split("\n"))

@@ -1,4 +1,6 @@
-"""The catalog of one run: each run reads the data that it wrote itself, even if other runs write the same entries."""
+"""The catalog of one run: each run reads the data that it wrote itself, even if other runs write the same catalog
+entries.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,28 @@ from ppo_rlhf.runtime.whole_files import delete, written_whole
 
 OUTPUTS = "outputs.json"
 REPORTS = "08_reporting"
-"""The folder of reports. Each run that has ended keeps its own copy of its reports."""
+"""The folder of reports. Each run that has ended keeps a copy of its reports in its own folder."""
 
 logger = logging.getLogger(__name__)
 
 
 class RunCatalog:
-    """A Kedro catalog with three differences.
+    """A Kedro catalog that differs from Kedro's in three points.
 
-    1. A run reads back the data that it wrote, even if other runs write the same entries meanwhile. A run writes each
-       file to its own path `runs/<MLflow run id>/<name>` beside the usual path, then copies the file to the usual path
-       atomically. The entry's `_filepath` is the run's own path, so hooks read the same file. A model, or another
-       versioned entry, is read in the version that this run wrote. A model that the run only reads is read in the
-       version that was the newest at the start of the run.
+    1. A run reads back the data that it wrote, even if other runs write the same catalog entries meanwhile. A run
+       writes each file to its own path `runs/<MLflow run id>/<name>` beside the usual path, then copies the file to the
+       usual path atomically. The catalog entry's `_filepath` is the run's own path, so hooks read the run's own file. A
+       model, or another versioned catalog entry, is read in the version that the run wrote. A model that the run only
+       reads is read in the version that was the newest at the start of the run.
     2. In a distributed run only the main process writes persistent datasets. All processes except the main process wait
-    until the file is written, and then read the file.
+       until the main process has written the file, and then read the file.
     3. A resumed run knows which datasets its MLflow run has already written.
     """
 
     def __init__(
         self, catalog: CatalogProtocol, pipeline: Pipeline, outputs: StageOutputs | None = None, resumed: bool = False
     ) -> None:
-        """Wrap `catalog` while `pipeline` runs. `outputs` records the run's datasets for a resumed run, if given."""
+        """Wrap `catalog` while `pipeline` runs. `outputs`, if given, records the run's datasets for a resumed run."""
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
@@ -99,9 +101,9 @@ class RunCatalog:
     def finish(self) -> None:
         """Copy the files of a completed run to the usual paths again, so that all usual paths hold files of one run.
 
-        The run's own copies are then deleted, with three exceptions: reports that are not in MLflow, outputs that a
-        longer run would resume from, and files that cannot be copied. A failed copy, for example because the disk is
-        full, does not fail a completed run.
+        After copying, the files at the run's own paths are deleted, with three exceptions: reports that are not in
+        MLflow, outputs from which a longer run would resume, and files that cannot be copied. A failed copy, for
+        example because the disk is full, does not fail a completed run.
         """
         processes.wait_for_all()
         for name in self._files:
@@ -122,7 +124,9 @@ class RunCatalog:
                         run_file.parent.rmdir()
 
     def _is_published(self, name: str) -> bool:
-        """Copy a file to the usual path; if that fails, warn once where the run's own file is, and return False."""
+        """Copy a dataset's file to the usual path; if copying fails, warn once where the run's own file is, and return
+        False.
+        """
         dataset = self._catalog.get(name)
         try:
             self._publish(name)
@@ -146,7 +150,9 @@ class RunCatalog:
             raise DatasetError(f"{name} cannot be copied to its usual path") from error
 
     def save_checkpoint(self) -> None:
-        """Save the last iteration's state, whose `checkpoint_due` must be True; before any iteration do nothing."""
+        """Save the training state of the last iteration, whose `checkpoint_due` must be True; before any iteration do
+        nothing.
+        """
         if self._checkpoint is not None:
             self.save(CHECKPOINT, self._checkpoint)
 
@@ -163,8 +169,8 @@ class RunCatalog:
 class StageOutputs:
     """The record, in `outputs.json`, of the persistent outputs that an MLflow run has written before the PPO loop.
 
-    No other run writes the outputs of this run. The record has the size of each output, because a run that is killed
-    while it rewrites an output leaves an incomplete one.
+    The outputs recorded in `outputs.json` are written only by the run itself. The record has the size of each output,
+    because a run that is killed while it rewrites an output leaves an incomplete output.
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:
@@ -172,7 +178,7 @@ class StageOutputs:
         self.folder, self._file, self.names = folder, folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:
-        """Record that this run has written a dataset. If recording fails, a resumed run writes the dataset again."""
+        """Record that the run has written a dataset. If recording fails, a resumed run writes the dataset again."""
         path = getattr(dataset, "pinned", None) or file_of(dataset)
         if name not in self.names or path is None:
             return

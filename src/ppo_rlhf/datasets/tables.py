@@ -29,7 +29,7 @@ class TableDataset(ParquetDataset):
 
 
 class OptionalTableDataset(TableDataset):
-    """A Parquet table for an optional input: it loads as None until a run has written it."""
+    """A Parquet table for an optional input: the entry loads as None until a run has written the table."""
 
     def load(self) -> pd.DataFrame | None:
         return super().load() if self.exists() else None
@@ -38,7 +38,8 @@ class OptionalTableDataset(TableDataset):
 class TrainingHistoryDataset(CSVDataset):
     """The training history of the newest run as CSV.
 
-    The table is empty if there is no history, or if `policy_path` is set: the policy then comes from somewhere else.
+    The table is empty if there is no training history, or if `policy_path` is set, because the newest run then did not
+    train the policy.
     """
 
     DEFAULT_FS_ARGS = UTF_8
@@ -55,7 +56,7 @@ class TrainingHistoryDataset(CSVDataset):
         return super().load() if super()._exists() else pd.DataFrame()
 
     def _earlier(self) -> Path:
-        """Return the path that older versions of this package wrote, so that their runs are reported too."""
+        """Return the path of the history that older versions of this package wrote, so that reports show old runs."""
         return Path(str(self._filepath).replace("/07_model_output/", "/08_reporting/"))
 
     def _exists(self) -> bool:
@@ -66,7 +67,7 @@ class TrainingHistoryDataset(CSVDataset):
 class SpreadsheetDataset(CSVDataset):
     """A CSV table that is safe to open in a spreadsheet: an apostrophe before a text keeps it from being a formula.
 
-    Loading removes the apostrophe.
+    Loading the CSV table removes the apostrophe before each text.
     """
 
     DEFAULT_FS_ARGS = UTF_8
@@ -79,7 +80,9 @@ class SpreadsheetDataset(CSVDataset):
 
 
 def table_preview(rows: pd.DataFrame) -> TablePreview:
-    """Return rows in Kedro-Viz's format. Nested values become JSON text: Kedro-Viz would show `[object Object]`."""
+    """Return rows in Kedro-Viz's format. Nested values become JSON text, because Kedro-Viz shows them as `[object
+    Object]`.
+    """
     table = json.loads(rows.to_json(orient="split"))
     table["data"] = [[_readable(value) for value in row] for row in table["data"]]
     return TablePreview(table)

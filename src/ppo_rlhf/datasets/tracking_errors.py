@@ -1,4 +1,4 @@
-"""Errors of an MLflow tracking store, their text in one line, and short timeouts for a tracking server."""
+"""The errors of an MLflow tracking store, the errors' text in one line, and short timeouts for a tracking server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def short_timeouts() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without passwords and without SQLAlchemy's SQL statement, link and hint."""
+    """Return a tracking store error's text in one line, without passwords and without SQLAlchemy's SQL statement, link
+    and hint.
+    """
     text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
     return without_password(" ".join(text.split()))

@@ -1,7 +1,8 @@
 """The gold judge of the demo: deterministic code that scores reviews and accepts any text.
 
 The judge reads prompt + completion and judges the sentences of the completion. A sentence that begins in the prompt and
-ends in the completion is judged as a whole; the header is never judged. With these sentences S and their tokens W,
+ends in the completion is judged as a whole; the header is never judged. With S the judged sentences and W the tokens of
+the judged sentences,
 
     gold = sentiment(W) - ungrammatical(S) - 0.5 unfinished - 0.5 repeated_trigrams(W) - 0.5 repeated_valence(W)
            + 0.2 mentions_aspect(W)

@@ -1,8 +1,8 @@
 """Arithmetic questions with a calculator: a worked example of an environment that answers between the policy's turns.
 
-Half of the demonstrations in `data/01_raw/calculator_demonstrations.jsonl` call the calculator, the other half guess. A
-policy after SFT calls the calculator for half of the questions. PPO with the reward `is_right` teaches the policy to
-call the calculator always.
+Half of the demonstrations in `data/01_raw/calculator_demonstrations.jsonl` call the calculator; the other half guess
+the result. A policy after SFT calls the calculator for half of the questions. PPO with the reward `is_right` teaches
+the policy to call the calculator always.
 """
 
 import re
@@ -12,7 +12,7 @@ _ANSWER = re.compile(r"answer (\d+)")
 
 
 def reply(prompts: list[str], completions: list[str], turns: list[list[str]]) -> list[str | None]:
-    """Answer each turn that calls the calculator; None ends the episode. A function for `ppo.environment`.
+    """Answer each turn that calls the calculator; None ends the episode. `reply` is a function for `ppo.environment`.
 
     Args:
         prompts: The questions.
@@ -24,7 +24,7 @@ def reply(prompts: list[str], completions: list[str], turns: list[list[str]]) ->
 
 
 def is_right(prompts: list[str], completions: list[str], turns: list[list[str]], answer: list[int]) -> list[float]:
-    """Return 1 where the last turn is the right answer, else 0. A reward function.
+    """Return 1 where the last turn is the right answer, else 0. `is_right` is a reward function.
 
     Only the policy's last turn counts: a result in a reply of the environment, or a result that the policy invents,
     earns nothing.
@@ -34,5 +34,5 @@ def is_right(prompts: list[str], completions: list[str], turns: list[list[str]],
 
 
 def calls_calculator(prompts: list[str], completions: list[str], turns: list[list[str]]) -> list[float]:
-    """Return 1 where the policy called the calculator, else 0. A function for `evaluation.rates`."""
+    """Return 1 where the policy called the calculator, else 0. Function for `evaluation.rates`."""
     return [float(_CALL.fullmatch(texts[0].strip()) is not None) for texts in turns]

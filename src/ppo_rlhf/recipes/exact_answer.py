@@ -15,8 +15,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|(?<=\w)\d[\d,]*(
 def after_hashes(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 where the number after the response's first `#### ` equals the reference, else 0; commas do not count.
 
-    verl's published GSM8K runs score by the same rule. If the answer is 72, then `#### 72.`, `#### $72` and 72 without
-    `####` are wrong.
+    verl's published GSM8K runs score by the number after the first `#### `, too. If the answer is 72, then `#### 72.`,
+    `#### $72` and 72 without `####` are wrong.
     """
     scores = []
     for completion, expected in zip(completions, answer, strict=True):

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 GOAL = "a"
 LONGEST = 10
-"""A walk with at least this number of nodes gets the reward 0, even if the walk ends at the goal."""
+"""A walk with at least `LONGEST` nodes gets the reward 0, even if the walk ends at the goal."""
 
 
 def optimality(

@@ -4,9 +4,10 @@ import numpy as np
 from datasets import Dataset
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""Copied from verl's examples/data_preprocess/gsm8k.py. verl's published run counts only answers in this form."""
+"""The instruction is copied from verl's examples/data_preprocess/gsm8k.py. verl's published run counts only answers
+after `####`."""
 
-_SHORTEST_REVIEW = 200  # minimum number of characters: TRL's example leaves out shorter reviews
+_SHORTEST_REVIEW = 200  # number of characters; TRL's example leaves out reviews that are not longer
 _FEWEST_WORDS, _MOST_WORDS = 2, 7
 
 

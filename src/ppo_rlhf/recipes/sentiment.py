@@ -10,7 +10,7 @@ from transformers import pipeline
 from ppo_rlhf.models.quiet import errors_only
 
 MODEL = "lvwerra/distilbert-imdb"
-"""A classifier on the hub; its class 1 is the positive class."""
+"""A sentiment classifier on the hub, whose class 1 is the positive class."""
 _BATCH_SIZE = 64
 
 

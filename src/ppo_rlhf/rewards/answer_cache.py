@@ -1,4 +1,6 @@
-"""A cache of judges' answers on disk: an equal request is never sent, and paid, twice."""
+"""A cache on disk of the answers of LLM judges, so that a request equal to an earlier request is not sent and paid
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import NamedTuple
 from ppo_rlhf.core.errors import RewardError
 
 PATIENCE_S = 60.0
-"""Timeout in seconds for waiting while another run writes to the same file."""
+"""Timeout in seconds for waiting while another run writes to the same answer cache."""
 
 
 class Answer(NamedTuple):
@@ -18,11 +20,13 @@ class Answer(NamedTuple):
 
     text: str
     is_whole: bool
-    """False for an answer that was cut off at the token limit: a number at the answer's end may lack digits."""
+    """False if the answer was cut off at the token limit: a number at the end of the answer may then lack digits."""
 
 
 class AnswerCache:
-    """A database file of answers. Without a path the cache stays empty. `write` commits each answer to disk at once."""
+    """A database file of LLM judges' answers. A cache without a path stores nothing. `write` commits each answer to
+    disk at once.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -59,7 +63,7 @@ class AnswerCache:
         return answers
 
     def write(self, key: str, answer: Answer) -> None:
-        """Store an answer."""
+        """Store a judge's answer under the key of its request."""
         if self._database is not None:
             try:
                 row = (key, answer.text, answer.is_whole)

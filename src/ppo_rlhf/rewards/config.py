@@ -1,4 +1,4 @@
-"""Settings of the reward: the components with their weights and names."""
+"""Settings of the reward: the reward components with their weights and names."""
 
 import re
 from typing import Annotated, Literal
@@ -13,14 +13,14 @@ from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, read_judge, same_opini
 Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]
 """The `module:name` of a Python function."""
 LONGEST_METRIC_NAME = 250
-"""MLflow refuses metric keys with more characters than this."""
+"""MLflow refuses metric keys with more characters than `LONGEST_METRIC_NAME`."""
 
 
 def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:
     """Raise `ConfigError` if a user's `name` for `what` gives a metric `key` that MLflow refuses or that is in use.
 
-    `taken` is True if another metric has the key. With `snake_case` the name must also be a snake-case identifier. If
-    one key of a batch breaks MLflow's rules, MLflow drops the whole batch of metrics.
+    `taken` is True if another metric has the key. With `snake_case` the name must also be a snake-case identifier. The
+    check is needed because MLflow drops a whole batch of metrics if one key in the batch breaks MLflow's rules.
     """
     pattern, allowed = r"\w[\w.\- ]*", "letters, digits, underscores, dashes, periods and spaces"
     if snake_case:
@@ -40,14 +40,14 @@ class RewardComponentConfig:
     """`model`: the catalog's `reward_model`. `function`: a Python function `reward(prompts, completions, **columns)`.
     `llm`: a language model that judges responses, called over OpenAI's chat API. See docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of this component in the sum; a negative weight makes the component a penalty."""
+    """Factor of the component's score in the reward; a negative weight makes the component a penalty."""
     function: str | None = None
-    """`module:name` of the function, for type `function`. Python searches the module in the project's directory, in
-    the project's `src` and on the Python path."""
+    """`module:name` of the reward function, for components of type `function`. Python searches the module in the
+    project's directory, in the project's `src` and on the Python path."""
     llm: Annotated[LLMJudgeConfig | None, BeforeValidator(read_judge)] = None
-    """The settings of `llm`, for type `llm`."""
+    """The settings of the LLM judge, for components of type `llm`."""
     name: str | None = None
-    """Name of the component's metric, `reward/<name>`; by default `model`, `llm` or the function's name."""
+    """Name of the component, whose metric is `reward/<name>`. The default is `model`, `llm` or the function's name."""
 
     def __post_init__(self) -> None:
         if self.type == "function" and not self.function:
@@ -67,7 +67,7 @@ class RewardComponentConfig:
 
     @property
     def title(self) -> str:
-        """The component's name in metrics and errors."""
+        """The reward component's name in metrics and errors."""
         return self.name or (split_reference(self.function)[1] if self.function else self.type)
 
 
@@ -76,11 +76,12 @@ class RewardConfig:
     """The reward of a response: the weighted sum of its components."""
 
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
-    """The terms, each a mapping with the settings of `reward.components`."""
+    """The terms of the reward, each a mapping with the settings of `reward.components`."""
     normalise: Literal["total", "component"] = "total"
-    """What `ppo.reward_normalisation` normalises: total, the weighted sum; or component, each term before the sum
-    (GDPO, arXiv:2601.05242), so that no term counts for more because its numbers spread more. With component, a weight
-    is in units of the standard deviation of its term. Scale and clip are applied after the sum."""
+    """What `ppo.reward_normalisation` normalises: total normalises the weighted sum of the reward components. component
+    normalises each reward component before the sum (GDPO, arXiv:2601.05242), so that no component counts for more
+    because its scores have a larger spread. With component, the weight of a reward component is in units of the
+    standard deviation of the component's scores. `ppo.reward_scale` and `ppo.reward_clip` are applied after the sum."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]
@@ -99,13 +100,13 @@ class RewardConfig:
 
     @property
     def needs_model(self) -> bool:
-        """Whether any component is the reward model."""
+        """Whether any reward component is the reward model."""
         return any(component.type == "model" for component in self.components)
 
     def is_judge(self, judge: str | LLMJudgeConfig | None) -> bool:
-        """Return whether the judge, `module:name` or a language model, is a component with a positive weight.
+        """Return whether the judge, `module:name` or a language model, is a reward component with a positive weight.
 
-        A judge of None means that the reward itself judges: the result is then True.
+        Return True for a judge of None, which means that the reward itself judges.
         """
         parts = [component.function or component.llm for component in self.components if component.weight > 0.0]
         return judge is None or any(same_opinion(judge, part) for part in parts)

@@ -28,7 +28,7 @@ RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
 _OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
-# Arguments that are passed only to functions whose signature names them
+# Arguments that a reward function gets only if its signature names the argument
 _ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)
 
 
@@ -38,7 +38,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     `project_path` defaults to the nearest project at or above the working directory.
 
     Raises:
-        RewardError: The module or the name does not exist, is not callable, or importing the module fails.
+        RewardError: The module or the name does not exist, the object is not callable, or importing the module fails.
     """
     module_name, name = split_reference(reference)
     project = project_path or project_above(Path.cwd())
@@ -63,7 +63,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         what = "is not a function" if hasattr(module, name) else "does not exist there"
         raise RewardError(f"{reference}: {name} {what} ({getattr(module, '__file__', module_name)}).")
 
-    # functools.wraps keeps the signature, which decides the arguments that the function gets
+    # functools.wraps keeps the signature of the user's function, which decides the arguments that the function gets
     @functools.wraps(function)
     def in_project(*positional: Any, **named: Any) -> list[float]:
         with _first_on_path(searched):  # the reward function may import other files of the project while it runs
@@ -76,7 +76,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
 def _first_on_path(folders: list[str]) -> Iterator[None]:
     """Put `folders` first on `sys.path` within the block.
 
-    The folders do not stay on `sys.path`: a user's file could hide a library's module of the same name.
+    The folders do not stay on `sys.path`, because a user's file could hide a library's module of the same name.
     """
     added = [path for path in folders if path not in sys.path]
     sys.path[:0] = added
@@ -89,7 +89,7 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring_globals() -> Iterator[None]:
-    """Restore, after a user's code has run, the global state of torch and of the process that the code changed."""
+    """Restore the global state of torch and of the process that a user's code changed within the block."""
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
     try:
@@ -107,7 +107,7 @@ def _restoring_globals() -> Iterator[None]:
 def check_column_names(columns: Iterable[str], where: str, prompt_column: str | None = None) -> None:
     """Raise `DataError` if a column has the name of an argument that carries prompts or responses to functions.
 
-    The column of the prompts, `prompt_column`, is exempt. `where` names the table in errors.
+    `prompt_column`, the column of the prompts, may have such a name. `where` names the table in errors.
     """
     for name in set(columns).intersection((*_OURS, AGAINST)) - {prompt_column}:
         raise DataError(
@@ -126,15 +126,15 @@ def call_reward_function(
 ) -> list[Any]:
     """Call a user's function and check that it returns one finite number per response.
 
-    Prompts, completions and columns are keyword arguments; a function without `**columns` gets only the arguments that
-    its signature names. A coroutine function (`async def`) is awaited. `completion_ids` are the tokens of each
-    response with its stop token; a function whose signature names `completion_ids` gets the tokens. With
-    `completion_ids` the function may return per-token rewards: for each response a list, a 1-D array or a 1-D tensor
-    with one number per token.
+    Prompts, completions and columns are passed as keyword arguments; a function without `**columns` gets only the
+    arguments that its signature names. A coroutine function (`async def`) is awaited. A function whose signature names
+    `completion_ids` gets the token ids of each response, stop token included. A function that gets `completion_ids` may
+    return per-token rewards: for each response a list, a 1-D array or a 1-D tensor with one number per token.
 
     Raises:
-        RewardError: The function takes other arguments, raised, returned another number of entries than there are
-            responses, or of numbers than a response has tokens, or returned something else than finite float32 numbers.
+        RewardError: The function does not accept the arguments or raised an exception; the number of returned entries
+            is not the number of responses; the number of per-token rewards is not the number of tokens of a response;
+            or a returned value is not a finite float32 number.
     """
     if completion_ids is not None:
         columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
@@ -162,10 +162,12 @@ def call_function(
 ) -> list[Any]:
     """Call a user's function as `call_reward_function` describes, and return a list with one entry per response.
 
-    `title` begins the text of errors. The function gets copies, so it may change its arguments in place.
+    `title` begins the text of errors. The function gets copies of its arguments, so it may change the arguments in
+    place.
 
     Raises:
-        RewardError: The function takes other arguments, raised an exception, or did not return one entry per response.
+        RewardError: The function does not accept the arguments, raised an exception, or did not return one entry per
+            response.
     """
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
@@ -177,7 +179,7 @@ def call_function(
     # Signals and Ctrl-C are no errors of the user's function: re-raise them unchanged
     except (TerminationSignal, KeyboardInterrupt):
         raise
-    except RewardError:  # a RewardError of our LLM judge is complete; a traceback could show the server's key
+    except RewardError:  # an LLM judge's RewardError needs no traceback, which could show the key
         raise
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
@@ -198,7 +200,7 @@ def call_function(
 
 
 def _copies(rows: list[Any]) -> list[Any]:
-    """Return deep copies of rows. Each row is copied alone, because repeated prompts share their objects."""
+    """Return deep copies of rows. Each row is copied separately, because rows of a repeated prompt share objects."""
     return [copy.deepcopy(row) for row in rows]
 
 
@@ -218,7 +220,9 @@ def _awaited(result: Any) -> Any:
 def _arguments(
     function: RewardFunction, title: str, texts: dict[str, list[str]], columns: dict[str, list[Any]]
 ) -> dict[str, list[Any]]:
-    """Return the keyword arguments for a function; raise `RewardError` if its signature does not accept them."""
+    """Return the keyword arguments for a user's function; raise `RewardError` if its signature does not accept the
+    arguments.
+    """
     try:
         signature = inspect.signature(function)
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -253,15 +257,16 @@ def _score(value: Any, name: str, row: int, completion: str) -> float:
 
 
 def _place(error: BaseException, is_users: Callable[[str], bool]) -> str:
-    """Return ' (file, line n)' of the innermost call in the user's files; empty if no call is in these files."""
+    """Return ' (file, line n)' of the innermost call in the user's files; empty if no call is in a user's file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _failing_row(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
-    """Return the row whose prompt or response is a local variable of the innermost frame of `error` that has one.
+    """Return the row that the user's function was reading at `error`.
 
-    None if no frame has a prompt or response as a local variable.
+    The innermost frame of the traceback in which a prompt or a response is a local variable determines the row. Return
+    None if no frame has a prompt or a response as a local variable.
     """
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         local_ids = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
@@ -272,7 +277,7 @@ def _failing_row(error: BaseException, prompts: Sequence[str], completions: Sequ
 
 
 def _written(report: list[str]) -> str:
-    """Write a report to a new temporary file, and return '. Traceback: <file>'; empty if no file can be written."""
+    """Write an error report to a new temporary file; return '. Traceback: <file>', or '' if no file can be written."""
     with contextlib.suppress(OSError), NamedTemporaryFile(prefix="traceback_", delete=False) as file:
         file.write("".join(report).encode(errors="backslashreplace"))
         return f". Traceback: {file.name}"
@@ -282,7 +287,7 @@ def _written(report: list[str]) -> str:
 def split_reference(reference: str) -> tuple[str, str]:
     """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form.
 
-    If a module of this package has moved, its former name is replaced by its new name.
+    The former name of a module of this package that has moved is replaced by the module's new name.
     """
     module_name, _, name = with_new_names(reference).partition(":")
     parts = [name, *module_name.split(".")]
@@ -292,5 +297,5 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def project_above(folder: Path) -> Path:
-    """Return the nearest folder, this one or above, that has a pyproject.toml; this one if none has."""
+    """Return the nearest folder with a pyproject.toml, from `folder` upwards; return `folder` if no folder has one."""
     return next((path for path in (folder, *folder.parents) if (path / "pyproject.toml").is_file()), folder)

@@ -1,4 +1,4 @@
-"""A language model as judge, behind OpenAI's chat API; callable like a reward function."""
+"""A language model as judge, called over OpenAI's chat API; the judge is callable like a reward function."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ppo_rlhf.rewards.answer_cache import Answer, AnswerCache
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
 from ppo_rlhf.rewards.llm_settings import CRITERIA, SCORE_PATTERN, VERDICT_PATTERN, LLMJudgeConfig
 
-if TYPE_CHECKING:  # imported here only for type checkers, because openai is an optional package
+if TYPE_CHECKING:  # only type checkers import openai here: it is an optional package
     from openai import AsyncOpenAI
 
 log = logging.getLogger(__name__)
 
 WORTH = {"A": 1.0, "B": 0.0, "TIE": 0.5}
 REFUSED = (400, 413, 422)
-"""HTTP codes by which servers refuse a text that is too long or breaks their rules. Retrying would not help."""
+"""HTTP codes by which servers refuse a text that is too long or breaks the server's rules. A retry would fail again."""
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -38,35 +38,38 @@ class Counts:
     """Counts of a judge's requests and their results since the start of the run."""
 
     requests: int = 0
-    """Answered requests; retries are not counted."""
+    """Number of answered requests to the judge; retries are not counted."""
     retries: int = 0
     failed: int = 0
-    """Requests without an answer: the server refused the text, or failed after all retries."""
+    """Number of requests without an answer: the server refused the text, or failed after all retries."""
     cached: int = 0
-    """Answers from the cache, or from an equal request in the same batch."""
+    """Number of answers from the answer cache, or from an equal request in the same batch."""
     tokens_in: int = 0
     tokens_out: int = 0
     unparsable: int = 0
-    """Answers without a score or verdict, including cached answers."""
+    """Number of judge's answers without a score or verdict, including cached answers."""
     contradictions: int = 0
-    """Pairs whose two orders name different winners: the judge then prefers a position, not a response."""
+    """Number of pairs of responses for which the judge names different winners in the two orders. Such a judge prefers
+    a position, not a response."""
 
 
 class LLMJudge:
-    """Scores responses by a language model. Usable as a reward or as a judge of `PPOTrainer`, like any function.
+    """Scores responses by a language model. An `LLMJudge` can be `PPOTrainer`'s reward or judge, like a Python
+    function.
 
     Attributes:
-        config: The settings.
-        counts: The counts of requests so far.
+        config: The settings of the judge.
+        counts: The counts of the judge's requests so far.
     """
 
     def __init__(self, config: LLMJudgeConfig, name: str = "judge", project_path: Path | None = None) -> None:
-        """Take the settings; `name` begins the text of errors.
+        """Take the judge's settings; `name` begins the text of errors.
 
-        The cache is below `project_path`, which defaults to the nearest project at or above the working directory.
+        The answer cache is below `project_path`, which defaults to the nearest project at or above the working
+        directory.
 
         Raises:
-            ConfigError: The package `openai` is not installed, or the template is invalid.
+            ConfigError: The package `openai` is not installed, or the judge's template is invalid.
         """
         try:
             import openai  # noqa: F401  # an optional package
@@ -93,10 +96,10 @@ class LLMJudge:
         against_completions: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float]:
-        """Return one score per response; with pairwise answers 1, 0 or 0.5 for a win, a loss or a tie.
+        """Return one score per response; for pairwise answers the score is 1 for a win, 0 for a loss and 0.5 for a tie.
 
-        The judge reads the messages of a single-turn chat without the marks of a chat template. Equal texts are a tie,
-        for which no request is sent.
+        The judge reads the messages of a single-turn chat without the marks of a chat template. Two equal responses are
+        a tie, and the judge is not asked about the pair.
 
         Raises:
             RewardError: The key is not set, the server fails or refuses the key, an answer has no score while
@@ -126,7 +129,7 @@ class LLMJudge:
         return [self._worth(answer, row) for row, answer in enumerate(answers)]
 
     def _others(self, columns: Mapping[str, Sequence[Any]], responses: Sequence[str] | None) -> Sequence[Any]:
-        """Return the texts that the responses are compared with."""
+        """Return the texts that a pairwise judge compares the responses with."""
         column = self.config.against
         if column is None and responses is not None:
             return responses
@@ -140,7 +143,9 @@ class LLMJudge:
         return columns[column]
 
     async def _compared(self, rows: list[dict[str, Any]], ours: list[str], theirs: list[str]) -> list[float]:
-        """Return 1, 0 or 0.5 for each response in `ours`; 1 only if the judge prefers the response in both orders."""
+        """Return 1, 0 or 0.5 for each response in `ours`; 1 only if the judge prefers it to its pair in `theirs` in
+        both orders.
+        """
         differ = [row for row in range(len(rows)) if ours[row] != theirs[row]]
         orders = [[(ours[row], theirs[row]), (theirs[row], ours[row])] for row in differ]
         texts = [
@@ -165,9 +170,10 @@ class LLMJudge:
         return float(self.config.unparsable) if score is None else score
 
     def _parsed(self, answer: Answer | None, row: int) -> float | None:
-        """Return the score of an answer, or with pairwise answers the worth of the response shown first.
+        """Return the score of a judge's answer, or with pairwise answers the score of the response that the judge saw
+        first.
 
-        Return None, and count the answer as unparsable, if the answer has no score or verdict.
+        If the judge's answer has no score or verdict, return None, and count the answer as unparsable.
 
         Raises:
             RewardError: The answer has no score or verdict, and `unparsable` is "error".
@@ -213,7 +219,7 @@ class LLMJudge:
             ) from error
 
     async def _answers(self, texts: Sequence[str]) -> list[Answer | None]:
-        """Return the model's answer to each text; None for a text that the server refused."""
+        """Return the judge's answer to each text; None for a text that the judge's server refused."""
         bodies = {text: self._body(text) for text in texts}
         keys = {text: self._key(body) for text, body in bodies.items()}
         with AnswerCache(self._path) as cache:
@@ -232,9 +238,9 @@ class LLMJudge:
         cache: AnswerCache,
         answers: dict[str, Answer | None],
     ) -> None:
-        """Send requests, and put each answer into `answers` and the cache as soon as it arrives.
+        """Send requests to the judge's server, and put each answer into `answers` and the answer cache when it arrives.
 
-        After a failure no new request starts, but open requests are still awaited.
+        After a failed request no new request starts, but requests that are already open are awaited.
         """
         import openai
 
@@ -264,7 +270,7 @@ class LLMJudge:
 
             await asyncio.gather(*map(ask, bodies))
         if failures:
-            # `from None`, because the text of the original error may contain the server's key
+            # Raise `from None`, because the text of the original error may contain the server's key
             raise failures[0] from None
 
     async def _answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> Answer:
@@ -304,7 +310,8 @@ class LLMJudge:
                 f"{self.name}: the environment variable {variable} is not set. Set the variable to the key, or leave "
                 "out llm.api_key_variable if the server needs no key."
             )
-        # Refuse an unusual key: the client's errors may show the key escaped, where hiding `key` would miss it
+        # Refuse a key with unusual characters: openai's errors may show such a key in escaped form, which a search for
+        # the key would miss, so the message would reveal the key
         if not re.fullmatch("[!-~]+", key):
             raise RewardError(
                 f"{self.name}: the key in {variable} contains spaces or characters that are not printable ASCII. "
@@ -313,7 +320,7 @@ class LLMJudge:
         return key
 
     def _complaint(self, error: Exception, key: str | None, *, is_refused: bool) -> str:
-        """Return the problem and the fix in one line, without the key."""
+        """Return a request's problem and the fix in one line, without the server's key."""
         import openai
 
         cause = (
@@ -343,13 +350,14 @@ class LLMJudge:
 
 
 in_use: dict[tuple[str, LLMJudgeConfig], LLMJudge] = {}
-"""The judges of this run by their place in the settings. Each judge is created once, so that its counts continue."""
+"""The judges of this run by their place in the settings. A judge is created once per run, so that its counts
+continue."""
 
 
 def load_judge(judge: str | LLMJudgeConfig, place: str, project_path: Path | None = None) -> RewardFunction:
     """Return the function of a judge: an imported Python function or an `LLMJudge`.
 
-    `place` is the judge's place in the settings. Raises the errors of `load_function` and `LLMJudge`.
+    `place` is the judge's place in the settings. `load_judge` raises the errors of `load_function` and `LLMJudge`.
     """
     if isinstance(judge, str):
         return load_function(judge, project_path)

@@ -62,58 +62,63 @@ _KEY = "a key is read from the environment only: set api_key_variable to the nam
 
 @settings_group("llm", lives_elsewhere={"api_key": _KEY, "key": _KEY, "type": "leave it out here"})
 class LLMJudgeConfig:
-    """A language model as judge, called over OpenAI's chat API. The settings stand in `llm` of a reward component, in
-    `evaluation.judge` or in `evaluation.judges`.
+    """A language model as judge, called over OpenAI's chat API. The judge's settings stand under `llm` of a reward
+    component, in `evaluation.judge` or in `evaluation.judges`.
     """
 
     model: str
-    """Name of the model on the server."""
+    """Name of the judging model on the server."""
     base_url: str
     """Address of the server's API, such as `http://localhost:8000/v1` (vLLM) or `https://api.openai.com/v1`."""
     api_key_variable: str | None = None
-    """Name of the environment variable that holds the server's key. None: the server needs no key."""
+    """Name of the environment variable that holds the server's key. With None no key is sent."""
     answer: Literal["score", "pairwise"] = "score"
-    """`score`: the judge gives each response a number. `pairwise`: the judge names the better of two responses and is
-    asked in both orders. A response gets 1 if both answers name this response, 0 if both answers name the other
-    response, and 0.5 (a tie) otherwise."""
+    """`score`: the judge gives each response a number. `pairwise`: the judge names the better of two responses, and is
+    asked about each pair in both orders. With `pairwise` a response gets 1 if both of the judge's answers prefer the
+    response, 0 if both answers prefer the response that it is compared with, and 0.5 (a tie) otherwise."""
     criteria: str | None = None
-    """Description of a good response, `{{ criteria }}` in the template. None: a sentence on correctness and
-    relevance."""
+    """Description of a good response, which `{{ criteria }}` in the template stands for. With None the criteria are one
+    sentence on correctness and relevance."""
     template: str | None = None
-    """Jinja template of the text that the model gets. The template can use `prompt`, `criteria`, `messages` and the
+    """Jinja template of the text that the judge gets. The template can use `prompt`, `criteria`, `messages` and the
     columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise answers also `first` and
-    `second`. None: a template of this package."""
+    `second`. With None the judge gets this package's template."""
     lowest: float | None = None
-    """The lowest score; an answer with a lower number is unparsable. None: 1. Only for `answer: score`."""
+    """The lowest score; a judge's answer with a lower number is unparsable. With None the lowest score is 1. Only for
+    `answer: score`."""
     highest: float | None = None
-    """The highest score; an answer with a higher number is unparsable. None: 10. Only for `answer: score`."""
+    """The highest score; a judge's answer with a higher number is unparsable. With None the highest score is 10. Only
+    for `answer: score`."""
     against: str | None = None
-    """Column of the prompts with the texts that responses are compared with. None: SFT's response to the prompt, which
-    only evaluations have. Only for `answer: pairwise`."""
+    """Column of the prompts with the texts that responses are compared with. With None the judge compares with the SFT
+    policy's response to the prompt, which exists only in evaluations. Only for `answer: pairwise`."""
     pattern: str | None = None
-    """Regular expression with one group, which matches the number, or A, B or tie. The last match in an answer counts.
-    None: `Score: <number>` or `Verdict: <A, B or tie>`."""
+    """Regular expression with one group, which matches the number, or A, B or tie. The last match in a judge's answer
+    counts. With None the pattern matches `Score: <number>` or `Verdict: <A, B or tie>`."""
     unparsable: Literal["error"] | float = "error"
     """The score of a response if the judge's answer is cut off or has no score or verdict, or if the server refuses the
-    text (codes 400, 413 and 422). `error` ends the run instead. Metrics count these answers."""
+    text (codes 400, 413 and 422). With `error` such an answer ends the run. Metrics count unparsable answers and
+    refused texts."""
     temperature: Annotated[float, Field(ge=0.0)] | None = 0.0
-    """Sampling temperature of the answers. None: the server's default."""
+    """Sampling temperature of the judge's answers. None uses the server's default temperature."""
     seed: int | None = None
-    """Seed sent with each request, for servers that support a seed. None: no seed is sent."""
+    """Seed sent with each request, for servers that support a seed. With None no seed is sent."""
     max_tokens: Annotated[int, Field(ge=1)] | None = 1024
-    """Maximum length of an answer in tokens. None: the request has no `max_tokens`; models of OpenAI that refuse
-    `max_tokens` take `extra_body: {max_completion_tokens: 1024}` instead."""
+    """Maximum length of a judge's answer in tokens. With None the request has no `max_tokens`; models of OpenAI that
+    refuse `max_tokens` take `extra_body: {max_completion_tokens: 1024}` instead."""
     extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the request's body, such as `chat_template_kwargs` of vLLM."""
+    """Further fields of the body of each request to the judge, such as `chat_template_kwargs` of vLLM."""
     concurrency: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of simultaneous requests."""
+    """Maximum number of simultaneous requests to the judge."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """Timeout of a request in seconds."""
+    """Timeout of a request to the judge in seconds."""
     max_retries: Annotated[int, Field(ge=0)] = 6
-    """Number of retries of a request if the server cannot be reached, times out, or answers 408, 409, 429 or 5xx. The
-    pauses double from 0.5 to 8 seconds, or are as long as the server asks. After the last retry the run ends."""
+    """Number of retries of a request if the judge's server cannot be reached, times out, or answers 408, 409, 429 or
+    5xx. The pauses between retries double from 0.5 to 8 seconds, or are as long as the server asks. If the last retry
+    fails, the run ends."""
     cache: str | None = CACHE
-    """File of the answers, below the project; an equal request is not sent again. None: answers are not stored."""
+    """File below the project in which the judge's answers are cached; a request with a cached answer is not sent again.
+    With None the judge's answers are not stored."""
 
     def __post_init__(self) -> None:
         address = urlsplit(self.base_url)
@@ -122,7 +127,7 @@ class LLMJudgeConfig:
                 "llm.base_url must have the form http://host:port/v1, without a key. Correct the address."
             )
         variable = self.api_key_variable
-        # Do not show the given value, because the user may have given the key itself
+        # Do not show the value of api_key_variable in the error, because the user may have entered the key itself
         if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable):
             raise ConfigError(
                 "llm.api_key_variable is not the name of an environment variable, such as OPENAI_API_KEY."
@@ -158,12 +163,12 @@ class LLMJudgeConfig:
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether an answer compares two responses."""
+        """Whether each answer of the judge compares two responses."""
         return self.answer == "pairwise"
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The lowest and the highest score."""
+        """The lowest and the highest score that the judge may give."""
         return 1.0 if self.lowest is None else self.lowest, 10.0 if self.highest is None else self.highest
 
     @property
@@ -173,7 +178,7 @@ class LLMJudgeConfig:
 
     @property
     def opinion(self) -> str:
-        """The settings that affect an answer, as JSON: judges with equal `opinion` give the same scores."""
+        """The settings that affect the judge's answers, as JSON: judges with equal `opinion` give the same scores."""
         transport = {"api_key_variable", "concurrency", "timeout_s", "max_retries", "cache"}
         return json.dumps({k: v for k, v in asdict(self).items() if k not in transport}, sort_keys=True, default=str)
 

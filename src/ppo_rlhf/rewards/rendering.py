@@ -78,16 +78,16 @@ class Rendering:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Special tokens of the policy's vocabulary."""
+        """Ids of the special tokens of the policy's vocabulary."""
         return special_ids(self.policy_tokenizer)
 
     def sequences(self, batch: ResponseBatch) -> list[list[int]]:
         """Return the token ids of N prompts with their responses.
 
         Raises:
-            DataError: A prompt is a chat, and the reward model's tokenizer has no chat template or its template
-                refuses the conversation; or the templates of reward model and policy differ, and the policy's template
-                cannot write a reply of the environment as a turn.
+            DataError: A prompt is a chat, and the reward model's tokenizer has no chat template. Or the reward model's
+                chat template refuses the conversation. Or the chat templates of reward model and policy differ, and the
+                policy's chat template cannot write a reply of the environment as a turn.
         """
         chats = batch.chats or [None] * len(batch)
         texts = [row for row, chat in enumerate(chats) if chat is None and not self.reads_policy_ids]
@@ -100,8 +100,8 @@ class Rendering:
     def check(self, chats: Iterable[str | None], name: str, tools: Iterable[Any] | None = None) -> None:
         """Raise `DataError` if the reward model's chat template refuses a prompt with a reply.
 
-        `chats` are the prompts' messages as JSON, None for plain text. Of prompts with the same roles and keys only the
-        first is rendered. `name` names the table in errors; `tools` is the table's column `tools`.
+        `chats` are the prompts' messages as JSON, None for plain text. Of several prompts with the same roles and keys
+        only the first prompt is rendered. `name` names the table in errors; `tools` is the table's column `tools`.
         """
         tried: set[Hashable] = set()
         rows = zip(chats, repeat(None) if tools is None else tools, strict=False)
@@ -154,9 +154,10 @@ class Rendering:
         return batch.prompt_ids[row] + closed
 
     def _encode(self, batch: ResponseBatch, rows: list[int]) -> list[list[int]]:
-        if not rows:  # for an empty list, some versions of transformers return one text instead of none
+        if not rows:  # for an empty list some versions of transformers return one text, not an empty list
             return []
-        # Decode prompt and response together, so that the policy's tokenizer decides on a space between both
+        # Decode prompt and response together, so that the policy's tokenizer decides whether a space separates the
+        # response from the prompt
         whole = [batch.prompt_ids[row] + batch.response_ids[row] for row in rows]
         encoded = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
         eos = self.tokenizer.eos_token_id
@@ -167,7 +168,7 @@ def _replies_as_text(chat: Chat, turns: list[str]) -> Chat:
     """Return the conversation with plain-text content in its last `len(turns)` messages.
 
     A message with more keys than role and content, such as tool calls, becomes an assistant's message with the text of
-    its turn. `turns` are those of `ResponseBatch`.
+    its turn. `turns` are one row's entry of `ResponseBatch.turns`.
     """
     before, replies = chat[: len(chat) - len(turns)], chat[len(chat) - len(turns) :]
     pairs = zip(replies, turns, strict=True)
@@ -182,10 +183,10 @@ def conversation_ids(
 ) -> list[int]:
     """Return the ids of `tokenizer.apply_chat_template(chat, tools)`.
 
-    `stopped` is False for a truncated reply: its turn is left open.
+    `stopped` is False for a truncated reply, whose turn is rendered without its end.
 
     Raises:
-        DataError: As `render_chat`, or the policy's template cannot write a reply of an environment as a turn.
+        DataError: As `render_chat`, or the policy's chat template cannot write a reply of an environment as a turn.
     """
     if any(message["role"] == ENVIRONMENT for message in chat):
         raise DataError(
@@ -201,10 +202,11 @@ def conversation_ids(
 def close_response(
     ids: list[int], stopped: bool, end: list[int], special_ids: frozenset[int], *, has_turns: bool = False
 ) -> list[int]:
-    """Return a response as reward training renders it: followed by `end` if and only if the response stopped.
+    """Return a response as reward training renders responses: followed by `end` if and only if a stop token ended it.
 
     `end` replaces a stop token that is a special token. A stop token that is text, such as a full stop, stays before
-    `end`. With turns, an episode can be truncated right after the stop token of a turn; that stop token is removed.
+    `end`. An episode of several turns can be truncated right after the stop token of a turn; the last stop token of
+    such an episode is removed.
     """
     if not stopped and not has_turns:
         return ids
@@ -251,7 +253,7 @@ def conversations(
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What a chat template writes around the content of an assistant's message."""
+    """The text that a chat template writes around the content of an assistant's message."""
 
     begun: str = ""  # part of the reply that the generation prompt already contains, such as `<think>`
     # Text with special tokens before the content, which the policy writes itself: `<|channel|>final<|message|>`
@@ -261,21 +263,21 @@ class ReplyForm:
 
     @classmethod
     def of(cls, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
-        """Return the form of replies to a chat, which depends on the chat template and the system messages.
+        """Return the `ReplyForm` for a chat, which depends on the chat template and the chat's system messages.
 
-        The form does not depend on sampled text, so no reply can make the template refuse the chat.
+        The `ReplyForm` does not depend on sampled text, so no sampled reply can make the chat template refuse the chat.
         """
         system = [*takewhile(lambda message: message["role"] == "system", chat)]
         return _form(tokenizer, str(tokenizer.chat_template), json.dumps(system))
 
 
-@lru_cache(maxsize=256)  # cache many forms, because each row may have another system message
+@lru_cache(maxsize=256)  # cache many reply forms, because each row may have a system message of its own
 def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> ReplyForm:
-    """Return the form of replies after `system`, the system messages as JSON.
+    """Return the `ReplyForm` of replies after `system`, the system messages as JSON.
 
-    `template` is a part of the cache's key: a tokenizer's template can change. Before the content of an earlier
-    assistant's message stand only the assistant's mark and the channel, because templates write reasoning, even empty
-    reasoning, only into the last message.
+    `template` is a part of the cache's key, because a tokenizer's chat template can change. The channel is read from an
+    assistant's message that is not the last message: chat templates write reasoning, even empty reasoning, only into
+    the last message.
     """
     question = {"role": "user", "content": "?"}
     chat = [*json.loads(system), question]
@@ -287,7 +289,7 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str, system: str) -> Rep
     if asked == last[0] or earlier is None:
         return ReplyForm(end=end)
     shared = shared_length(asked, earlier[0])
-    if shared < len(asked):  # white space alone does not count as a beginning of the reply
+    if shared < len(asked):  # white space alone does not count as the beginning of a reply
         return ReplyForm(begun=asked[shared:] if asked[shared:].strip() else "", end=end)
     channel = earlier[0][shared:]
     is_marked = special_ids(tokenizer).intersection(tokenizer(channel, add_special_tokens=False)["input_ids"])
@@ -298,11 +300,12 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
     """Return a chat with the policy's reply; `reply` are the reply's tokens, `before` all tokens before the reply.
 
     A tokenizer with a response template parses the reply: reasoning and tool calls become separate keys of the message.
-    Otherwise the content is everything after the assistant's mark, including the beginning that the generation prompt
-    contains. If the template uses channels, the content is the text after the last mark of the answer channel.
+    Without a response template the content of the reply is everything after the assistant's mark, including the
+    beginning of the reply that the generation prompt contains. If the chat template uses channels, the content of the
+    reply is the text after the last mark of the answer channel.
     """
     if getattr(tokenizer, "response_template", None):
-        # transformers' parser can fail on sampled text; the reply is then read without the parser
+        # transformers' parser can fail on sampled text; after such a failure the reply is read without the parser
         with suppress(Exception):
             parsed: dict[str, Any] = tokenizer.parse_response(reply, prefix=before)
             whole = chat[:-1] if chat[-1]["role"] == ASSISTANT else chat
@@ -322,7 +325,7 @@ def _with_reply(chat: Chat, before: list[int], reply: list[int], tokenizer: PreT
 
 
 def _ends_with(ids: list[int], begun: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the text of `ids` ends with the text of `begun`, whose tokens may be split differently there."""
+    """Return whether the text of `ids` ends with the text of `begun`, even if `ids` splits it into other tokens."""
     text = str(tokenizer.decode(begun)).strip()
     # Decode 8 tokens more, which leaves room for white space at the end
     return str(tokenizer.decode(ids[-len(text.encode()) - 8 :])).rstrip().endswith(text)
@@ -340,9 +343,10 @@ def _answer_in_channel(reply: list[int], channel: list[int], tokenizer: PreTrain
 
 
 def _warn_of_special_tokens(replies: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
-    """Warn once if most replies contain the same special token before their end: decoded texts leave it out.
+    """Warn once if most replies contain the same special token before their end: decoded texts leave out special
+    tokens.
 
-    `chat` is one of the prompts.
+    `chat` is one of the prompts that the replies answer.
     """
     known, topic = special_ids(tokenizer), f"special tokens of {tokenizer.name_or_path}"
     if topic in said or not is_main_process():

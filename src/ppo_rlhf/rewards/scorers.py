@@ -46,8 +46,8 @@ class ModelScorer:
     ) -> None:
         """Take the reward model with its tokenizer, and the policy's tokenizer, which encoded the responses.
 
-        Each call scores on `device`; None: the model's current device. Between calls the reward model may be in host
-        memory. One forward pass takes `batch_size` sequences; None: as many as fit into memory.
+        Each call scores on `device`; None uses the reward model's current device. Between calls the reward model may be
+        in host memory. One forward pass takes `batch_size` sequences; None takes as many sequences as fit into memory.
         """
         self.model = model
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class ModelScorer:
 
         Raises:
             DataError: The reward model's chat template refuses a prompt.
-            ModelError: A sequence is longer than the model's context.
+            ModelError: A prompt with its response is longer than the reward model's context.
             RewardError: A score is NaN or infinite.
         """
         sequences = self.rendering.sequences(batch)
@@ -118,12 +118,12 @@ def build_reward_scorer(
 ) -> RewardScorer:
     """Import every reward function, and load the reward model on `device` in `dtype` if a component uses it.
 
-    One forward pass of the reward model takes `batch_size` sequences; None: as many as fit into memory. With `offload`
-    the reward model stays in host memory and moves to the device only while it scores.
+    One forward pass of the reward model takes `batch_size` sequences; None takes as many sequences as fit into memory.
+    With `offload` the reward model stays in host memory and moves to the device only while it scores.
 
     Raises:
         ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
-        RewardError: A function cannot be found.
+        RewardError: A reward function cannot be imported.
         ModelError: The reward model cannot be loaded.
     """
     scorings: dict[str, Scoring] = {
@@ -154,8 +154,8 @@ def check_room(
 ) -> None:
     """Raise `ModelError` if a prompt with its response could be longer than the reward model's context.
 
-    Nothing is checked if the policy and the reward model have different vocabularies: the length in the reward model's
-    tokens is then unknown before training.
+    Nothing is checked if the policy and the reward model have different vocabularies, because the number of the reward
+    model's tokens in a response is unknown before training.
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
@@ -185,12 +185,12 @@ def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
 
 
 def functions_of(scorer: RewardScorer) -> list[Scoring]:
-    """Return the components that are Python functions."""
+    """Return the reward components that are Python functions."""
     return [scoring for _, _, scoring in scorer.components if not isinstance(scoring, ModelScorer)]
 
 
 def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
-    """Return a function's scores [N], or its per-token rewards [N, longest response], in float64.
+    """Return a reward function's scores [N], or its per-token rewards [N, longest response], in float64.
 
     The main process calls the function; every process returns the result.
 
@@ -208,9 +208,10 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
 
 
 def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the reward model's accuracy on held-out pairs; None if it is unknown.
+    """Return the reward model's accuracy on held-out pairs; None if the accuracy is unknown.
 
-    Reward training writes the accuracy into the model's config.json, so it always belongs to this model.
+    Reward training writes the accuracy into the model's config.json, so the accuracy always belongs to the loaded
+    reward model.
     """
     if reward_model is None or not reward.needs_model:
         return None

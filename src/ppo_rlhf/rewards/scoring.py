@@ -17,17 +17,19 @@ from ppo_rlhf.data.chats import Chat
 TURNS = "turns"
 MESSAGES = "messages"
 AGAINST = "against_completions"
-"""Name of the argument with the responses that a judge compares the completions with: SFT's to the same prompts."""
+"""Name of the argument with the responses that a judge compares the completions with: the SFT policy's."""
 
 
 class DecodedWhenRead(UserList[str]):
     """A list of texts that is decoded on first access.
 
-    Only the main process calls reward functions, so the other processes never decode.
+    Only the main process calls reward functions, so all processes except the main process never decode the texts.
     """
 
     def __init__(self, texts: Callable[[], list[str]] | Iterable[str]) -> None:
-        """Take a function that returns the texts, or the texts (a slice or copy of the list passes texts)."""
+        """Take a function that returns the texts, or the texts themselves, which Python passes to copy or slice the
+        list.
+        """
         if callable(texts):
             self._decode = texts
         else:
@@ -35,13 +37,13 @@ class DecodedWhenRead(UserList[str]):
 
     @cached_property
     def data(self) -> list[str]:  # type: ignore[override]  # UserList assigns `data` in __init__
-        """The decoded texts."""
+        """The decoded texts of the list."""
         return self._decode()
 
 
 @dataclass(frozen=True)
 class ResponseBatch:
-    """N responses: texts for reward functions, token ids for reward models."""
+    """N responses to score: as texts for reward functions, and as token ids for reward models."""
 
     prompts: list[str]
     completions: Sequence[str]  # texts of the N responses, without special tokens
@@ -53,8 +55,8 @@ class ResponseBatch:
     turns: list[list[str]] = field(default_factory=list)
     # [N, T] bool, True on tokens that the policy sampled; None: the policy sampled all tokens
     policy_mask: Tensor | None = None
-    # For each prompt, its chat with the response (`rendering.conversations`), or None if the prompt is plain text.
-    # An empty list means that all prompts are plain text
+    # For each prompt, its chat with the response (`rendering.conversations`), or None if the prompt is plain text. An
+    # empty list of chats means that all prompts are plain text
     chats: list[Chat | None] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -72,11 +74,12 @@ class ResponseBatch:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
+    """Scores of N responses: `total` [N] is the weighted sum of the unweighted scores [N] in `components`.
 
     A per-token component scores a response by the sum over its tokens. `token_rewards` [N, longest response] is the
-    weighted sum of the per-token components at each token, 0 in the padding; None without a per-token component.
-    `apart` has the weight of each component if each component is normalised by itself; None if their sum is normalised.
+    weighted sum of the per-token components at each token, 0 in the padding; `token_rewards` is None without a
+    per-token component. `apart` has the weight of each reward component if each component is normalised separately;
+    `apart` is None if the sum of the components is normalised.
     """
 
     total: Tensor
@@ -86,11 +89,12 @@ class Scores:
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
-"""Returns one number per response, [N], or one number per token, [N, longest response] with 0 in the padding."""
+"""A function that returns one score per response, [N], or one per token, [N, longest response] with 0 in the
+padding."""
 
 
 class RewardScorer:
-    """Scores responses by every component and adds up the weighted scores."""
+    """Scores responses by every reward component and adds up the weighted scores."""
 
     def __init__(
         self,
@@ -99,7 +103,8 @@ class RewardScorer:
         *,
         normalise: Literal["total", "component"] = "total",
     ) -> None:
-        """Take (name, weight, scoring) of each component, and the reward model if a component uses one.
+        """Take (name, weight, scoring) of each reward component, and the reward model if a component uses a reward
+        model.
 
         `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before the sum.
         """
@@ -122,7 +127,7 @@ class RewardScorer:
         for name, weight, scoring in self.components:
             rewards = scoring(batch).to("cpu", torch.float64)
             if rewards.dim() == 2:
-                # The environment's tokens are not actions of the policy, so they get no reward
+                # Tokens of the environment are not actions of the policy, so tokens of the environment get no reward
                 if batch.policy_mask is not None:
                     rewards = torch.where(batch.policy_mask[:, : rewards.shape[1]], rewards, 0.0)
                 token_rewards = weight * rewards + (0.0 if token_rewards is None else token_rewards)

@@ -1,7 +1,8 @@
 """Turn the raw score of a response into the final score, which is the reward of the response's last token.
 
-The steps, in this order: normalisation (of the sum of the rewards, or of each reward before the sum), scale, clip,
-penalties for truncated and overlong responses. Penalties are not clipped. Per-token rewards are only scaled.
+The steps of the shaping, in this order: normalisation (of the sum of the reward components, or of each reward component
+before the sum), scale, clip, penalties for truncated and overlong responses. Penalties are not clipped. Per-token
+rewards are only scaled.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def final_scores_apart(
     moments: Mapping[str, RunningMoments],
     config: PPOConfig,
 ) -> Tensor:
-    """Return the final scores `[B]` of components that are normalised each by itself before their weighted sum.
+    """Return the final scores `[B]` if each reward component is normalised separately before the weighted sum.
 
-    As in GDPO (Liu et al. 2026, arXiv:2601.05242), over the batch or the run instead of the responses to one prompt.
-    A component whose scores are all equal becomes 0. `moments` are the statistics of each component's scores before
-    this batch.
+    The normalisation is that of GDPO (Liu et al. 2026, arXiv:2601.05242), but its statistics are over the batch or the
+    run instead of the responses to one prompt. A reward component whose scores are all equal contributes 0. `moments`
+    are the statistics of each reward component's scores before this batch.
 
     Raises:
-        ConfigError: `ppo.reward_normalisation` does not say how.
+        ConfigError: `ppo.reward_normalisation` is `none`.
     """
     check_normalisation("component", config)
     parts = [
@@ -55,9 +56,10 @@ def final_scores_apart(
 
 
 def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PPOConfig) -> dict[str, float]:
-    """Return the standard deviation that each separately normalised component was divided by, in its units.
+    """Return the standard deviation by which each separately normalised reward component was divided.
 
-    The epsilon under the root is left out. `moments` are as for `final_scores_apart`.
+    The result leaves out the epsilon that the normalisation adds to the variance. `moments` are the same as in
+    `final_scores_apart`.
     """
     found = {}
     for name in scores.apart or ():
@@ -70,7 +72,7 @@ def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PP
 
 
 def check_normalisation(normalise: str, config: PPOConfig) -> None:
-    """Raise `ConfigError` if components are to be normalised, and no setting says how."""
+    """Raise `ConfigError` if `normalise` is `component` but `ppo.reward_normalisation` is `none`."""
     if normalise == "component" and config.reward_normalisation == "none":
         raise ConfigError(
             "reward.normalise=component and ppo.reward_normalisation=none: nothing says how the components are "
@@ -84,7 +86,7 @@ def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOCo
     Truncated responses get 0 for every token if `truncated_responses` is "replace".
 
     Raises:
-        ConfigError: A PPO setting is set that is defined only for scores of whole responses.
+        ConfigError: A setting of PPO that is defined only for scores of whole responses is set.
     """
     check_token_rewards(config)
     if config.truncated_responses == "replace":
@@ -93,7 +95,7 @@ def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOCo
 
 
 def check_token_rewards(config: PPOConfig) -> None:
-    """Raise `ConfigError` if a setting excludes per-token rewards."""
+    """Raise `ConfigError` if a setting of PPO does not support per-token rewards."""
     for name in ("reward_normalisation", "reward_clip"):
         if name in config.not_default():
             raise ConfigError(

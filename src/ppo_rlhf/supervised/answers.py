@@ -9,7 +9,7 @@ AGREEMENT = "feedback/agreement"
 """The MLflow key of the metric `agreement`."""
 TRACE, PEOPLE, WHEN, RATIONALES, ALPHA = "trace_id", "people", "answered_at", "rationales", "agreement"
 KEPT = (TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
-"""Columns that a table of people's preferences has in addition to the columns that a reward model reads."""
+"""Columns that a table of people's preferences has beside the columns from which a reward model is trained."""
 
 
 def majority(answers: Mapping[str, str]) -> str | None:
@@ -24,8 +24,8 @@ def agreement(answers: Sequence[Mapping[str, str]]) -> float | None:
     """Return Krippendorff's alpha of people's answers: 1 is perfect agreement, 0 is agreement by chance.
 
     `answers` has one mapping of person to answer for each pair. Answers are nominal (unordered), and people may skip
-    pairs. Return None if no pair has answers of two people. Source: Krippendorff 2011, Computing Krippendorff's
-    Alpha-Reliability.
+    pairs of responses. Return None if no pair has answers of two people. Source: Krippendorff 2011, Computing
+    Krippendorff's Alpha-Reliability.
     """
     several = [values for values in answers if len(values) > 1]
     if not several:

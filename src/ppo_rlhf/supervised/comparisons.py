@@ -1,4 +1,6 @@
-"""Sample pairs of responses for people to compare: two responses of one policy, or one of each of two policies."""
+"""Sample pairs of responses for people to compare: two responses of one policy, or one response of each of two
+policies.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,18 @@ class FeedbackConfig:
     policy: str = "sft_policy"
     """The policy whose responses are compared: sft_policy or ppo_policy (names in the catalog), a path or a hub id."""
     against: str | None = None
-    """A second policy, named like `policy`: a pair then has one response of each policy. None: a pair has two responses
-    of `policy`."""
+    """A second policy, named like `policy`. With a second policy each pair has one response of each policy. With None
+    each pair has two responses of `policy`."""
     queue: Annotated[str | None, AfterValidator(_check_name)] = None
-    """Name of the queue. None: the name of the policy, or `<policy> against <against>` for two policies."""
+    """Name of the review queue. None: the name of the policy, or `<policy> against <against>` for two policies."""
     pairs: Annotated[int, Field(ge=1)] = 40
-    """Number of pairs that a run samples; pairs of equal responses are then left out."""
+    """Number of pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
     prompts: Literal["training", "held_out"] | None = None
-    """The prompts of the pairs. None: held-out prompts if two policies are compared, else training prompts."""
+    """The prompts of the pairs of responses. None: held-out prompts if two policies are compared, else training
+    prompts."""
     temperature: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Sampling temperature. None: ppo.temperature, or the temperature that ppo_policy was trained with."""
+    """Sampling temperature of the responses. None: ppo.temperature, or the temperature that ppo_policy was trained
+    with."""
     instruction: str = "Which response is better?"
     """The question that MLflow's page shows."""
     batch_size: Annotated[int, Field(ge=1)] = 64
@@ -70,13 +74,13 @@ class FeedbackConfig:
 
     @property
     def queue_name(self) -> str:
-        """The name of the queue; derived from the policies' names if `queue` is None."""
+        """The name of the review queue; derived from the policies' names if `queue` is None."""
         named = [re.sub(r"[^\w.+-]", "-", last_name(each)) for each in (self.policy, self.against) if each]
         return self.queue or " against ".join(named)
 
     @property
     def held_out(self) -> bool:
-        """Whether the pairs use held-out prompts."""
+        """Whether the pairs of responses use held-out prompts."""
         return (self.prompts or ("held_out" if self.against else "training")) == "held_out"
 
     def names(self, policy: str) -> bool:
@@ -96,15 +100,15 @@ def sample_comparisons(
     pairs: int,
     known: Set[str] = frozenset(),
 ) -> tuple[pd.DataFrame, int]:
-    """Sample the pairs with the numbers `start` to `start + pairs - 1`, and draw which response is shown as A.
+    """Sample the pairs of responses with the numbers `start` to `start + pairs - 1`, and draw each pair's response A.
 
-    The prompt, the noise and the sides of a pair depend only on the seed and the pair's number. Two policies get the
-    same noise, as in an evaluation; a policy that is compared with itself gets different noise for each response. Pairs
-    of equal responses and pairs whose key is in `known` are left out.
+    The prompt, the sampling noise and the sides (A or B) of a pair of responses depend only on the seed and the pair's
+    number. Two policies get the same sampling noise, as in an evaluation; a policy that is compared with itself gets
+    different noise for each response. Pairs of equal responses and pairs whose key is in `known` are left out.
 
     Returns:
         A table with the columns `COLUMNS`, one row per pair, and the number of pairs of equal responses. `policy_is_a`
-        is True if response A is the first policy's; `pair` is the `pair_key`.
+        is True if response A is the first policy's; `pair` is the pair's `pair_key`.
     """
     if not pairs:
         return pd.DataFrame(columns=[*COLUMNS]), 0
@@ -136,6 +140,6 @@ def sample_comparisons(
 
 
 def pair_key(prompt: str | Chat, response_a: str, response_b: str) -> str:
-    """Return a hash that identifies a pair and does not depend on the order of the responses."""
+    """Return a hash that identifies a pair of responses and does not depend on their order."""
     text = json.dumps([prompt, sorted([response_a, response_b])], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,7 +1,7 @@
-"""Demonstrations for supervised fine-tuning: check the tables, split them, and tokenise them.
+"""Check, split and tokenise tables of demonstrations for supervised fine-tuning.
 
-Three of TRL's formats are supported: `text`; `prompt` and `completion`; `messages` (chats, which the tokenizer's chat
-template renders).
+Three of TRL's formats of demonstrations are supported: `text`; `prompt` and `completion`; `messages` (chats, which the
+tokenizer's chat template renders).
 """
 
 import copy
@@ -53,22 +53,23 @@ class DataPreparationConfig:
     """Settings for reading demonstrations and for holding demonstrations out."""
 
     text_column: str = "text"
-    """Column of whole texts."""
+    """Column of whole texts, in tables of demonstrations without prompts."""
     prompt_column: str = "prompt"
     """Column of prompts, in tables of prompts and completions (texts or chats). SFT learns only the completions."""
     completion_column: str = "completion"
-    """Column of completions."""
+    """Column of completions, in tables of prompts and completions."""
     messages_column: str = "messages"
     """Column of chats: lists of `{"role": …, "content": …}` or of ShareGPT's messages, plain or as JSON. The tokenizer
-    needs a chat template. If this column is missing, `conversations` is read."""
+    needs a chat template. If a table has no column of chats of this name, the column `conversations` is read."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the distinct demonstrations that is held out to evaluate the loss."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
     """Maximum number of held-out demonstrations."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
-    """Number of demonstrations to use, drawn at random; None uses all."""
+    """Number of demonstrations to use, drawn at random; None uses all demonstrations."""
     seed: Seed = 42
-    """Seed of the choice of the held-out demonstrations, and of the drawn ones with max_demonstrations."""
+    """Seed of the random choice of the held-out demonstrations, and with max_demonstrations of the demonstrations to
+    use."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ def split_demonstrations(
 
     The returned tables have the columns `messages`, or `prompt` and `completion`, or `text`, in this order of
     preference. If prompts and completions are chats, the columns are `messages` with the whole chat and `prompt` with
-    the part that is not learnt. A column `tools` is kept. Chats are stored as JSON: Parquet would add the keys of one
-    message to all messages, and has no type for some chats. Copies of one demonstration are never on both sides, and a
-    held-out demonstration is kept once. With a tokenizer one chat of each kind is rendered as a check.
+    the part of the chat that is not learnt. A column `tools` is kept. Chats are stored as JSON: Parquet would add the
+    keys of one message to all messages, and has no type for some chats. No demonstration is both trained on and held
+    out, and of several copies of a held-out demonstration only one copy is kept. With a tokenizer one chat of each kind
+    is rendered as a check.
 
     Raises:
         DataError: The columns are missing, a value is empty or not text, fewer than two rows are distinct, or the chat
@@ -116,13 +118,13 @@ def tokenise_demonstrations(
 ) -> TokenisedDemonstrations:
     """Return the token sequences and labels of a table from `split_demonstrations`.
 
-    Texts and completions end in the end-of-text token. Tables with prompts learn only the completions. Other chats
-    learn only the assistant's turns if `template` marks them, and are learnt whole otherwise; texts are learnt whole.
-    Sequences are truncated to `max_length` tokens; a truncated sequence has no end-of-text token. `name` names the
-    table in messages; `template` is from `training_template`.
+    Texts and completions end in the end-of-text token. SFT learns only the completions of tables with prompts. In chats
+    without a prompt SFT learns only the assistant's turns if `template` marks the assistant's turns, and the whole chat
+    otherwise. Texts are learnt whole. Sequences are truncated to `max_length` tokens; a truncated sequence has no
+    end-of-text token. `name` names the table in messages; `template` is from `training_template`.
 
     Raises:
-        DataError: The tokenizer has no chat template for chats, the template leaves a message out, or no row has a
+        DataError: The tokenizer has no chat template for chats, the chat template leaves a message out, or no row has a
             learnt token within `max_length`.
     """
     encoded = (
@@ -153,12 +155,12 @@ def tokenise_demonstrations(
 def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool | None) -> str | None:
     """Return a chat template that marks the assistant's turns; None if chats are learnt whole.
 
-    The template is the tokenizer's own template if it has marks, else TRL's training template for the tokenizer's
-    template.
+    The returned template is the tokenizer's own chat template if it marks the assistant's turns, else TRL's training
+    template for the tokenizer's chat template.
 
     Raises:
-        ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, but no template with marks
-            exists.
+        ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, but no chat template that
+            marks the assistant's turns exists.
     """
     if assistant_only is False or not getattr(tokenizer, "chat_template", None):
         return None
@@ -167,7 +169,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
 
     template = templates_of(tokenizer)["default"]
     body = without_template_defaults(template)
-    # TRL finds a training template by the exact text of a known template, so remove the prepended defaults
+    # TRL finds a training template by the exact text of a known template, so remove the default values that this
+    # project prepends to the template
     with_body = copy.copy(tokenizer)
     with_body.chat_template = body
     try:
@@ -286,7 +289,7 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, templ
 
 
 def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
-    """Return the labels of `ids`: `IGNORED` for the tokens shared with the prompt, else the token itself.
+    """Return the labels of `ids`: `IGNORED` for each token shared with the prompt, else the token itself.
 
     As in TRL, the tokens at the end of the prompt may merge with the completion; a merged token is learnt.
     """

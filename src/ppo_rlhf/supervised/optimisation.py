@@ -12,7 +12,8 @@ from ppo_rlhf.config.settings_group import Seed
 TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 
 History = list[dict[str, float]]
-"""Metrics of a training: one dictionary per logged step, with `step` (completed optimiser steps) and the metrics."""
+"""Metrics of a supervised training: one dictionary per logged step, with `step` (completed optimiser steps) and the
+metrics."""
 Watch = Callable[[int], AbstractContextManager[Callable[[int, Mapping[str, float]], None]]]
 """Opens a progress display for the given number of optimiser steps; yields a function that takes (step, metrics)."""
 
@@ -22,9 +23,9 @@ class OptimisationConfig:
     """Settings of the optimiser for supervised fine-tuning and reward-model training; the names are TRL's."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Number of optimiser steps; overrides num_train_epochs."""
+    """Number of optimiser steps; if set, max_steps overrides num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
@@ -34,34 +35,36 @@ class OptimisationConfig:
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradients are clipped to this 2-norm."""
+    """Gradients are clipped to a 2-norm of at most max_grad_norm."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Rows (texts or pairs) in one forward and backward pass of all processes together. The number of processes must
-    divide this batch. With several processes the last batch of an epoch is filled up with rows of the first batch."""
+    """Number of rows (texts or pairs) in one forward and backward pass of all processes together. The number of
+    processes must divide per_device_train_batch_size. With several processes the last batch of an epoch is filled up
+    with rows of the first batch."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Forward and backward passes per optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum length of a sequence in tokens; None: the model's context."""
     group_by_length: bool = True
-    """Put rows of similar length into one batch, which needs less padding."""
+    """Put rows of similar length into one batch, so that batches need less padding."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    """Recompute activations in the backward pass. Training then needs less memory and is about a fifth slower."""
     bf16: bool = False
     """Autocast to bfloat16 (weights stay float32); for GPUs."""
     logging_steps: Annotated[int, Field(ge=1)] = 10
-    """Optimiser steps between logged losses; a logged loss is the mean over these steps."""
+    """Number of optimiser steps between logged losses; a logged loss is the mean over the steps since the last logged
+    loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if a device is available, else the CPU. A process uses one device."""
     seed: Seed = 42
     """Seed of random initial weights and of the order of the data."""
 
     def longest_sequence(self, context: int | None) -> int | None:
-        """Return the maximum length of a training sequence for a model with this context; None: no limit."""
+        """Return the maximum length of a training sequence for a model with the given context; None: no limit."""
         return min((length for length in (self.max_length, context) if length is not None), default=None)
 
 
 def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
-    """Return a warning if the learning rate suits only tiny models but the model is larger; else no lines."""
+    """Return [a warning] if the learning rate suits only tiny models but the model is larger; else an empty list."""
     if parameters <= TINY_MODEL or config.learning_rate < TINY_MODELS_RATE:
         return []
     return [

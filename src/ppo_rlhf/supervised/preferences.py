@@ -1,7 +1,7 @@
 """Preferences: pairs of a chosen and a rejected response, given by the user or sampled from the SFT policy.
 
-A pair has its texts and the token sequences for reward training. The reward model later reads the same sequences when
-it scores rewards (`rewards.rendering`).
+A row has the texts of a pair and the pair's token sequences for reward training. In PPO the reward model reads token
+sequences of the same form (`rewards.rendering`).
 """
 
 import math
@@ -54,9 +54,9 @@ def check_preferences(
     """Return the columns `prompt` (empty text without a prompt), `chosen`, `rejected` and, if given, `tools`.
 
     Values of `frame` are texts or lists of chat messages. The prompt of a chat may be in the prompt column, at the
-    beginning of both responses, or in both places; the returned table has the prompt only in `prompt`. Pairs of equal
-    responses are left out; the index keeps the row numbers of `frame`. With a tokenizer one chat of each kind is
-    rendered as a check.
+    beginning of both responses, or both in the column and in the responses; the returned table has the prompt only in
+    `prompt`. Pairs of equal responses are left out; the index keeps the row numbers of `frame`. With a tokenizer one
+    chat of each kind is rendered as a check.
 
     Raises:
         DataError: A column is missing, a value is empty or neither text nor chat, all pairs have equal responses, or
@@ -80,7 +80,7 @@ def check_preferences(
     records = [_separate_prompt(record, row) for row, record in enumerate(table.to_dict("records"))]
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
-    # Columns that trace people's answers count as used, because they are stored with the reward model
+    # Columns about people's answers count as used, because the answers' columns are stored with the reward model
     used = [*renamed, *(KEPT if TRACE in frame else ())]
     name_unused("preferences", frame.columns, used, of_chats=any(are_chats))
     for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
@@ -155,7 +155,7 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     for row, prompt, *responses, row_tools in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
         ids = [_encode(prompt, response, row_tools, tokenizer, f"preferences: row {row}") for response in responses]
         rows.append([*map(_readable, [prompt, *responses]), *ids])
-    # Leave out pairs with equal tokens: a chat template may render different texts equally
+    # Leave out pairs of responses with equal tokens: a chat template may render different texts equally
     return _without_equals(pd.DataFrame(rows, columns=list(COLUMNS), index=frame.index), "chosen_ids", "rejected_ids")
 
 
@@ -193,13 +193,13 @@ def sample_preferences(
 
     With responses a and b to a prompt, a is chosen with probability sigmoid(beta x (score of a - score of b)). Pairs of
     equal responses are left out, so the returned table, with the columns `COLUMNS`, may have fewer than `pairs` rows.
-    Every prompt is used once before any prompt is used again. `config` gives the engine and the precision, as in PPO's
-    rollouts. `labeller` is (name, function); only the main process calls the function. `seed` fixes the order of the
-    prompts, the sampling noise and the labels.
+    Every prompt is used once before any prompt is used again. `config` gives the rollout engine and the precision, as
+    in PPO's rollouts. `labeller` is (name, function); only the main process calls the function. `seed` fixes the order
+    of the prompts, the sampling noise and the labels.
 
     Raises:
         DataError: All pairs have equal responses.
-        RewardError: The labeller failed.
+        RewardError: The labeller raised an exception or returned wrong scores.
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
     batches = []

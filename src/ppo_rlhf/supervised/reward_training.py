@@ -28,7 +28,8 @@ from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch,
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""A run and its report warn if the accuracy is lower: PPO would mostly learn the reward model's errors."""
+"""A run and its report warn if the reward model's held-out accuracy is below `RELIABLE_ACCURACY`, because PPO would
+mostly learn the reward model's errors."""
 
 
 @settings_group("reward_modelling")
@@ -37,33 +38,35 @@ class RewardModellingConfig(OptimisationConfig):
     """Settings for the preferences and for training the reward model."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
-    """Passes over the pairs. TRL's default is 3; more than one pass overfits quickly (Ouyang et al. 2022, appendix
-    C.2)."""
+    """Number of passes over the pairs. TRL's default is 3 passes; more than one pass overfits quickly (Ouyang et al.
+    2022, appendix C.2)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
     """Peak learning rate of AdamW (TRL's default for reward models)."""
     prompt_column: str = "prompt"
-    """Column of prompts in given preferences. If the column is missing, responses are whole texts."""
+    """Column of prompts in given preferences. If the column is missing, the responses are whole texts."""
     chosen_column: str = "chosen"
     """Column of the preferred responses."""
     rejected_column: str = "rejected"
     """Column of the rejected responses."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts that is held out to measure the accuracy; without prompts, share of the distinct pairs."""
+    """Share of the prompts that is held out to measure the reward model's accuracy; without prompts, share of the
+    distinct pairs."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
     """Maximum number of held-out prompts."""
     preferences_path: str | None = None
     """Path of given preferences, for the model card."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from the reward model."""
+    """The run stops if the reward model's accuracy on held-out pairs is below minimum_accuracy, because PPO would learn
+    nothing from the reward model."""
     normalise: bool = True
     """Whether the saved weights shift and scale the scores to mean 0 and standard deviation 1 over all training
-    responses. If these responses are samples of the SFT policy, PPO starts at score 0."""
+    responses. If the training responses are samples of the SFT policy, PPO starts at a mean score of 0."""
 
     labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
     policy; used only if no preferences are given."""
     pairs: Annotated[int, Field(ge=2)] = 7000
-    """Number of pairs to sample."""
+    """Number of pairs to sample if no preferences are given."""
     label_beta: Annotated[float, Field(ge=0.0)] = 6.0
     """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
@@ -86,12 +89,12 @@ def train_reward_model(
     Returns:
         The reward model with its tokenizer and model card, and its metrics by optimiser step: `reward_model/loss` (mean
         over the steps since the last logged loss), `reward_model/learning_rate`, and once per epoch
-        `reward_model/eval_accuracy` (share of all held-out pairs in the right order; ties count half). The model is a
-        classifier of transformers if such a classifier computes the same scores up to a constant (`score_mean` in the
-        model's config.json).
+        `reward_model/eval_accuracy` (share of all held-out pairs in the right order; ties count half). The reward model
+        is a transformers classifier if a transformers classifier computes the same scores up to a constant
+        (`score_mean` in the model's config.json).
 
     Raises:
-        TrainingError: The final accuracy is below `minimum_accuracy`.
+        TrainingError: The reward model's final accuracy is below `minimum_accuracy`.
     """
     tokenizer = sft_policy.tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -136,9 +139,10 @@ def train_reward_model(
 
 
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return (training pairs, held-out pairs); pairs of one prompt are never on both sides.
+    """Return (training pairs, held-out pairs); the pairs of one prompt are all training pairs or all held-out pairs.
 
-    Without prompts, copies of one pair are never on both sides, and a held-out pair is kept once.
+    Without prompts, no pair is both a training pair and a held-out pair, and of several copies of a held-out pair only
+    one copy is kept.
 
     Raises:
         DataError: There are fewer than two distinct prompts, or without prompts fewer than two distinct pairs.
@@ -210,7 +214,7 @@ def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
 
 
 def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    """Return the pairs whose sequences have at most `limit` tokens, and warn of longer pairs; None: no limit."""
+    """Return the pairs whose token sequences have at most `limit` tokens, and warn of longer pairs; None: no limit."""
     fits = preferences[["chosen_ids", "rejected_ids"]].map(len).max(axis=1) <= (math.inf if limit is None else limit)
     if not fits.all():
         logger.warning("%d of %d pairs are longer than %d tokens and are left out", (~fits).sum(), len(fits), limit)

@@ -37,21 +37,23 @@ Size = Annotated[int, Field(ge=1)]
 @settings_group("supervised_finetuning")
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFinetuningConfig(OptimisationConfig):
-    """Settings for training the SFT policy. The sizes are for the small Llama that is trained without a base model."""
+    """Settings for training the SFT policy. The model sizes are for the small Llama that is trained without a base
+    model.
+    """
 
     hidden_size: Size = 64
     """Width of the hidden states; an even multiple of num_attention_heads."""
     intermediate_size: Size = 176
-    """Width inside the feed-forward layers."""
+    """Width of the hidden layer in each feed-forward network."""
     num_hidden_layers: Size = 3
     """Number of transformer layers."""
     num_attention_heads: Size = 4
     """Number of attention heads per layer."""
     max_position_embeddings: Size = 64
-    """Context in tokens, prompt and response together."""
+    """Context length in tokens of the small Llama, prompt and response together."""
     assistant_only_loss: bool | None = None
     """Whether SFT learns only the assistant's turns of chats. None: true if the chat template, or TRL's training
-    template for it, marks these turns (`{% generation %}`); else false, and whole chats are learnt."""
+    template for it, marks the assistant's turns (`{% generation %}`); else false, and whole chats are learnt."""
 
     def __post_init__(self) -> None:
         # Rotary position embeddings (RoPE) rotate pairs of a head's dimensions, so each head needs an even width
@@ -69,10 +71,9 @@ def train_sft_policy(
     config: SupervisedFinetuningConfig,
     watch: Watch | None = None,
 ) -> tuple[TrainedModel, History]:
-    """Fine-tune the base model with TRL's SFTTrainer; both tables are from `split_demonstrations`.
+    """Fine-tune the base model with TRL's SFTTrainer; both tables of demonstrations are from `split_demonstrations`.
 
-    Without a base model the training starts from random weights, and a word-level tokenizer is trained on the
-    demonstrations.
+    Without a base model SFT starts from random weights, and a word-level tokenizer is trained on the demonstrations.
 
     Returns:
         The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
@@ -108,8 +109,8 @@ def train_sft_policy(
 def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
     """Return the cross entropy in nats as the mean over all learnt tokens, not over batches.
 
-    At least one token must be learnt. Each process computes one shard of the rows. The model has TRL's fused head
-    (`trl.trainer.utils.add_fused_lm_head`), which never materialises the logits of a whole batch.
+    At least one token of `rows` must be learnt. Each process computes one shard of the rows. The model has TRL's fused
+    head (`trl.trainer.utils.add_fused_lm_head`), which never materialises the logits of a whole batch.
     """
     order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
     shard = [order[i] for i in processes.own_share(len(order))]

@@ -3,7 +3,7 @@
 TRL's SFTTrainer and RewardTrainer get token sequences from this package, so TRL neither tokenises nor truncates, and
 only this package decides which sequences end in an end-of-text token.
 
-Import this module only for a training, because importing TRL and transformers' Trainer takes most of a second.
+Import `trl_support` only in a training, because importing TRL and transformers' Trainer takes most of a second.
 """
 
 import copy
@@ -48,7 +48,8 @@ SAME = (
     "logging_steps",
     "seed",
 )
-"""Settings with the same name in TRL. `bf16` is always passed, because TRL's default is True."""
+"""Settings that have the same name in TRL and in this project. `bf16` is always passed, because TRL's default is
+True."""
 
 
 def run_sft_trainer(
@@ -61,7 +62,7 @@ def run_sft_trainer(
 ) -> History:
     """Train a language model in place on token sequences and their labels; return the `sft/*` metrics.
 
-    `evaluate` is called with the model, which then has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
+    `evaluate` is called with the model while the model has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
     """
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
     _check_processes("supervised_finetuning", config)
@@ -111,7 +112,7 @@ def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
         "dataloader_pin_memory": torch.cuda.is_available(),
         "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
         "length_column_name": "length",
-        # True would remove the column of lengths; the collators select the columns that they need by name
+        # True would remove the column of lengths, and no column need be removed: the collators select columns by name
         "remove_unused_columns": False,
         "max_length": None,  # the sequences have been truncated before, so TRL must not truncate them
         "logging_nan_inf_filter": False,  # True would log the last finite loss in place of a NaN
@@ -134,12 +135,12 @@ class HistoryCallback(TrainerCallback):
         self._report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the progress display: the number of steps is known now."""
+        """Open the progress display, because the number of optimiser steps is known when training begins."""
         if self._watch is not None:
             self._report = self.display.enter_context(self._watch(state.max_steps))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the mean loss since the last log, and the learning rate."""
+        """Record the mean loss since the last logged loss, and the learning rate."""
         logs = kwargs["logs"]
         if "loss" in logs:
             self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})

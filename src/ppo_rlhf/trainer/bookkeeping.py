@@ -33,11 +33,11 @@ from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 10.0  # seconds between two log lines; on a terminal, a progress bar shows the metrics in between
+LINE_INTERVAL_S = 10.0  # seconds between two log lines; on a terminal, a progress bar shows each iteration's metrics
 
 
 class Bookkeeper(Epilogue):
-    """Saves and evaluates each iteration of one call of `train`; `directory=None` saves nothing."""
+    """Saves checkpoints and evaluates the policy in one call of `PPOTrainer.train`; `directory=None` saves nothing."""
 
     def __init__(
         self,
@@ -59,23 +59,23 @@ class Bookkeeper(Epilogue):
             write_completions(self._directory, completion_rows(experience, self.state.tokenizer))
 
     def save_if_due(self) -> bool:
-        """Save a checkpoint if one is due and there is a directory; return whether it was saved."""
+        """Save a checkpoint if a checkpoint is due and there is a directory; return whether a checkpoint was saved."""
         is_saved = self._directory is not None and self.state.checkpoint_due
         if is_saved:
             self.save()
         return is_saved
 
     def evaluate(self) -> Mapping[str, Any] | None:
-        """Evaluate the policy on the held-out prompts if an evaluation is due; return its row in the log, else None."""
+        """Evaluate the policy on the held-out prompts if an evaluation is due; return its log row, else None."""
         if self._held_out is None or not is_due(self.state):
             return None
         say(verdict_line(self._held_out.evaluate(self._directory).metrics))
         return self._held_out.rows[-1]
 
     def asked_by(self) -> int | None:
-        """Return SIGINT if any process received Ctrl-C during its update, else None.
+        """Return SIGINT if any process received Ctrl-C during its PPO update, else None.
 
-        Outside an update Ctrl-C ends training at once.
+        Ctrl-C outside a PPO update ends training at once.
         """
         return signal.SIGINT if self.state.stopping else None
 
@@ -88,8 +88,8 @@ class Bookkeeper(Epilogue):
 def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
     """Yield a function that shows an iteration's metrics; if the block raises, save the last whole iteration.
 
-    A terminal also shows a progress bar, unless logging is set up. Only the main process saves, without a collective:
-    after an error the other processes may never reach a collective.
+    A terminal also shows a progress bar, unless logging is set up. Only the main process saves after an error, and uses
+    no collective, because processes that failed may never reach a collective.
     """
     is_bar_disabled = True if log.hasHandlers() or not is_main_process() else None
     done, total = state.iteration, state.total_iterations
@@ -121,10 +121,11 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
 
 @contextmanager
 def _finishing_updates(state: TrainingState) -> Iterator[None]:
-    """Let the first Ctrl-C during an update stop training after this iteration: half an update cannot be saved.
+    """Let the first Ctrl-C during a PPO update stop training after the current iteration: half an update cannot be
+    saved.
 
-    A SIGINT handler other than Python's default is kept. Outside the main thread Python allows no new handler, so there
-    the handler is kept, too.
+    A SIGINT handler other than Python's default is kept. Outside the main thread the SIGINT handler is kept, too,
+    because Python allows no new handler there.
     """
     process, asked_at = os.getpid(), -math.inf
 

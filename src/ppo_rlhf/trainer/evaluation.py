@@ -1,4 +1,4 @@
-"""PPOTrainer's evaluation on held-out prompts, with the functions that the pipeline calls."""
+"""PPOTrainer's evaluation on held-out prompts, by the same functions as the pipeline's evaluation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def take_held_out(
         prompts: The held-out prompts.
         judge: A function `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
         scorer: The reward.
-        trained: The training prompts. A warning counts the held-out prompts that are also training prompts.
+        trained: The training prompts. A warning gives the number of held-out prompts that are also training prompts.
 
     Raises:
         ConfigError: The judge is not a function, or there is a judge without prompts, or prompts without a reward.
@@ -95,7 +95,8 @@ class HeldOut:
     ) -> None:
         """Prepare the evaluation; without a judge (`take_held_out`) the reward decides the win rate.
 
-        `by_reward` is True if the training reward decides the win rate, also when the judge is that same function.
+        `by_reward` is True if the training reward decides the win rate, even if the reward function was also given as
+        the judge.
         """
         description = "the reward" if judge is None else "the judge"
         self._evaluator = evaluator_of(
@@ -115,7 +116,9 @@ class HeldOut:
         return self._evaluator.evaluate(self._reference, None, device=self._state.device)
 
     def evaluate(self, directory: Path | None = None) -> Evaluated:
-        """Evaluate the current policy; add the result to `rows`, and to the log of `directory` if one is given."""
+        """Evaluate the current policy; add the metrics to `rows`, and to the evaluation log in `directory` unless it is
+        None.
+        """
         row, evaluated = evaluate_iteration(
             self._state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
         )
@@ -126,7 +129,7 @@ class HeldOut:
         return Evaluated(_metrics(row), evaluated.to_frame().assign(**sft_columns))
 
     def resume(self, directory: Path, iteration: int) -> None:
-        """Read the evaluations of earlier iterations than `iteration` from a directory's log into `rows`."""
+        """Read the evaluations before `iteration` from the evaluation log in `directory` into `rows`."""
         self.rows = [row for row in read_evaluations(directory) if row["iteration"] < iteration]
 
     def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -49,13 +49,13 @@ def take_prompts(
             list of rows, a mapping of columns) with a column `prompt`, or else `input_ids`, whose other columns are
             passed to reward functions; or a PromptDataset.
         name: The name of PPOTrainer's argument, for errors.
-        policy: The policy, whose tokenizer reads the prompts.
+        policy: The policy, whose tokenizer encodes the prompts.
         config: Hyperparameters.
         context: Maximum number of tokens of a prompt with its response; None sets no limit.
-        why: The reason for `context`, for errors, if it is not the policy's own context.
+        why: The reason for `context`, for errors, if `context` is not the policy's own context.
 
     Raises:
-        DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
+        DataError: The type of the prompts is unknown, there is no prompt, or a prompt cannot be read or is too long.
     """
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
@@ -117,11 +117,11 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
 
     `reward` is one of: a function `reward(prompts, completions, **columns)`; a reward model; a tuple (reward model,
     tokenizer) if the reward model's tokenizer is not the policy's; a reward model's directory; a RewardConfig; a
-    RewardScorer. With None the reward model is loaded from `reward_model_path`, if that is set.
+    RewardScorer. With `reward=None` the reward model is loaded from `reward_model_path`, if `reward_model_path` is set.
 
     Raises:
         ConfigError: The type of the reward is unknown.
-        ModelError: The reward model cannot be used, or the critic cannot be initialised from it.
+        ModelError: The reward model cannot be used, or the critic cannot be initialised from the reward model.
     """
     device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
     offload = config.offload_reward_model
@@ -141,7 +141,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         model_tokenizer = tokenizer or policy.tokenizer
         _check_ids_of_critic(model_tokenizer, policy, config)
         model = take_over(model, "reward model", dtype, HOST if offload else device).requires_grad_(False)
-        # The size of the head decides num_labels, because the configuration may give another number
+        # Set num_labels to the output size of the score head, because the model's configuration may give another number
         if isinstance(score := getattr(model, "score", None), nn.Linear):
             model.config.num_labels = score.out_features
         if why := why_no_reward_model(type(model).__name__, model.config):
@@ -173,7 +173,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
 def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """Return the parts of a reward whose fingerprints a resumed run compares.
 
-    Reward functions stand under the key `MENDABLE`: a resumed run may change their code.
+    Reward functions stand under the key `MENDABLE`, because a resumed run may use reward functions with changed code.
     """
     if scorer is None:
         return {}
@@ -185,7 +185,8 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
 def origin_of_prompts(prompts: PromptDataset | None, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return the prompts, loaded into memory, whose fingerprint a resumed run compares.
 
-    If the chat template prints the date, the chats themselves are returned, since their texts differ from day to day.
+    If the chat template prints the date, the unrendered chats are returned, because the rendered texts differ from day
+    to day.
     """
     if prompts is None:
         return None
@@ -197,7 +198,7 @@ def origin_of_prompts(prompts: PromptDataset | None, tokenizer: PreTrainedTokeni
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
-    """Call each reward function on a `probe_batch`, as the pipeline does before a run, and raise its error."""
+    """Call each reward function on a `probe_batch`, as the pipeline does before a run; raise the function's error."""
     if functions := scorers.functions_of(scorer):
         batch = probe_batch(prompts)
         if 2 in [function(batch).dim() for function in functions]:
@@ -214,7 +215,7 @@ def probe_batch(prompts: PromptDataset) -> ResponseBatch:
     first_rows = prompts.select(range(min(2, len(prompts))))
     chats = [
         None if chat is None else answered(chat, text)
-        # Zip is not strict, because `messages` is empty if no prompt is a chat
+        # Use zip with strict=False, because `messages` is empty if no prompt is a chat
         for chat, text in zip(first_rows.messages, first_rows.texts, strict=False)
     ]
     return ResponseBatch(
@@ -232,7 +233,7 @@ def given_scores(scores: Any, rows: int) -> RewardScorer:
     """Return a scorer that returns the given scores for any batch.
 
     Raises:
-        RewardError: `scores` are not `rows` numbers, or one is not finite in float32.
+        RewardError: `scores` are not `rows` numbers, or a score is not finite in float32.
     """
     try:
         values = [float(score) for score in scores]
@@ -283,12 +284,12 @@ def without_padding(
 ) -> list[list[int]]:
     """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
 
-    A pad token may have another meaning, too: begin-of-text, end-of-text, unknown token, stop token, or a token within
-    a row. A pad token with another meaning is kept as text where every row begins or ends with exactly one, or where it
-    ends a response.
+    A tokenizer's pad token may also be its begin-of-text, end-of-text, unknown or stop token, or occur within a row. A
+    pad token with a second meaning is kept as text at an end at which every row has exactly one pad token, and at the
+    end of a response.
 
     Raises:
-        DataError: A pad token with another meaning is at any other end of a row, where it may be padding or text; or
+        DataError: A pad token with a second meaning is at either end of a row, and may be padding or text; or
             `token_lists` refuses a row.
     """
     vocabulary = model.config.get_text_config().vocab_size
@@ -317,8 +318,8 @@ def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context
     Args:
         queries: Token ids of each query.
         lengths: Tokens of each response.
-        context: The most tokens of both; None sets no limit.
-        why: The reason for `context`, for the error, if it is not the policy's own context.
+        context: Maximum number of tokens of a query with its response; None sets no limit.
+        why: The reason for `context`, for the error, if `context` is not the policy's own context.
 
     Raises:
         DataError: A query with its response is longer than the context.
@@ -332,7 +333,7 @@ def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context
 
 
 def check_one_turn(config: PPOConfig) -> None:
-    """Raise `ConfigError` if `ppo.environment` is set: `generate` and `step` cannot mark who wrote which tokens."""
+    """Raise `ConfigError` if `ppo.environment` is set: `generate` and `step` cannot mark the environment's tokens."""
     if config.environment is not None:
         raise ConfigError(
             f"ppo.environment={config.environment} is for train(); generate() and step() support only one turn"

@@ -1,4 +1,4 @@
-"""The output directory of a PPOTrainer's run: its lock, the check that it holds no other run, its checkpoints."""
+"""The output directory of a PPOTrainer's run: its lock, its checkpoints, and the check that it holds no other run."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def checkpoint_to_resume(resume_from: str | Path | bool, output_dir: Path | None
 
 
 def say_where(directory: Path, state: TrainingState) -> None:
-    """Print the path of the last checkpoint after training, if it is in `directory`.
+    """Print the path of the last checkpoint after training, if the last checkpoint is in `directory`.
 
-    A run that was complete before `train` was called may have its last checkpoint elsewhere.
+    If a run was complete before `train` was called, its last checkpoint may be in another directory.
     """
     checkpoint = directory / files.checkpoint_name(state.iteration)
     if is_main_process() and checkpoint.exists():

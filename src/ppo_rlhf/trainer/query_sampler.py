@@ -31,7 +31,7 @@ class QuerySampler:
         rows: Responses sampled since the iteration began.
         answers: Token ids of the responses, without their queries.
         vocabulary: The number of the policy's token ids.
-        limit: The context and the reason for it, from `context_of_all`.
+        limit: The shortest context of the run's models and the reason for this limit, from `context_of_all`.
     """
 
     def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
@@ -42,7 +42,7 @@ class QuerySampler:
         self.start_iteration()
 
     def start_iteration(self) -> None:
-        """Forget the rows of the iteration before."""
+        """Forget the responses that were sampled in the previous iteration."""
         self.rows = 0
         self.answers: set[tuple[int, ...]] = set()
 
@@ -110,10 +110,10 @@ class QuerySampler:
         return answers[0][None] if is_one and copies == 1 else answers
 
     def _noise(self, rows: int) -> Tensor:
-        """Return uniforms `[rows, response_length]` for the next rows of this iteration.
+        """Return uniform random numbers `[rows, response_length]` for the next rows of the current iteration.
 
-        In each iteration the first `batch_size` rows get the noise of the pipeline's rollouts. No step trains on later
-        rows, which get noise from separate streams.
+        In each iteration the first `batch_size` rows get the same noise as the pipeline's rollouts. Rows after the
+        first `batch_size` rows are never trained on, and get noise from separate random streams.
         """
         config = self._state.config
         size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
@@ -143,13 +143,14 @@ _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     # do_sample is the last entry, because False overrides top_k and top_p
     "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},
 }
-"""For each argument of transformers' `generate`, the fields of SamplingSettings that it changes, in this order."""
+"""For each argument of transformers' `generate`, the fields of SamplingSettings that the argument changes, in the order
+in which the arguments are applied."""
 
 
 def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: int) -> SamplingSettings:
     """Return the run's sampling settings, changed by the arguments of `generate`.
 
-    Stop token ids outside the vocabulary are dropped.
+    Stop token ids that are not in the policy's vocabulary are dropped.
     """
     for name, value in arguments.items():
         if name not in _ARGUMENTS:

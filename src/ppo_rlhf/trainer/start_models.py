@@ -55,12 +55,12 @@ def take_policies(
 ) -> tuple[TrainedModel, PreTrainedModel]:
     """Return the policy to train, with its tokenizer and value head, and the frozen reference policy.
 
-    A model object is changed in place: device, precision, no dropout. With `reference=None` the reference is a frozen
-    copy of the policy; with LoRA it is the policy's own weights without the adapter.
+    A model object is changed in place: device, precision, no dropout. With `reference=None` the reference policy is a
+    frozen copy of the policy. With LoRA the reference policy is the policy without the adapter.
 
     Raises:
         ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
-        ModelError: A model cannot be used.
+        ModelError: The policy or the reference policy cannot be used.
     """
     source = config.sft_model_path if policy is None else policy
     if source is None:
@@ -106,11 +106,11 @@ def take_policies(
 def take_critic(
     config: PPOConfig, policy: TrainedModel, reward_model: PreTrainedModel | None, value_model: ModelSource | None
 ) -> AnyCritic:
-    """Return the critic: from `value_model` if that is given, else as `ppo.value_model` says.
+    """Return the critic: from `value_model` if `value_model` is given, else as `ppo.value_model` says.
 
     `value_model` is a model, which is copied, or the directory of a stored critic. `compat.from_trl` sets
-    `ppo.value_model=reward_init`; then `value_model` may be a sequence classifier, as in TRL's scripts: the reward
-    model that the critic is initialised from.
+    `ppo.value_model=reward_init`. With `reward_init` `value_model` may be a sequence classifier, as in TRL's scripts:
+    the reward model from which the critic is initialised.
 
     Raises:
         ConfigError: `value_model` contradicts `ppo.value_model`.
@@ -167,7 +167,7 @@ def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what:
 
 
 def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
-    """Return the shortest context of a run's models in tokens, and the reason for it (`usable_context`)."""
+    """Return the shortest context of a run's models in tokens, and the reason for this limit (`usable_context`)."""
     models = {"policy": policy, "reference policy": reference, "critic": critic.backbone}
     limits = {what: usable_context(model.config) for what, model in models.items()}
     shortest = min(limits, key=lambda what: limits[what][0] or math.inf)
@@ -200,7 +200,7 @@ def _causal_lm(
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
     """Return TRL's value head (`v_head`) from the directory or hub id that a model was loaded from, or None.
 
-    transformers does not load this head with the model.
+    transformers does not load TRL's value head with the model.
     """
     source = model.name_or_path or ""
     has_weights = any(Path(source, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(source)

@@ -1,7 +1,7 @@
-"""PPOTrainer: PPO without Kedro and MLflow, with the functions that the pipeline's nodes call.
+"""PPOTrainer: PPO without Kedro and MLflow, by the same functions that the pipeline's nodes call.
 
-`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls with the caller's own
-scores, as in TRL's first PPOTrainer.
+`train()` runs the whole PPO loop. The three calls `generate`, `step` and `log_stats` run one iteration of PPO with the
+caller's own scores, as in TRL's first PPOTrainer.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class PPOTrainer:
     arguments raise `DataError`. Only the main process logs and writes files.
 
     Attributes:
-        config: Hyperparameters; `dtype=auto` is replaced by the precision that it stands for.
+        config: Hyperparameters; `dtype=auto` is replaced by the precision that `auto` selects.
         state: Everything that changes while PPO trains.
         reference_policy: The frozen policy from which the KL divergence is measured.
-        held_out: The evaluation on `evaluation_prompts`; None without them.
+        held_out: The evaluation on `evaluation_prompts`; None without evaluation prompts.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class PPOTrainer:
 
         Args:
             config: Hyperparameters.
-            policy: A causal language model, its directory or hub id; None takes `config.sft_model_path`. An object is
-                trained in place; with `use_peft` its own weights do not change.
+            policy: A causal language model, its directory or hub id; None takes `config.sft_model_path`. A model object
+                is trained in place; with `use_peft` the object's own weights do not change.
             reference_policy: A model, directory or hub id as for `policy`; None takes a frozen copy of the policy.
             tokenizer: The policy's tokenizer; optional if the policy is a path.
             reward: For `train()`: see `trainer.inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer.inputs.take_prompts`.
             value_model: What the critic is initialised from: a language model or a sequence classifier with one label,
-                which is copied; or the directory of a stored critic. None follows `config.value_model`.
+                which is copied; or the directory of a stored critic. With None `config.value_model` decides.
             evaluation_prompts: Held-out prompts, of the kinds that `prompts` takes, for `evaluate()` and for the
                 evaluation every `eval_interval` iterations.
-            judge: Decides which response to an evaluation prompt wins: see `trainer.evaluation.take_held_out`; None
-                takes the reward.
+            judge: Decides which response to an evaluation prompt wins: see `trainer.evaluation.take_held_out`; with
+                None the reward decides.
             callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/trainer.md), beside
                 `config.callbacks`.
 
         Raises:
-            ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
+            ConfigError, DataError, ModelError, RewardError: An argument of `PPOTrainer` cannot be used.
         """
         check_launch()
         said.clear()
@@ -191,15 +191,16 @@ class PPOTrainer:
     ) -> list[Tensor] | Tensor:
         """Sample a response to each query from the current policy.
 
-        The noise is a function of seed, iteration and row. Rows are counted over all calls since the last `step`. Row i
-        gets the noise of row i of the pipeline's rollouts.
+        The sampling noise is a function of seed, iteration and row. Rows are counted over all calls of `generate` since
+        the last `step`. Row i gets the same noise as row i of the pipeline's rollouts.
 
         Args:
             queries: 1-D tensors of token ids; or one tensor, `[N, P]` for N queries, `[P]` for one.
             return_prompt: Whether each returned response starts with its query.
-            attention_mask: 0 where a query has padding. Without a mask, pad tokens at both ends count as padding.
+            attention_mask: 0 where a query has padding. Without an attention mask, pad tokens at both ends count as
+                padding.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
-            length_sampler: Called once for `max_new_tokens`.
+            length_sampler: A function that is called once and returns `max_new_tokens`.
             **generation: num_return_sequences, max_new_tokens, min_new_tokens, min_length (0 or less), temperature,
                 top_k, top_p, do_sample, pad_token_id, eos_token_id as in transformers, with PPOConfig's values as
                 defaults. The responses to one query are next to each other.
@@ -209,8 +210,8 @@ class PPOTrainer:
 
         Raises:
             ConfigError: An argument is unknown or cannot be used.
-            DataError: A query is not token ids, begins or ends with tokens that may be padding or text, or leaves no
-                room for a response.
+            DataError: A query is not a row of token ids, begins or ends with tokens that may be padding or text, or
+                leaves no room for a response.
         """
         if length_sampler is not None:
             generation = {"max_new_tokens": from_main(length_sampler()), **generation}
@@ -220,8 +221,8 @@ class PPOTrainer:
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
         """Train on one batch of scored responses, one iteration of PPO, and return its metrics (docs/metrics.md).
 
-        A response ends with its first stop token; later tokens are dropped. The old log-probabilities are computed with
-        the current policy, also for responses from elsewhere.
+        A response ends with its first stop token; tokens after the stop token are dropped. The old log-probabilities
+        are computed with the current policy, also for responses that `generate` did not sample.
 
         Args:
             queries: `batch_size` queries as token ids; pad tokens at both ends count as padding.
@@ -230,9 +231,10 @@ class PPOTrainer:
             scores: One finite number per response: floats, 0-d tensors, or a tensor `[batch_size]`.
 
         Raises:
-            ConfigError: `total_episodes` are done, or a setting or a callback works only in `train`.
-            DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
-            TrainingError: Gradients are off, or the previous update was interrupted.
+            ConfigError: The run has trained on `total_episodes` responses, or a setting or a callback works only in
+                `train`.
+            DataError, RewardError: The queries, the responses or the scores cannot be used.
+            TrainingError: torch's gradients are off, or the previous PPO update was interrupted.
         """
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
@@ -264,7 +266,7 @@ class PPOTrainer:
         cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
         if not sampler.rows:
-            # Restart the clock, because the script did not call `generate`, which otherwise restarts the clock
+            # Restart the iteration's clock here, because the script has not called `generate`, which restarts the clock
             self.state.clock.restart()
         prompts = PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {})
         rollouts = measure(self.state, self.reference_policy, prompts, cut_responses)
@@ -295,14 +297,15 @@ class PPOTrainer:
             resume_from_checkpoint: Directory of the checkpoint to resume from; True takes the newest whole checkpoint
                 in `output_dir`.
             output_dir: Directory for checkpoints, one every `save_interval` iterations and at the end; the newest
-                `save_total_limit` are kept. An exception saves the last whole iteration. None saves no checkpoint.
+                `save_total_limit` are kept. If an exception ends training, the last whole iteration is saved. None
+                saves no checkpoint.
 
         Raises:
             ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
                 other settings, models, rewards or prompts.
             CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
             TrainingError: As `step`; or a callback raised an exception.
-            RunInterruptedError: `max_time` is over; the last iteration is saved.
+            RunInterruptedError: The run reached `max_time`; the last iteration is saved.
         """
         missing = [name for name, value in {"reward": self._scorer, "prompts": self._prompts}.items() if value is None]
         if self._scorer is None or self._prompts is None:
@@ -335,8 +338,9 @@ class PPOTrainer:
     def evaluate(self) -> Evaluated:
         """Compare the current policy with the reference policy by their responses to `evaluation_prompts`.
 
-        `metrics, completions = trainer.evaluate()`. The two policies sample with the same noise. `train` evaluates
-        every `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of each evaluated iteration.
+        `metrics, completions = trainer.evaluate()`. The current policy and the reference policy sample with the same
+        noise. `train` evaluates every `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of
+        each evaluated iteration.
 
         Raises:
             ConfigError: There are no `evaluation_prompts`.
@@ -348,11 +352,11 @@ class PPOTrainer:
         return self.held_out.evaluate()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the policy with its tokenizer as a model directory that transformers loads, as the pipeline does.
+        """Write the policy with its tokenizer as a model directory that transformers loads, like the pipeline.
 
-        An adapter is merged, unless `config.export` is `adapter`. The moving average of the weights, if there is one,
-        is written to the folder `ema`, and with `config.export_critic` the critic to the folder `critic`. A model card
-        is written to README.md, unless the folder has a different README.
+        An adapter is merged, unless `config.export` is `adapter`. With `config.ema_decay` the moving average of the
+        weights is written to the folder `ema`, and with `config.export_critic` the critic to the folder `critic`. A
+        model card is written to README.md, unless the folder has a different README.
 
         Raises:
             ModelError: As `TrainedModel.save`.

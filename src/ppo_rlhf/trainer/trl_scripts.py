@@ -31,7 +31,7 @@ class ModelConfig:
 
 
 def answers_trl(cls: type[T]) -> type[T]:
-    """Make a class refuse arguments and attributes of TRL's trainers with a one-line error that gives our name."""
+    """Make a class refuse arguments and attributes of TRL's trainers with an error that gives this project's name."""
 
     def absent(_: object, name: str) -> NoReturn:
         raise AttributeError(
