@@ -1,4 +1,4 @@
-"""Locks between processes: on the directory of a run while the run trains, and on a folder during short work."""
+"""Locks between processes: on a run's directory while the run trains, and on a folder during short work."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 SLOW_S = 2.0
-"""A process that waits longer than this for a folder logs a warning."""
+"""A process that waits longer than `SLOW_S` seconds for the lock on a folder logs a warning."""
 _held: WeakSet[IO[bytes]] = WeakSet()  # the open lock files whose locks this process holds
 
 
 def lock_run(directory: Path) -> IO[bytes] | None:
     """Return the locked file `run.lock` of a run's directory; None if another process holds the lock.
 
-    Closing the file releases the lock, and so does the end of the process. The lock is a `flock`, which belongs to the
-    opened file: a POSIX record lock would be released when this process closes any other handle of the file, for
-    example after copying the directory. A forked worker closes its copy of the file at once; otherwise the lock would
-    outlive a killed run. A missing directory is created together with the lock, so that another process that looks for
-    a run to resume never sees a new run without its lock.
+    The lock on the run is released when `run.lock` is closed or the process ends. The lock is a `flock`, which belongs
+    to the opened file: a POSIX record lock would be released when this process closes any other handle of the file, for
+    example after copying the directory. A forked worker closes its copy of `run.lock` at once, so that the lock does
+    not outlive a killed run. A missing directory is created together with the lock, so that another process that looks
+    for a run to resume never sees a new run without its lock.
 
     Raises:
-        CheckpointError: The directory or the file cannot be written.
+        CheckpointError: The run's directory or `run.lock` cannot be written.
     """
     path = directory / LOCK_FILE
     folder = directory if directory.exists() else directory.with_name(f".{directory.name}.new")
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_close_held)
 def is_let_go(directory: Path) -> bool:
     """Return whether a run's directory has a lock file that no process has locked.
 
-    False if the file system does not support locks.
+    Return False if the file system does not support locks.
     """
     try:
         # A network file system locks only files that are open for writing
@@ -80,8 +80,8 @@ def is_let_go(directory: Path) -> bool:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one process at a time run the block; a process that waits for `SLOW_S` seconds logs a warning.
 
-    The lock is on the folder itself, so no file is created. If the file system refuses to lock a folder, as a network
-    file system may, no process waits.
+    The lock is on the folder itself, so no lock file is created. If the file system refuses to lock a folder, as a
+    network file system may, no process waits.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     line = "Waiting for another process that has locked %s: a run that starts or registers its model, or `kedro clean`."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE_S = 5.0
-"""Python exits within this many seconds unless a thread or child process keeps it alive."""
+"""Python exits within `PATIENCE_S` seconds unless a thread or a child process keeps Python alive."""
 _guarded: list[int] = []  # for each open block of `guarded`, in any thread, the id of the process that opened the block
 _guarding = threading.Lock()
 _leave = os._exit
@@ -17,11 +17,11 @@ _leave = os._exit
 
 @contextmanager
 def ending_children() -> Iterator[None]:
-    """End every process that is forked within the block when the process would leave the block.
+    """End every process that is forked within the block as soon as the forked process would leave the block.
 
-    A process leaves the block by an error or by a return. The process then ends with the exit code of its `SystemExit`,
-    else with a traceback and exit code 1. Python's exit handlers are skipped: exit handlers belong to the parent, as do
-    the MLflow run, the lock and the callbacks.
+    A forked process leaves the block by an error or by a return. The forked process ends with the exit code of its
+    `SystemExit`, else with a traceback and exit code 1. The forked process skips Python's exit handlers, which belong
+    to the parent process like the MLflow run, the lock and the callbacks.
     """
     parent, leave = os.getpid(), os._exit
     try:
@@ -54,7 +54,8 @@ def guarded() -> Iterator[None]:
         try:
             yield
         finally:
-            # Skip this in a forked process, where a lock that another thread held is never released
+            # Take the lock only in the original process: in a forked process a lock that another thread held is never
+            # released
             if os.getpid() == process:
                 with _guarding:
                     _guarded.remove(process)
@@ -71,11 +72,11 @@ def _refuse(code: int) -> None:
 def name_what_keeps_it(seconds: float = PATIENCE_S) -> None:
     """Print, if Python has not exited `seconds` after this call, which threads and child processes keep it alive.
 
-    Call the function when the work of the command is done.
+    Call `name_what_keeps_it` when the work of the command is done.
     """
 
     def say() -> None:
-        # The main thread still runs: a notebook, or a program that has other work to do
+        # Print nothing while the main thread still runs, as in a notebook or a program that has further work to do
         if threading.main_thread().is_alive():
             return
         threads = [thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon]
@@ -103,7 +104,7 @@ def _end(stop: BaseException, leave: Callable[[int], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        # The standard stream is closed, missing or a pipe without a reader
+        # Flushing fails if the standard stream is closed, missing or a pipe without a reader
         except (OSError, ValueError, AttributeError):
             continue
     leave(code)

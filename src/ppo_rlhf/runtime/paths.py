@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED_CONF = Path(__file__).parents[1] / "starter" / "project" / "conf"
-"""The configuration in the installed package: a copy of the repository's conf/base and of the files beside it."""
+"""The configuration in the installed package: a copy of the repository's conf/base and of the files beside
+conf/base."""
 
 DOCS = Path(__file__).parents[1] / "docs"
 """The documentation in the installed package: the pages that messages refer to as docs/…."""
@@ -14,8 +15,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 def expand_home(filepath: str) -> str:
     """Return a path that begins with `~` as a path below the user's home directory; return other paths unchanged.
 
-    Kedro prepends the project to every relative `filepath`, including those with `~`, so `~` may be any part of the
-    path. A path that exists is returned unchanged.
+    `~` may be any part of the path, because Kedro prepends the project's path to every relative `filepath`, also to a
+    `filepath` that begins with `~`. A path that exists is returned unchanged.
     """
     path = Path(filepath)
     if "~" not in path.parts or os.path.exists(path):
@@ -27,7 +28,7 @@ def restore_hub_name(filepath: str) -> str:
     """Return the name on the hub that Kedro has made absolute; return other paths unchanged.
 
     Kedro makes every relative `filepath` absolute below the project. `name` and `organisation/name`, with or without
-    `@revision`, are names on the hub if neither this path nor its first part exists in the project.
+    `@revision`, are names on the hub if the project has neither the path nor the first folder of the path.
     """
     path = Path(filepath)
     if not path.is_absolute() or os.path.exists(path):
@@ -50,7 +51,7 @@ def last_name(path: str) -> str:
 def path_of(dataset: Any) -> str | None:
     """Return the path or hub id of a catalog entry; None if the entry is None or has no path.
 
-    Kedro has no public way to read the path of a dataset, so this reads `_describe`, which Kedro prints.
+    Kedro has no public way to read the path of a dataset, so `path_of` calls `_describe`, whose result Kedro prints.
     """
     path = None if dataset is None else dataset._describe().get("filepath")
     return None if path is None else str(path)

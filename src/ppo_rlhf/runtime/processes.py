@@ -1,7 +1,7 @@
 """The processes of one run: rank and world size, process group (through accelerate), and collectives on objects.
 
-torchrun or `accelerate launch` starts the processes. A run without a launcher has one process: then every function here
-returns at once, and no process group exists.
+torchrun or `accelerate launch` starts the processes. A run without a launcher has one process and no process group, and
+every function of this module returns at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TIMEOUT = timedelta(hours=2)
 PATIENCE = timedelta(minutes=10)
 """Timeout for collectives in rollouts and updates, where all processes compute."""
 SLOW_S = 60.0
-"""A warning names processes that reach a collective later than this, and calls of users' code that take longer."""
+"""A warning names processes that reach a collective more than `SLOW_S` seconds late, and calls of users' code that take
+longer than `SLOW_S` seconds."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, or launch with conf/accelerate/fsdp2.yaml"
@@ -45,8 +46,8 @@ _INSTEAD = {
     "TORCH_DEVICE": "ppo.device",
     **{f"USE_{name}": _SMALLER for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
 }
-"""Maps settings of accelerate that are refused to the settings to use instead. The refused settings would have no
-effect here, or would silently change numbers."""
+"""Maps settings of accelerate that are refused to the settings to use instead. The refused settings of accelerate would
+have no effect in this project, or would silently change results."""
 _FSDP2 = {
     "VERSION": ("2",),
     "AUTO_WRAP_POLICY": ("transformer_based_wrap", ""),
@@ -70,7 +71,7 @@ def process_count() -> int:
 
 
 def shards_models() -> bool:
-    """Return whether the launch uses FSDP2: each process then holds a shard of every trainable weight."""
+    """Return whether the launch uses FSDP2, with which each process holds a shard of every trainable weight."""
     return process_count() > 1 and _asks_for_fsdp(os.environ)
 
 
@@ -92,12 +93,12 @@ def is_main_process() -> bool:
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a launch that is not supported.
+    """Refuse a launch of processes that is not supported.
 
     Without this check every process of an unsupported launcher would train a separate run in the same folders.
 
     Raises:
-        ConfigError: A setting of accelerate is not supported, or is a setting of this package.
+        ConfigError: A setting of accelerate is not supported, or must be made as a setting of this package.
         LaunchError: A launcher started several processes but did not set the rank of this process; or FSDP2 was
             requested for one process.
     """
@@ -134,7 +135,8 @@ def join_processes() -> PartialState:
 
     Raises:
         ConfigError, LaunchError: As `check_launch`.
-        LaunchError: There are fewer GPUs than processes, or accelerate joined another number of processes.
+        LaunchError: There are fewer GPUs than processes, or accelerate's process group does not have the launcher's
+            number of processes.
     """
     import torch
     from accelerate import PartialState
@@ -169,8 +171,9 @@ def _delay_exit() -> None:
 def forget_accelerator() -> None:
     """Reset accelerate's state, so that the next `Accelerator` can have another precision or device.
 
-    The process group stays. Existing accelerators must not be used after this call. accelerate keeps the state of the
-    first accelerator and has no public way to change it; transformers' TrainingArguments calls the same private method.
+    The process group stays. Existing accelerators must not be used after `forget_accelerator`. accelerate keeps the
+    state of the first accelerator and has no public way to change the state; transformers' TrainingArguments calls the
+    same private method to reset accelerate's state.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -183,7 +186,7 @@ def forget_accelerator() -> None:
 def quick_group(backend: str | None = None) -> Any:
     """Return a process group of all processes with the timeout `PATIENCE`.
 
-    All processes must call this function in the same order.
+    All processes must call `quick_group` in the same order.
     """
     import torch
 
@@ -193,7 +196,7 @@ def quick_group(backend: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Log a warning that names the processes which have not reached this block after `SLOW_S` seconds."""
+    """Log a warning that names the processes which have not reached the `together` block after `SLOW_S` seconds."""
     if process_count() == 1:
         yield
         return
@@ -232,9 +235,9 @@ def _late_ranks(position: int) -> str:
 def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
     """Return the error that ended the run.
 
-    The returned error is `error`, or a LaunchError with the text of an error in another process that failed before this
-    process. `was_stopped` is True if a stop request ended this process; the error of a stopped process is not recorded
-    for other processes.
+    If another process failed before this process, the returned error is a LaunchError with the text of the other
+    process's error; otherwise the returned error is `error`. `was_stopped` is True if a stop request ended this
+    process; the error of a stopped process is not recorded for other processes.
     """
     import torch.distributed as dist
 
@@ -264,12 +267,12 @@ def _store() -> Any:
 
 
 def _collectives_reached(rank: int | str, more: int = 0) -> int:
-    """Return how many blocks of `together` a process has reached, after adding `more`."""
+    """Add `more` to the number of `together` blocks that a process has reached, and return the number."""
     return int(_store().add(f"ppo_rlhf/places/{rank}", more))
 
 
 def wait_for_all() -> None:
-    """Wait until every process has called this function (a barrier)."""
+    """Wait until every process has called `wait_for_all` (a barrier)."""
     if process_count() > 1:
         with together():
             join_processes().wait_for_everyone()
@@ -321,8 +324,8 @@ def on_main(function: Callable[[], T]) -> T:
 def after_main(function: Callable[[], T]) -> T:
     """Call the function in the main process first, then in all processes, which find the main process's cache on disk.
 
-    With accelerate's `main_process_first` the other processes would wait two hours if the function raises in the main
-    process.
+    accelerate's `main_process_first` is not used: if the function raised in the main process, all further processes
+    would wait two hours.
 
     Raises:
         PPORLHFError: The function raised this error in the main process; every process raises the error.
@@ -368,7 +371,9 @@ def own_rank() -> int:
 
 
 def own_share(count: int) -> range:
-    """Return this process's shard of `count` rows: contiguous, and of equal size in all processes up to one row."""
+    """Return this process's shard of `count` rows: the shard is contiguous, and the sizes of two processes' shards
+    differ by at most one row.
+    """
     rank, world_size = own_rank(), process_count()
     return range(count * rank // world_size, count * (rank + 1) // world_size)
 
@@ -405,7 +410,7 @@ def gather_dealt(own_rows: torch.Tensor, shards: list[list[int]]) -> torch.Tenso
 def gather_tensors(local: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all processes in the order of their ranks.
 
-    The tensors must have the same shape and dtype in all processes, and must be on the CPU.
+    The gathered tensors must have the same shape and dtype in all processes, and must be on the CPU.
     """
     if process_count() == 1:
         return [local]

@@ -32,7 +32,7 @@ SHOWN = {
 """The metrics of the progress display, the most important first; docs/metrics.md has their units."""
 
 Show = Callable[[int, Mapping[str, float]], None]
-"""Shows that an iteration or step (counted from 1) is complete; the second argument has its metrics."""
+"""A function that shows that an iteration or step (counted from 1) is complete; the second argument has the metrics."""
 
 listeners: list[Callable[[Mapping[str, float], int], None]] = []
 """Functions called with (metrics, step) after each step of a stage that runs as one node, such as SFT."""
@@ -59,8 +59,8 @@ def readings(metrics: Mapping[str, float]) -> list[str]:
 class Lines:
     """Log lines for completed iterations.
 
-    Up to `FEW_ITERATIONS` iterations get one line each. Of more iterations the first and the last get a line, and the
-    iterations between them at most one line in `interval_s` seconds.
+    Up to `FEW_ITERATIONS` iterations get one line each. In longer runs the first and the last iteration get a line
+    each, and the iterations between get at most one line in `interval_s` seconds.
     """
 
     done: int  # number of iterations that were complete when training started
@@ -79,7 +79,7 @@ class Lines:
             say(", ".join([f"{self.step} {iteration}/{self.total}", *readings(metrics), *self.time_left(iteration)]))
 
     def time_left(self, iteration: int) -> list[str]:
-        """Return [the text of the remaining time at the pace so far]; an empty list after the last iteration."""
+        """Return [text with the training time left at the pace so far]; an empty list after the last iteration."""
         if iteration >= self.total:
             return []
         seconds = (time.monotonic() - self.started_at) / max(1, iteration - self.done) * (self.total - iteration)
@@ -90,8 +90,8 @@ class Lines:
 def reporting(done: int, total: int, title: str = "PPO", step: str = "Iteration") -> Iterator[Show]:
     """Yield a function that shows a completed iteration: in a bar on a terminal, else by `Lines`.
 
-    The bar uses rich's console, as Kedro's log does. `done` of the `total` iterations are complete already. `step` is
-    the first word of a log line.
+    The progress bar uses the same rich console as Kedro's log. `done` of the `total` iterations are complete already.
+    `step` is the first word of a log line.
     """
     lines = Lines(done, total, step=step)
     console = rich.get_console()

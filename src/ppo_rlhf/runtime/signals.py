@@ -23,8 +23,8 @@ from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
-"""A signal this soon after the first signal counts as the same request: `timeout` and launchers send a signal to a
-process and then to its group."""
+"""A signal less than `SAME_REQUEST_S` seconds after the first signal counts as the same request to stop: `timeout` and
+launchers send a signal to a process and then to its group."""
 
 
 class TerminationSignal(BaseException):
@@ -72,7 +72,7 @@ class _State:
     blocks: int = 0  # number of nested `raising_on_signals` blocks that are open
     deferring: int = 0  # number of nested `deferring_signals` blocks that are open
     held: int | None = None  # the signal to raise when the outermost `deferring_signals` block ends
-    first_at: float | None = None  # time in seconds at which the first signal arrived
+    first_at: float | None = None  # monotonic clock time in seconds of the first signal
     # Function that is called with the first signal, instead of raising an exception
     finish_first: Callable[[int], None] | None = None
 
@@ -81,7 +81,9 @@ _state = _State()
 
 
 def time_is_over(hours: float | None) -> str:
-    """Return why this process stops: it has run for `hours` or longer. Empty: time is left, or `hours` is None."""
+    """Return the reason to stop if this process has run for `hours` or longer; an empty text if time is left or `hours`
+    is None.
+    """
     over = hours is not None and time() - psutil.Process().create_time() >= 3600.0 * hours
     return f"ppo.max_time={hours:g} hours" if over else ""
 
@@ -90,9 +92,9 @@ def time_is_over(hours: float | None) -> str:
 def raising_on_signals() -> Iterator[None]:
     """Raise `TerminationSignal` on each of `SIGNALS` within the block; restore the former handlers after the block.
 
-    The block does nothing outside the main thread, where Python allows no signal handlers. An ignored signal (`nohup`,
-    a shell's background job) stays ignored. Blocks may be nested: a new outermost block resets which signal counts as
-    the first.
+    Outside the main thread, where Python allows no signal handlers, `raising_on_signals` does nothing. An ignored
+    signal (`nohup`, a shell's background job) stays ignored. `raising_on_signals` blocks may be nested; a new outermost
+    block resets which signal counts as the first signal.
     """
     if not _in_main_thread():
         yield
@@ -118,9 +120,9 @@ def raising_on_signals() -> Iterator[None]:
 def deferring_signals() -> Iterator[None]:
     """Defer `TerminationSignal` to the end of the block, for short work that must not be interrupted.
 
-    An interrupted database call may leave SQLAlchemy with an open connection and SQLite's lock, and the run could then
-    not be marked as killed. Because a call to a server may hang, a second signal during the block ends the process at
-    once.
+    An interrupted database call may leave SQLAlchemy with an open connection and SQLite's lock, and with SQLite's lock
+    held the run could not be marked as killed. Because a call to a server may hang, a second signal during the block
+    ends the process at once.
     """
     if not _in_main_thread():
         yield
@@ -139,9 +141,10 @@ def deferring_signals() -> Iterator[None]:
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.
 
-    `ask` requests a graceful end of the block. If the block has not ended after `grace_s` seconds, `TerminationSignal`
-    is raised. `ask` returns a line for the user, which `say` logs in a thread. The signal handler calls `ask`, which
-    can thus interrupt any line of Python, so `ask` must not wait for a lock; logging handlers use locks.
+    `ask` requests a graceful end of the block. If the `finishing_first` block has not ended after `grace_s` seconds,
+    `TerminationSignal` is raised. `ask` returns a line for the user, which `say` logs in a thread. The signal handler
+    calls `ask`, which can interrupt any line of Python, so `ask` must not wait for a lock. In particular `ask` must not
+    log, because logging handlers use locks.
     """
     if not _in_main_thread():
         yield

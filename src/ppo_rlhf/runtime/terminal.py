@@ -13,11 +13,12 @@ _LOST = "{} cannot be written to ({}): its output is lost, the command continues
 def prepare_terminal() -> None:
     """Keep a command running if its output cannot be written, and print one line instead of a traceback on Ctrl-C.
 
-    A pipe without a reader still raises an error. Replaced streams, such as the streams of a notebook or a test, are
-    not changed.
+    A pipe without a reader still raises an error. Standard streams that have been replaced, as in a notebook or a test,
+    are not changed.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    # Open the streams in this order: each gets its usual file descriptor, which a file of the run would get otherwise
+    # Open the closed streams in the order of `closed`, so that each stream gets its usual file descriptor, which a file
+    # of the run would get otherwise
     for name in closed:
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
@@ -45,7 +46,7 @@ class _Output(io.FileIO):
         self._label, self._is_full = label, False
 
     def write(self, data: Any) -> int:
-        """Write the data; if this fails, discard the data and print one line about the first failure."""
+        """Write the data; if writing fails, discard the data and print one line about the first failure."""
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -12,14 +12,15 @@ from pathlib import Path
 import psutil
 
 ABANDONED_S = 24 * 3600
-"""An older draft is deleted: it belongs to a process that was killed on another machine."""
+"""A draft older than `ABANDONED_S` seconds is deleted, because its process was killed on another machine."""
 
 
 @contextmanager
 def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Path]:
     """Yield a draft, a hidden path beside `target` to write to, and publish the draft as `target` after the block.
 
-    An existing file is replaced. If the block fails, `target` does not change. Drafts of killed processes are deleted.
+    An existing file `target` is replaced. If the block fails, `target` does not change. Drafts of killed processes are
+    deleted.
 
     Raises:
         OSError: The draft cannot be written, or `target` is a non-empty folder and `replaces_folder` is False.
@@ -72,7 +73,7 @@ def draft_of(name: str, process: str | None = None) -> str:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder. The folder is first renamed, so that other processes never see a partly deleted folder."""
+    """Delete a folder, after renaming it, so that other processes never see a partly deleted folder."""
     delete(folder.rename(folder.with_name(draft_of(f"{folder.name}.old"))))
 
 
