@@ -7,7 +7,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 """The instruction is copied from verl's examples/data_preprocess/gsm8k.py. verl's published run counts only answers
 after `####`."""
 
-_SHORTEST_REVIEW = 200  # number of characters; TRL's example leaves out reviews that are not longer
+_SHORTEST_REVIEW = 200  # TRL's example leaves out reviews of at most 200 characters
 _FEWEST_WORDS, _MOST_WORDS = 2, 7
 
 
