@@ -22,16 +22,17 @@ from ppo_rlhf.core.logprobs import card_bytes
 log = logging.getLogger(__name__)
 
 CAPTURED_ON = ("cuda",)
-"""Types of devices on which work is captured."""
+"""Types of devices on which work is captured as CUDA graphs."""
 CARDS_SHARE = 4
-"""Graphs may keep 1/4 of a GPU's memory. Models whose graphs would need more memory gain little from graphs: the
-models' kernels are large, and launches take little of the time."""
+"""CUDA graphs may keep 1/4 of a GPU's memory. Models whose CUDA graphs would need more memory gain little from CUDA
+graphs: the models' kernels are large, and kernel launches take little of the time."""
 DECODING, UPDATE = "decoding", "update"
-"""Kinds of work. A kind is the first part of its graphs' keys, and the key of its buffers in `Captures.held`."""
+"""Kinds of work that CUDA graphs replay. A kind is the first part of the keys of its CUDA graphs, and the key of its
+buffers in `Captures.held`."""
 
 
 class Held(Protocol):
-    """Buffers at fixed addresses that graphs read and write in each run."""
+    """Buffers at fixed addresses that CUDA graphs read and write at each replay."""
 
     @property
     def bytes(self) -> int:
@@ -39,25 +40,25 @@ class Held(Protocol):
 
 
 class Captures:
-    """The graphs of one training run, by key, and the buffers that the graphs use. All graphs share one memory pool.
+    """The CUDA graphs of one run, by key, and the graphs' buffers. All CUDA graphs of a run share one memory pool.
 
     A captured function must do the same operations on the same addresses each time. A captured function may read and
-    change only tensors that keep their addresses, and must not read values from the device to the host. The function's
-    temporary tensors lie in the memory pool, where the next replay of any graph may overwrite them.
+    change only tensors that keep their addresses, and must not read values from the device to the host. The temporary
+    tensors of a captured function lie in the memory pool, where the next replay of any CUDA graph may overwrite them.
     """
 
     def __init__(self, device: torch.device, *, wanted: bool = True, warns: bool = True) -> None:
-        """Set the device of all graphs.
+        """Set the device of all CUDA graphs.
 
-        Nothing is captured if `wanted` is False or the device has no graphs. `warns` False logs no warning when a
-        capture fails.
+        Nothing is captured if `wanted` is False or the device is not a CUDA device. If `warns` is False, no warning is
+        logged when a capture fails.
         """
         self.held: dict[Hashable, Held] = {}
-        """Buffers by kind of work; `release` removes them."""
+        """Buffers by kind of work; `release` removes the buffers."""
         self.trouble: dict[Hashable, str] = {}
         """The kinds of work that are no longer captured, each with the reason."""
         self._device, self._wanted, self._warns = device, wanted, warns
-        # By key of the work: None after the first run, a graph after the second
+        # For each key of work: None after the first run, a CUDA graph after the second run
         self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = None
         self._pool_bytes = 0
@@ -69,11 +70,11 @@ class Captures:
 
     @property
     def on(self) -> bool:
-        """Whether work is captured at present."""
+        """Whether work is captured as CUDA graphs at present."""
         return self._wanted and not self._is_closed and self._device.type in CAPTURED_ON
 
     def serves(self, kind: Hashable) -> bool:
-        """Return whether work of the given kind is captured."""
+        """Return whether work of the given kind is captured as CUDA graphs."""
         return self.on and kind not in self.trouble
 
     def __len__(self) -> int:
@@ -88,11 +89,11 @@ class Captures:
         return self._pool_bytes + sum(held.bytes for held in self.held.values())
 
     def run(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> bool:
-        """Run a function eagerly at the first call with its key, and as a graph at later calls.
+        """Run a function eagerly at the first call with its key, and as a CUDA graph at later calls.
 
-        For each key, the first call runs eagerly and loads the kernels, the second call captures the function and
-        replays the graph, and later calls replay the graph. If the capture fails, the function runs eagerly, and its
-        kind is given up. Returns whether the function ran eagerly in this call.
+        For each key, the first call runs the function eagerly, which loads the kernels; the second call captures the
+        function and replays the CUDA graph; later calls replay the CUDA graph. If the capture fails, the function runs
+        eagerly, and `give_up` ends captures of its kind. `run` returns whether the function ran eagerly in the call.
         """
         kind = key[0]
         if not self.serves(kind):
@@ -115,8 +116,8 @@ class Captures:
     def give_up(self, kind: Hashable, why: str) -> None:
         """Run a kind of work eagerly from now on, and log the reason if `warns` was set.
 
-        All graphs and buffers are released, and other kinds are captured again, because torch accepts no capture into a
-        memory pool after a capture into the pool has failed.
+        All CUDA graphs and buffers are released, and other kinds of work are captured again, because torch accepts no
+        capture into a memory pool after a capture into the pool has failed.
         """
         self.trouble[kind] = why
         self.release()
@@ -124,7 +125,7 @@ class Captures:
             log.warning("The %s runs without CUDA graphs from here on, its kernels launched one by one: %s", kind, why)
 
     def release(self, kind: Hashable | None = None) -> None:
-        """Delete the graphs and buffers of one kind; None: of all kinds. Later runs capture again."""
+        """Delete the CUDA graphs and buffers of one kind of work (None: of all kinds); later runs capture again."""
         keys = [key for key in self._graphs if kind in (None, key[0])]
         if keys and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # wait until the device is idle, because a graph may still be running
@@ -139,7 +140,7 @@ class Captures:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Capture only within the block; at the end of the block, also by an error, release all graphs and buffers."""
+        """Capture only within the `with` block; release all CUDA graphs and buffers at its end, also after an error."""
         self._is_closed = False
         try:
             yield
@@ -147,14 +148,14 @@ class Captures:
             self.close()
 
     def close(self) -> None:
-        """Log the number of graphs unless it was logged before, release everything, and capture nothing from now on."""
+        """Log the number of CUDA graphs if it grew since the last log, release all graphs, and end all captures."""
         if len(self) > self._logged_graphs:
             self._log_graphs()
         self.release()
         self._is_closed = True
 
     def say_once(self) -> None:
-        """Log the number and size of the graphs once, as soon as there are any."""
+        """Log the number and size of the CUDA graphs once, as soon as a CUDA graph was captured."""
         if len(self) > 0 and not self._logged_graphs:
             self._log_graphs()
 
@@ -165,7 +166,7 @@ class Captures:
     def _capture_or_reason(self, key: tuple[Hashable, ...], function: Callable[[], None]) -> str:
         """Capture a function and return ""; if the capture fails, return the reason.
 
-        The reason is a text, since the exception itself would keep the tensors of its frames alive.
+        The reason is a text, not the exception, since an exception keeps the tensors of its stack frames alive.
         """
         try:
             self._check_room()
@@ -176,7 +177,7 @@ class Captures:
         return ""
 
     def _check_room(self) -> None:
-        """Raise `RuntimeError` if graphs keep more than their share of memory, which other passes need."""
+        """Raise `RuntimeError` if CUDA graphs keep more than 1/`CARDS_SHARE` of the GPU's memory."""
         if self.bytes > (limit := card_bytes(self._device) // CARDS_SHARE):
             raise RuntimeError(f"graphs would keep {self.bytes / 2**30:.1f} GiB, and may keep {limit / 2**30:.1f}")
 
@@ -202,7 +203,7 @@ class Captures:
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
-        """Run the block on the stream of captures, ordered after and before work on the current stream."""
+        """Run the `with` block on the capture stream, after earlier and before later work of the current stream."""
         current = _current_stream(self._device)
         if current is None:
             yield
@@ -218,19 +219,20 @@ class Captures:
 
 
 def addresses(*models: nn.Module) -> tuple[int, ...]:
-    """Return the memory addresses of the weights and buffers of models: a graph reads them at fixed addresses."""
+    """Return the memory addresses of models' weights and buffers, which a CUDA graph reads at fixed addresses."""
     return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
 
 
 def pool_bytes(device: torch.device) -> int:
-    """Return the bytes of the graphs' memory pools of this process on a device. torch counts them as reserved."""
+    """Return the bytes of this process's CUDA graph memory pools on a device, which torch counts as reserved memory."""
     return sum(captures._pool_bytes for captures in _all if captures._device == device)
 
 
 _all: WeakSet[Captures] = WeakSet()
 _failed_graphs: list[torch.cuda.CUDAGraph] = []
-"""Empty graphs whose capture failed. Failed graphs are kept because torch's allocator may still refer to them in later
-captures. https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
+"""Empty CUDA graphs whose capture failed. The failed graphs are kept because torch's allocator may still refer to a
+failed graph in later captures.
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp (capture_end)"""
 
 
 @contextmanager

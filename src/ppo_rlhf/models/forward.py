@@ -1,6 +1,7 @@
-"""Forward passes of a language model: hidden states of chosen tokens, and logits of chosen hidden states.
+"""Computes the hidden states of chosen tokens of a language model, and the logits of chosen hidden states.
 
-No code in this module depends on the names of architectures. Probes of a few tokens find out once what a model can do.
+No code in `models.forward` depends on the names of architectures. Forward passes of a few tokens probe once per model
+whether the model needs padding and how its head computes logits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def width_of_states(config: PretrainedConfig) -> int:
 def hidden_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     """Return the last hidden states of all N real tokens, `[N, H]`, sequence by sequence.
 
-    The pass computes no padding if the architecture allows that (`packs`).
+    The forward pass computes no padding if the architecture can read packed sequences (`packs`).
     """
     if packs(backbone):
         return packed_hidden_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)
@@ -64,10 +65,10 @@ def hidden_states_at(backbone: PreTrainedModel, rows: TokenRows, tokens: Tensor)
 
 @probed_once
 def packs(backbone: PreTrainedModel) -> bool:
-    """Return whether sequences in a packed pass get the same hidden states as alone; probed at the first call.
+    """Return whether packed sequences get the same hidden states as single sequences; probed at the first call.
 
     Raises:
-        ModelError: The model needs padding, and padding changes its hidden states.
+        ModelError: The model needs padding, and padding changes the hidden states of real tokens.
     """
     if has_plain_attention(backbone) and _keeps_sequences_apart(backbone):
         return True
@@ -93,7 +94,7 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
     """Return whether, by its configuration, each layer attends to all earlier tokens, without windows."""
-    # Configuration of the language model inside a model that also reads images
+    # For a model that also reads images, read the configuration of the language model within it
     config = backbone.config.get_text_config()
     if layer_types := getattr(config, "layer_types", None):
         return set(layer_types) == {"full_attention"}
@@ -113,9 +114,9 @@ def _padded_hidden_states(backbone: PreTrainedModel, rows: TokenRows, *, with_po
 def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     """Probe packed attention, and leave it switched on if it gives the same hidden states as padded attention.
 
-    Packed hidden states must be close to padded hidden states at the model's default positions, and must not depend on
-    the other sequence. Packed and padded hidden states need not be equal to the bit: a mixture of experts multiplies
-    matrices of other sizes.
+    Packed hidden states must be close to padded hidden states at the model's default positions, and the hidden states
+    of a packed sequence must not depend on the sequence packed before it. Packed and padded hidden states need not be
+    equal to the bit: a mixture of experts multiplies matrices of different sizes in packed and padded passes.
     """
     rows = right_padded([probe_ids(backbone, 5).tolist(), probe_ids(backbone, 3).tolist()], 0).to(backbone.device)
     try:
@@ -134,14 +135,14 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
 
 
 def _check_padding(backbone: PreTrainedModel) -> None:
-    """Probe whether a padded sequence gets the same hidden states as alone, and finite gradients.
+    """Probe whether a sequence gets the same hidden states with padding as without, and finite gradients.
 
     Hidden states are checked with padding on both sides. Gradients are checked with padding on the right only, where
     training pads; padding on the left, where sampling pads, spoils the gradients of more models. Hidden states differ
     if a model does not count positions from 0, or reads padding.
 
     Raises:
-        ModelError: The hidden states differ, or the hidden states or the gradients are not finite.
+        ModelError: Hidden states with and without padding differ, or hidden states or gradients are not finite.
     """
     ids, mask = probe_ids(backbone, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
     left = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)

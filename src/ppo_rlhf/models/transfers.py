@@ -1,8 +1,8 @@
-"""Copy tensors and models to a device.
+"""Copies tensors and models to a device.
 
-Many tensors go in one copy, since each copy costs as much as a small kernel. An offloaded or sharded model is whole on
-a device only while it computes. The model's tensors on the host, or its shards, stay unchanged during the computation:
-afterwards the copies on the device are dropped, and nothing is copied back.
+Many tensors are copied in one transfer, since each transfer costs as much as a small kernel. An offloaded or sharded
+model is whole on a device only while the model computes. The model's tensors on the host, or its shards, stay unchanged
+during the computation: after the computation the copies on the device are dropped, and nothing is copied back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 def to_device(items: Sequence[Item], device: torch.device) -> list[Item]:
     """Copy dataclasses of CPU tensors to a device, with one transfer per dtype.
 
-    Dataclasses may be nested. Fields that are not tensors are kept.
+    Dataclasses may be nested. Fields that are not tensors are kept unchanged.
     """
     if device.type == "cpu":
         return list(items)
@@ -60,7 +60,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def to_host(model: nn.Module) -> None:
-    """Move a frozen model to host memory, in place. With CUDA the memory is pinned, which copies faster."""
+    """Move a frozen model to host memory, in place; with CUDA to pinned memory, from which copies are faster."""
     pin = torch.cuda.is_available()
     on_host: dict[int, Tensor] = {}
     for table, name, tensor in _entries(model):
@@ -72,10 +72,11 @@ def to_host(model: nn.Module) -> None:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep the whole model on the device within the block: offloaded and sharded weights are copied to the device.
+    """Keep a whole model on a device within the `with` block: offloaded and sharded weights are copied to the device.
 
-    Weights that several modules share are copied once. Do not train within the block: gradients would go to the copies.
-    If the model is sharded, all processes must enter the block; within the block each may run its own passes.
+    A weight that several modules share is copied once. Do not train within the block, because the gradients would go to
+    the copied weights. If the model is sharded, all processes must enter the block; within the block each process may
+    run its own number of forward passes.
     """
     elsewhere = [entry for entry in _entries(model) if isinstance(entry[2], DTensor) or not _is_on(entry[2], device)]
     copies: dict[int, Tensor] = {}
@@ -92,7 +93,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refilled(*models: nn.Module) -> Iterator[None]:
-    """Gather the weights of sharded models on the host for the block, and shard the changed weights at its end."""
+    """Gather sharded models' weights on the host for the `with` block; shard the changed weights at the block's end."""
     shards = [entry for model in models for entry in _entries(model) if isinstance(entry[2], DTensor)]
     with ExitStack() as stack:
         for model in models if shards else ():
@@ -105,7 +106,7 @@ def refilled(*models: nn.Module) -> Iterator[None]:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a whole copy of a tensor on a device. From pinned memory the copy is asynchronous."""
+    """Return a whole copy of a tensor on a device; a copy from pinned memory is asynchronous."""
     return whole(tensor.detach()).to(device, non_blocking=True)
 
 

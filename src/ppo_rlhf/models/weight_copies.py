@@ -1,8 +1,8 @@
 """16-bit copies of the weights of linear layers, for passes without gradients under autocast.
 
-Autocast casts each float32 weight once per autocast context; in a CUDA graph, it would do so in each replay. The copies
-hold the same numbers as autocast's casts. The copies keep their addresses, so that a graph can read them, and one
-operation refreshes all copies.
+Autocast casts each float32 weight once per autocast context; in a CUDA graph, autocast would cast each weight in each
+replay. The 16-bit copies hold the same numbers as autocast's casts, and one operation refreshes all 16-bit copies. The
+16-bit copies keep their addresses, so that a CUDA graph can read them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ log = logging.getLogger(__name__)
 def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterator[None]:
     """Replace a model's linear weights by 16-bit copies within the block, for passes without gradients under autocast.
 
-    The copies are refreshed at the start of each block. `captures` holds the copies until its `release`. The block has
-    no effect if autocast is off, if nothing is captured, or if the model has no float32 linear weights or would compute
-    other results with the copies.
+    `copied_weights` refreshes the 16-bit copies at the start of the `with` block. `captures` holds the copies until
+    `captures.release`. `copied_weights` changes nothing in four cases:
+
+    - autocast is off;
+    - no decoding steps are captured as CUDA graphs;
+    - the model has no linear layer with float32 weights;
+    - the model would compute other results with 16-bit copies of its linear weights.
     """
     if captures is None or not has_copies(model, captures):
         yield
@@ -41,25 +45,25 @@ def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterato
 
 
 def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
-    """Return whether `copied_weights` would use copies under the current autocast."""
+    """Return whether `copied_weights` would use 16-bit copies of the model's weights under the current autocast."""
     casts = torch.is_autocast_enabled(model.device.type)
     return captures.serves(DECODING) and casts and bool(_places(model)) and computes_alike(model)
 
 
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that have copies, each once: float32 weights of `nn.Linear` and transformers' `Conv1D`.
+    """Return the float32 weights of a model's `nn.Linear` and `Conv1D` layers, each weight once.
 
-    Weights in 16 bits or quantised weights have no copies. If the embedding is tied to the head, only the head uses the
-    copy.
+    These float32 weights get 16-bit copies; 16-bit weights and quantised weights get no copies. If the embedding is
+    tied to the language-model head, only the head uses the 16-bit copy.
     """
     return list({id(place.weight): place.weight for place in _places(model)}.values())
 
 
 class WeightCopies:
-    """Copies of the linear weights of one model, in autocast's type."""
+    """Copies of the linear weights of one model, in autocast's dtype."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Allocate the copies without filling them. Call this under autocast."""
+        """Allocate the 16-bit copies without filling them; must be called under autocast."""
         self.model = model
         dtype = torch.get_autocast_dtype(model.device.type)
         self._copies = [  # make separate tensors, because a tensor's alignment decides which matrix kernel runs
@@ -68,12 +72,12 @@ class WeightCopies:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the copies."""
+        """Bytes of the 16-bit copies of the weights."""
         return sum(copy.nbytes for copy in self._copies)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Refresh the copies from the current weights, and let the model use the copies within the block."""
+        """Refresh the 16-bit copies from the current weights, and let the model use the copies within the block."""
         places, weights = _places(self.model), linear_weights(self.model)
         with torch.no_grad():
             # torch has no public function that copies many tensors in one kernel
@@ -90,12 +94,12 @@ class WeightCopies:
 
 @probed_once
 def computes_alike(model: PreTrainedModel) -> bool:
-    """Return whether results with copies are equal to the bit; probed at the first call. Call this under autocast.
+    """Return whether a model computes the same results, to the bit, with 16-bit copies of its linear weights.
 
-    Results with and without copies differ if a model reads its linear weights outside of matrix products or switches
-    autocast off.
+    The model is probed at the first call, which must be under autocast. Results with and without 16-bit copies differ
+    if a model reads its linear weights outside of matrix products or switches autocast off.
     """
-    # Run this probe before copies replace the weights: the probe needs the float32 weights without autocast
+    # Probe `decodes` before copies replace the weights, because `decodes` needs the float32 weights without autocast
     decodes(model)
     try:
         with torch.no_grad():
@@ -111,7 +115,7 @@ def computes_alike(model: PreTrainedModel) -> bool:
 
 
 def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
-    """Return the model's copies that `captures` holds. If `captures` holds no copies, make them."""
+    """Return the 16-bit copies of the model's weights that `captures` holds; make new copies if there are none."""
     held = captures.held.get(WeightCopies)
     if isinstance(held, WeightCopies) and held.model is model:
         return held
@@ -128,7 +132,7 @@ def _results(model: PreTrainedModel) -> list[Tensor]:
 
 
 class _Place(NamedTuple):
-    """A weight, and the dictionary and name under which its module holds the weight."""
+    """A weight, with the dictionary of its module that holds the weight and the weight's name in the dictionary."""
 
     table: dict[str, Any]
     name: str

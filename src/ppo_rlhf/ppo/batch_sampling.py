@@ -32,7 +32,8 @@ def sample_batch(
     """Sample the responses of the next iteration.
 
     With `drop_uniform_prompts` prompts whose responses all score alike are replaced by other prompts. Prompts are
-    redrawn at most `drop_uniform_prompts` times; prompts whose responses then still score alike stay in the batch.
+    redrawn at most `drop_uniform_prompts` times; prompts whose responses score alike after the last redraw stay in the
+    batch.
 
     Returns:
         The prompts, one per response; the responses; the scores that decided which prompts were replaced, or None
@@ -43,7 +44,7 @@ def sample_batch(
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
 
     def draw(indices: list[int], groups: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
-        """Sample responses to the prompts at `indices`, with the noise of `attempt` for the given groups of rows."""
+        """Sample responses to the prompts at `indices`, with the noise of redraw `attempt` for the rows of `groups`."""
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(group_size)])
@@ -87,7 +88,7 @@ def sample_responses(
         policy: The policy.
         prompts: N prompts.
         uniforms: The noise, `[N, T]` float64 in [0, 1); a `sampling.engine` has its own noise and ignores `uniforms`.
-        sampling: Settings of how responses are drawn; with an environment a response has several turns.
+        sampling: The sampling settings; with an environment a response has several turns.
         config: Hyperparameters.
         batch_size: Responses decoded at a time; None: as many as fit into memory.
         captures: The CUDA graphs of the policy's run.
@@ -109,12 +110,12 @@ def sample_responses(
 
 
 def captured_by(config: PPOConfig, captures: Captures | None) -> Captures | None:
-    """Return the CUDA graphs that the rollout engine decodes with; None if it uses none."""
+    """Return the CUDA graphs that the rollout engine decodes with; None if the rollout engine uses no CUDA graphs."""
     return captures if config.rollout_engine == "static" else None
 
 
 def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:
-    """Return N prompts with their responses as the batch that rewards score."""
+    """Return N prompts with their responses as the batch that the reward components score."""
     response_ids = responses.token_lists()
     return ResponseBatch(
         prompts=prompts.texts,

@@ -53,20 +53,21 @@ AnyCritic = Critic | SharedCritic
 
 
 def lora_settings(config: PPOConfig) -> LoraSettings:
-    """Return the rank, alpha and target modules of the adapters."""
+    """Return the rank, alpha and target modules of the run's LoRA adapters."""
     return LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules)
 
 
 def load_policies(
     sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
 ) -> tuple[TrainedModel, PreTrainedModel]:
-    """Return the policy to train, with its tokenizer and, if there is one, its value head, and the frozen reference.
+    """Return the policy to train (with its tokenizer and a stored value head, if any) and the frozen reference policy.
 
-    With `use_peft` the weights are loaded once: the reference is the model itself, and the policy is the same model
-    with an adapter. With `offload_reference_policy` an unused reference policy is in the host's memory.
+    With `use_peft` the weights are loaded once: the reference policy is the loaded model, and the policy is the same
+    model with an adapter. With `offload_reference_policy` the reference policy is in the host's memory while it is not
+    used.
 
     Raises:
-        ConfigError: A setting needs another device, or a compiler or vLLM that is missing.
+        ConfigError: A setting needs another device, a compiler that is missing, or vLLM, which is missing.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
     check_device(config, device)
@@ -84,12 +85,15 @@ def load_policies(
 def load_causal_lm(
     handle: PretrainedHandle, dtype: torch.dtype, config: PPOConfig, device: torch.device
 ) -> PreTrainedModel:
-    """Return a language model on a device; with `load_in_4bit` its weights are in 4 bits."""
+    """Return a causal language model on a device; with `load_in_4bit` the model's weights are in 4 bits."""
     return nn.Module.to(handle.causal_lm(dtype, quantised_on=device if config.load_in_4bit else None), device)
 
 
 def as_adapter(handle: PretrainedHandle) -> str:
-    """Return a remark for a log line if a source is an adapter: its base, and the tokens that it adds; else ""."""
+    """Return a remark for a log line if a model source is an adapter, else "".
+
+    The remark names the adapter's base model, and the number of tokens if the adapter enlarges the vocabulary.
+    """
     if handle.base is None:
         return ""
     size, base_size = (each.config().get_text_config().vocab_size for each in (handle, handle.base))
@@ -109,7 +113,7 @@ def check_libraries(config: PPOConfig) -> None:
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device, models without sharding, or a missing compiler or vLLM."""
+    """Raise `ConfigError` if a setting needs another device or unsharded models, or the compiler or vLLM is missing."""
     if config.rollout_engine == "vllm":
         check_vllm(device)
     problems = [*device_problems(config, device.type)]
@@ -122,7 +126,7 @@ def check_device(config: PPOConfig, device: torch.device) -> None:
 
 
 def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
-    """Return the policy to train: the model itself, or with `use_peft` its frozen weights with a new adapter.
+    """Return the policy to train: `model` itself, or with `use_peft` the frozen weights of `model` with a new adapter.
 
     Raises:
         ModelError: The adapter does not fit the model, or `lora_target_modules` names a layer that the model lacks.
@@ -136,7 +140,7 @@ def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedMode
 
 
 def critic_backbone(config: PPOConfig) -> OwnBackbone | None:
-    """Return a function that puts the critic's adapter on a model; None without `use_peft`, to copy the model."""
+    """Return a function that puts the critic's adapter on a model; without `use_peft` return None."""
     if not config.use_peft:
         return None
     return partial(with_adapter, settings=lora_settings(config), generator=generator(config.seed, "critic adapter"))
@@ -151,12 +155,13 @@ def build_critic(
 ) -> AnyCritic:
     """Return the critic that `ppo.value_model` names; with `use_peft` its backbone is an adapter on shared weights.
 
-    With `shared` and `separate` the critic's head starts as `value_head`, or at zero if that is None.
+    With `value_model` `shared` or `separate` the critic's head starts as `value_head`, or at zero if `value_head` is
+    None.
 
     Raises:
-        ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.
-        ModelError: The model that the critic is initialised from has another vocabulary or no linear score head; or
-            the value head or the adapter does not fit.
+        ConfigError: `value_model` is `reward_init` without a reward model, or `pretrained` without a stored critic.
+        ModelError: The model from which the critic is initialised has another vocabulary or no linear score head, or
+            the value head or the adapter does not fit the policy.
     """
     if config.value_model == "shared":
         return SharedCritic(policy, value_head)
@@ -200,7 +205,9 @@ def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
 
 
 def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> PreTrainedModel | None:
-    """Return the stored critic in the type of the critic's weights, its head as `score`; None if none is asked for.
+    """Return the stored critic in the dtype of the critic's weights, with its head as `score`.
+
+    Returns None if `stored` is None or `ppo.value_model` is not `pretrained`.
 
     Raises:
         ModelError: The stored critic cannot be loaded, or does not have exactly one label.
@@ -229,7 +236,7 @@ def build_state(
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
     sampling = sampling_settings(config, tokenizer, policy)
-    # Run the probes now, because their results are cached and the models are wrapped and compiled below
+    # Run the probes before the models are wrapped and compiled below; the probes' results are cached
     packs(backbone_of(policy))
     packs(critic.backbone)
     logits_of(policy)
@@ -272,7 +279,10 @@ def build_state(
 
 
 def captures_of(config: PPOConfig, device: torch.device) -> Captures:
-    """Return the CUDA graphs of a run; they are off with `cuda_graphs=false`, and with FSDP2, where weights move."""
+    """Return the CUDA graphs of a run.
+
+    CUDA graphs are off with `cuda_graphs=false`, and with FSDP2, where weights do not keep their addresses.
+    """
     return Captures(device, wanted=config.cuda_graphs is not False and not shards_models())
 
 
@@ -291,7 +301,7 @@ def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:
-    """Raise `ModelError` if `ppo.export=adapter` and the adapter's base is not a model that peft can load.
+    """Raise `ModelError` if `ppo.export=adapter` and peft cannot load the base model of the adapter to export.
 
     `name` is the directory or hub id that the policy was loaded from.
     """
@@ -303,7 +313,7 @@ def check_export(name: str | None, config: PPOConfig) -> None:
 def sampling_settings(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> SamplingSettings:
-    """Return the sampling settings of a run with this tokenizer and model."""
+    """Return the sampling settings of a run with the given tokenizer and policy."""
     environment = None
     if config.environment is not None:
         environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)

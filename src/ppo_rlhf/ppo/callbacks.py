@@ -1,6 +1,6 @@
-"""transformers' TrainerCallbacks in PPO's loop: the user's, and those that report to TensorBoard, W&B and others.
+"""Calls transformers' TrainerCallbacks in PPO's loop: the user's callbacks, and callbacks that report to W&B and such.
 
-docs/trainer.md says when each event is called and which flags have an effect.
+docs/trainer.md says when each callback event is called and which flags of TrainerControl have an effect.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
-"""File beside the checkpoints: the id of W&B's run, and the last reported steps of metrics and of evaluations. The file
-is written when W&B's run is begun here, and when a process ends in order."""
+"""File beside the checkpoints with the id of W&B's run and the last reported steps of metrics and of evaluations. The
+file `REPORTED` is written when `Callbacks` begins a W&B run, and when a process ends without being killed."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
 METRICS, EVALUATIONS = "metrics", "evaluations"
 
@@ -64,7 +64,8 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
     """Return transformers' reporting callbacks for the integrations that `ppo.report_to` names.
 
     Raises:
-        ConfigError: transformers has no integration of this name, or its package is not installed.
+        ConfigError: transformers has no integration with a name in `ppo.report_to`, or the integration's package is not
+            installed.
     """
     unique_names = dict.fromkeys(name.strip() for name in config.report_to.split(","))
     names = [name for name in unique_names if name not in ("", NONE)]
@@ -81,7 +82,7 @@ def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
 
 
 def checked(callback: Any, where: str) -> TrainerCallback:
-    """Return a callback that is given as an object or as its class.
+    """Return a callback, which is given as an object or as a class, after checking that PPO's loop can call it.
 
     Raises:
         ConfigError: The callback is not a TrainerCallback, cannot be created, or implements an event that PPO's loop
@@ -100,13 +101,13 @@ def checked(callback: Any, where: str) -> TrainerCallback:
 
 
 class Callbacks:
-    """Calls a run's callbacks and acts on their flags.
+    """Calls a run's callbacks and acts on the flags of TrainerControl that the callbacks set.
 
-    Every process calls the callbacks; the main process's flags count.
+    Every process calls the callbacks; all processes act on the flags of the main process.
 
-    After each event the iteration is saved if a callback asked for it, ended training, or failed. Then the error is
-    raised: TrainingError for an exception in a callback, `sys.exit` and `os._exit` included; ConfigError for a flag
-    that has no effect in PPO's loop.
+    After each event the iteration is saved if a callback asked for a checkpoint, ended training, or failed. After the
+    save, the error of a failed callback is raised: TrainingError for an exception in a callback, `sys.exit` and
+    `os._exit` included; ConfigError for a flag that has no effect in PPO's loop.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class Callbacks:
         """Prepare the callbacks of a new or resumed run.
 
         Args:
-            state: The training state; its iteration is the current one.
+            state: The training state; `state.iteration` is the current iteration.
             own: The user's callbacks.
-            reporting: The callbacks that report; each callback is sent the steps that it has not reported yet.
-            folder: The folder of the run's checkpoints; None saves none.
+            reporting: The reporting callbacks (W&B, TensorBoard); each is sent the steps that it has not reported yet.
+            folder: The folder of the run's checkpoints; None if the run saves no checkpoints.
             save: Saves the current iteration.
             can_evaluate: Whether the run can evaluate; if not, a callback that sets `should_evaluate` is an error.
         """
@@ -136,7 +137,7 @@ class Callbacks:
         self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
-        # Whether the current iteration has a checkpoint; True at the start, because a run resumes from one
+        # Whether the current iteration has a checkpoint; True at the start, because a run resumes from a checkpoint
         self.is_saved = True
         self._is_begun = False
         # The W&B run that this object began; None: the user's script began the run, or no run exists
@@ -163,17 +164,17 @@ class Callbacks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no callback."""
+        """Whether the run has no callback."""
         return not self._all
 
     def begin(self) -> None:
-        """Call `on_train_begin`, before this process's first iteration."""
+        """Call `on_train_begin` of all callbacks, before this process's first iteration."""
         self._is_begun = True
         self._call("on_train_begin")
         self._settle()
 
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
-        """Call the events of a complete iteration; `is_saved` says whether its checkpoint is written already."""
+        """Call the events of a complete iteration; `is_saved` says whether the iteration has a checkpoint already."""
         self.is_saved = is_saved
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
@@ -186,8 +187,8 @@ class Callbacks:
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
         """Call the events of an evaluation.
 
-        `row` has the metrics `eval/*`, which callbacks get as `eval_*`. Without a row, or with the row of another
-        iteration than the current one, no event is called.
+        `row` has the metrics `eval/*`, which callbacks get as `eval_*`. If `row` is None or belongs to another
+        iteration than the current iteration, no event is called.
         """
         self._state.evaluation_asked = False
         if not row or row["iteration"] != self._state.iteration:
@@ -201,7 +202,7 @@ class Callbacks:
     def _settle(self) -> None:
         if not self._all:
             return
-        # Save again: a checkpoint saved earlier in this iteration does not record that a callback ended training
+        # Save again, because the iteration's earlier checkpoint does not record that a callback ended training
         is_new = self._control.should_training_stop and not self._state.ended
         self._state.ended |= is_new
         is_asked = self._control.should_save or self._error is not None
@@ -217,16 +218,16 @@ class Callbacks:
             raise self._error
 
     def end(self) -> None:
-        """Call `on_train_end`, if `begin` was called."""
+        """Call `on_train_end` of all callbacks, if `begin` was called."""
         if self._is_begun:
             self._call("on_train_end")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Write `REPORTED`, and finish W&B's run if this object began it; to be called after an error, too.
+        """Write `REPORTED`, and finish W&B's run if `Callbacks` began the W&B run; call `close` after an error, too.
 
-        Failures, such as a full disk or an error of W&B, are only warnings, so that they do not fail the run.
+        Failures of `close`, such as a full disk or an error of W&B, are logged as warnings and do not fail the run.
         """
         if self._reporting:
             try:
@@ -243,7 +244,8 @@ class Callbacks:
     def _log(self, what: str, logs: Mapping[str, float], step: int | None = None) -> None:
         """Call `on_log` for the current iteration, or for an earlier `step`.
 
-        Reporting callbacks that already have the step are left out. Only reporting callbacks get an earlier step.
+        Reporting callbacks that already have the step are not called. The user's callbacks are not called for an
+        earlier step.
         """
         logged_step = self._state.iteration if step is None else step
         reported = zip(self._reporting, self._last_reported, strict=True)
@@ -256,10 +258,11 @@ class Callbacks:
     def _last_steps(self, callback: TrainerCallback) -> dict[str, int]:
         """Return the last steps, of metrics and of evaluations, that a reporting callback already has.
 
-        TensorBoard gets the steps from the resumed iteration on again, since `_hide_repeated` hides them. W&B is asked
-        for the last step of a run that this object resumed; a run that the user's script began may have the steps of
-        another training. For all other integrations the file `REPORTED` counts. A killed process has not written its
-        last steps to `REPORTED`, so its last steps are reported twice.
+        TensorBoard gets the steps from the resumed iteration on again, since `_hide_repeated` hides the earlier reports
+        of these steps. W&B is asked for the last step of a W&B run that `Callbacks` resumed, but not of a W&B run that
+        the user's script began, which may have the steps of another training. For all other integrations the file
+        `REPORTED` has the last steps. A killed process has not written its last steps to `REPORTED`, so a resumed run
+        reports the killed process's last steps twice.
         """
         resumed_at, kind = self._state.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":
@@ -267,12 +270,12 @@ class Callbacks:
         if kind == "WandbCallback" and self._own_run is not None and self._own_run.resumed:
             last = self._own_run.summary.get("train/global_step")
             if last is not None:
-                # An evaluation is logged after the metrics of its iteration, so the last one may be missing
+                # An evaluation is logged after the metrics of its iteration, so the last evaluation may be missing
                 return {METRICS: int(last), EVALUATIONS: int(last) - 1}
         return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
 
     def _catch_up(self) -> None:
-        """Send the metrics up to the resumed iteration to the reporting callbacks that lack them."""
+        """Send metrics of iterations up to the resumed iteration to the reporting callbacks that lack the metrics."""
         first = min((last[METRICS] for last in self._last_reported), default=self._state.iteration) + 1
         for row in self._state.history:
             if first <= row["iteration"]:
@@ -284,7 +287,8 @@ class Callbacks:
         """Call an event of all callbacks except `without`; then all processes take the main process's flags.
 
         `step` is given for an earlier step than the current iteration. transformers' `CallbackHandler.call_event` is
-        not used: it cannot leave out a callback, does not say which callback raised, and knows no other processes.
+        not used, because `call_event` cannot leave out a callback, does not say which callback raised an error, and
+        does not share flags and errors between processes.
         """
         if not self._all or self._error is not None:
             return
@@ -358,7 +362,7 @@ class Callbacks:
         self._write_reported()
 
     def _hide_repeated(self, callback: Any) -> None:
-        """Let TensorBoard hide the steps from the resumed iteration on: all of them are reported again."""
+        """Let TensorBoard hide the earlier reports of steps from the resumed iteration on, which are reported again."""
         from torch.utils.tensorboard import SummaryWriter
 
         callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=self._state.iteration)
@@ -370,7 +374,7 @@ class Callbacks:
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
-    """Return the TrainingArguments for callbacks; `to_dict`, which they report, also has PPOConfig's settings."""
+    """Return TrainingArguments for callbacks, whose `to_dict` also has the settings of PPOConfig for W&B to report."""
     from transformers import TrainingArguments
 
     class Arguments(TrainingArguments):

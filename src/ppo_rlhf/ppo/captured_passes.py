@@ -1,9 +1,9 @@
-"""Forward and backward passes of micro-batches as CUDA graphs, including the gradients.
+"""Runs forward and backward passes of micro-batches as CUDA graphs, which also write the gradients.
 
-A replayed graph reads and writes the same addresses as when it was captured. Each micro-batch is therefore copied into
-fixed buffers, and each weight has one fixed gradient tensor. autocast caches its casts of weights until its context
-ends, so the autocast context is entered and left within a pass. Between two optimiser steps `.grad` is None, as without
-graphs: the optimiser skips weights without a gradient.
+A replayed CUDA graph reads and writes the same addresses as at its capture. Each micro-batch is therefore copied into
+fixed buffers, and each weight has one fixed gradient tensor. autocast caches its casts of weights until the autocast
+context ends, so each captured function enters and leaves its own autocast context. Before each minibatch the `.grad` of
+every weight is None, as without CUDA graphs, because the optimiser skips weights without a gradient.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ppo_rlhf.models.captures import UPDATE, Captures, addresses
 from ppo_rlhf.models.transfers import tensors_of
 
 Inputs = tuple[Any, ...]
-"""Tensors and dataclasses of tensors, on the device."""
+"""Inputs of a forward and backward pass: tensors and dataclasses of tensors, on the device."""
 Compute = Callable[[Inputs], Tensor]
-"""A function that runs a pass: it adds to `.grad`, and returns the pass's statistics as one tensor."""
+"""A function that runs a forward and backward pass, adds to `.grad`, and returns the losses and means as one tensor."""
 
 
 class CapturedPasses:
-    """The passes of one run's updates, with the buffers and gradient tensors of their graphs."""
+    """Runs the passes of a run's updates as CUDA graphs, and holds the graphs' buffers and gradient tensors."""
 
     def __init__(self, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Prepare passes with the run's graphs, its models, and the optimisers of all weights that train."""
+        """Prepare passes with the run's CUDA graphs, the modules to capture, and the optimisers of the weights."""
         self._captures, self._optimizers, self._addresses = captures, optimizers, addresses(*models)
         # The gradient tensor of each weight, at a fixed address, because a CUDA graph writes to fixed addresses
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -39,7 +39,7 @@ class CapturedPasses:
 
     @classmethod
     def of(cls, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> CapturedPasses:
-        """Return the passes that `captures` holds; or new ones, if it holds none or the weights' addresses changed."""
+        """Return the `CapturedPasses` in `captures`; make a new object if there is none or the weights have moved."""
         held = captures.held.get(UPDATE)
         if isinstance(held, cls) and held._addresses == addresses(*models):
             return held
@@ -51,16 +51,16 @@ class CapturedPasses:
 
     @property
     def bytes(self) -> int:
-        """Bytes of gradients and buffers on the device."""
+        """Bytes of the fixed gradient tensors and of the micro-batches' buffers on the device."""
         gradient_bytes = sum(gradient.nbytes for gradient in self._gradients.values())
         return gradient_bytes + sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers.tensors)
 
     def run(self, kind: Hashable, inputs: Inputs, compute: Compute) -> Tensor:
-        """Run `compute(inputs)`, which adds to the gradients, and return its result.
+        """Run `compute(inputs)`, which adds to the gradients, and return the result of `compute`.
 
         All passes of one `kind` must give a gradient to the same weights, and do the same operations if their inputs
-        have the same shapes. All passes of a minibatch must be of one kind; before its first pass every `.grad` must be
-        None.
+        have the same shapes. All passes of a minibatch must be of one kind. Before the first pass of a minibatch every
+        `.grad` must be None.
         """
         if not self._captures.serves(UPDATE):
             return compute(inputs)
@@ -72,7 +72,7 @@ class CapturedPasses:
         zeroed = self._attach_gradients(learners or [])
         if self._captures.run(key, lambda: buffers.compute(compute)):
             for parameter, gradient, version in zeroed:
-                # The pass did not write this gradient: a pass outside a CUDA graph may not use the weight
+                # Drop a gradient that the eager pass did not write: the pass does not use every weight
                 if gradient._version == version:
                     parameter.grad = None
         if learners is None:
@@ -80,11 +80,11 @@ class CapturedPasses:
         return buffers.result.clone()
 
     def _attach_gradients(self, learners: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, int]]:
-        """Set the fixed gradient tensors, as zeros, as `.grad` of the weights without one, in a minibatch's first pass.
+        """Give each learner without `.grad` its fixed gradient tensor, filled with 0, in a minibatch's first pass.
 
         Returns:
-            For each of these weights: the weight, its gradient, and the gradient's version, which torch raises whenever
-            the gradient changes.
+            For each weight that got its gradient tensor: the weight, the gradient tensor, and the tensor's version
+            counter, which torch raises whenever the tensor changes.
         """
         missing = {parameter: self._gradients[parameter] for parameter in learners if parameter.grad is None}
         for parameter, gradient in missing.items():
@@ -95,10 +95,10 @@ class CapturedPasses:
         return [(parameter, gradient, gradient._version) for parameter, gradient in missing.items()]
 
     def _keep_gradients(self) -> list[nn.Parameter]:
-        """Return the weights that have a gradient after a kind's first pass.
+        """Return the weights that have a gradient after the first pass of a kind.
 
-        The gradient of such a weight becomes the weight's fixed gradient tensor, or is copied into the fixed gradient
-        tensor if there is one.
+        The gradient of each weight becomes the weight's fixed gradient tensor; if the weight has a fixed gradient
+        tensor already, the gradient is copied into the tensor.
         """
         trained = [
             weight for optimizer in self._optimizers for group in optimizer.param_groups for weight in group["params"]
@@ -112,7 +112,7 @@ class CapturedPasses:
 
 
 class _Buffers:
-    """The inputs and the result of one graph's passes, at fixed addresses."""
+    """The inputs and the result of the passes that one CUDA graph replays, at fixed addresses."""
 
     def __init__(self, inputs: Inputs) -> None:
         tensors = _tensors_of(inputs)

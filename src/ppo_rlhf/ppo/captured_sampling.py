@@ -1,4 +1,4 @@
-"""Sampling with one CUDA graph per decoding step: the tokens of `ppo.engines`, drawn in buffers at fixed addresses."""
+"""Samples the same tokens as `ppo.engines`, but replays a CUDA graph for each decoding step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class CapturedSampler:
-    """Samples responses to up to `rows` prompts; one sampler serves many batches and different sampling settings."""
+    """Samples responses with CUDA graphs; one sampler serves many batches and different sampling settings."""
 
     def __init__(self, model: PreTrainedModel, rows: int, columns: int, length: int) -> None:
-        """Allocate buffers for `rows` sequences of `columns` tokens, at most `length` of them in a response."""
+        """Allocate buffers for `rows` sequences of `columns` tokens, of which a response has at most `length`."""
         device = model.device
         dtype = compute_dtype(model)
         self.decoder, self.length = InPlaceDecoder(model, rows, columns), length
@@ -42,24 +42,24 @@ class CapturedSampler:
         self.result_rows = torch.arange(rows, device=device)  # the row of each sequence in the tensors of results
         self.has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)  # number of the decoding step, counted from 0
-        self.live = rows  # number of sequences that are still decoded, which are the first rows of the buffers
+        self.live = rows  # number of sequences that are still decoded; they are in the buffers' first rows
         self._model, self._addresses, self._autocast = model, addresses(model), _autocast_now(device)
         self._stops: dict[tuple[int, ...], Tensor] = {}  # stop token ids as tensors on the device, by the tuple of ids
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers."""
+        """Bytes of the decoding buffers and of the KV cache."""
         buffers = (self.uniforms, self.tokens, self.logprobs, self.token, self.result_rows, self.has_ended)
         return self.decoder.bytes + sum(buffer.nbytes for buffer in buffers)
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Return whether the graphs still fit a model: its weights' addresses and the autocast dtype are unchanged."""
+        """Return whether the CUDA graphs fit a model: its weights' addresses and autocast's dtype are unchanged."""
         is_same = self._model is model and self._autocast == _autocast_now(model.device)
         return is_same and self._addresses == addresses(model)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The capacity: sequences, tokens of a sequence, tokens of a response."""
+        """The sampler's capacity: number of sequences, tokens per sequence, tokens per response."""
         return self.decoder.rows, self.decoder.columns, self.length
 
     def sample(
@@ -89,9 +89,9 @@ class CapturedSampler:
         return self.tokens[:prompts, :length], self.logprobs[:prompts, :length]
 
     def step(self, rows: int, width: int, may_stop: bool, settings: SamplingSettings) -> None:
-        """Decode one step of the first `rows` sequences: the work that a graph captures.
+        """Decode one token of each of the first `rows` sequences; a CUDA graph captures this function.
 
-        The step reads the model's weights at their own addresses, not copies of the weights.
+        The decoding step reads the model's weights at their own addresses, not autocast's copies of the weights.
         """
         with _autocast_without_cache(self._autocast, self.token.device):
             self._draw(self.decoder.advance(self.token[:rows], width), settings, may_stop=may_stop)
@@ -107,9 +107,9 @@ class CapturedSampler:
         self.step_index += 1
 
     def _drop_ended(self) -> bool:
-        """Drop ended sequences if the rest fits into a smaller batch size; return whether any sequence is left.
+        """Drop ended sequences if the live sequences fit into a smaller batch; return whether a live sequence is left.
 
-        This forces a device sync.
+        Reading which sequences have ended forces a device sync.
         """
         ended = self.has_ended[: self.live].tolist()
         left = len(ended) - sum(ended)
@@ -125,17 +125,17 @@ class CapturedSampler:
 
 
 def held_bytes(captures: Captures) -> int:
-    """Return the bytes of the decoding buffers, which the next batch reuses or frees."""
+    """Return the bytes of the decoding buffers that `captures` holds; the next batch reuses or frees the buffers."""
     return captures.held[DECODING].bytes if DECODING in captures.held else 0
 
 
 def columns_of(tokens: int) -> int:
-    """Return the columns of the buffers for sequences of `tokens` tokens."""
+    """Return how many columns the decoding buffers get for sequences of `tokens` tokens."""
     return next_size(tokens, FEWEST_COLUMNS)
 
 
 def most_rows(model: PreTrainedModel, columns: int) -> int:
-    """Return the most sequences of `columns` columns that buffers are allocated for."""
+    """Return the most sequences of `columns` tokens for which decoding buffers are allocated."""
     return rows_kept(model.config.get_text_config(), columns, number_bytes(model), card_bytes(model.device))
 
 
@@ -146,9 +146,9 @@ def decode_captured(
     settings: SamplingSettings,
     captures: Captures,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as `engines.decode_packed`, with CUDA graphs; without CUDA graphs if the buffers do not fit into memory.
+    """Sample the same tokens as `engines.decode_packed`, up to rounding, with CUDA graphs.
 
-    Sampling with and without CUDA graphs gives the same tokens up to rounding.
+    If the decoding buffers do not fit into memory, the function samples without CUDA graphs.
     """
     rows, tokens = -(-len(prompt_ids) // FEWEST_ROWS) * FEWEST_ROWS, max(len(ids) for ids in prompt_ids)
     length = settings.response_length
@@ -163,10 +163,10 @@ def decode_captured(
 
 
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:
-    """Return the sampler that `captures` holds if its capacity suffices, else a new one.
+    """Return the sampler that `captures` holds, if the sampler's capacity suffices, else a new sampler.
 
-    A new sampler has the larger of the held and the needed sizes, so that it serves old and new batches; if the larger
-    sizes do not fit into memory, it has the needed sizes.
+    A new sampler has the larger of the held and the needed sizes, so that the sampler serves old and new batches. If
+    the larger sizes exceed `most_rows`, the new sampler has the needed sizes.
     """
     held = captures.held.get(DECODING)
     if isinstance(held, CapturedSampler) and held.is_of(model):
@@ -174,7 +174,7 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
         if (rows, columns, length) == held.sizes:
             return held
         if rows <= most_rows(model, columns):
-            # Keep the larger sizes, because an evaluation between rollouts may need more tokens and fewer rows
+            # Keep the larger sizes, because an evaluation may need more tokens and fewer rows than the rollouts
             needed = rows, columns, length
     captures.release(DECODING)
     del held  # free the old sampler's buffers first, because the GPU's memory may not hold the buffers of two samplers
@@ -185,11 +185,11 @@ def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Cap
 
 @probed_once
 def why_not_captured(model: PreTrainedModel) -> str:
-    """Return and log why decoding steps cannot be captured; "" if replayed steps give the states of plain steps.
+    """Return and log why CUDA graphs cannot capture a model's decoding steps; "" if CUDA graphs can.
 
-    At the first call for a model, replayed steps are compared with plain steps, under the caller's autocast. Some
-    architectures force a device sync in each pass, such as mixtures of experts that loop over their experts, and cannot
-    be captured.
+    At the first call for a model, the hidden states of replayed decoding steps are compared with the hidden states of
+    decoding steps without CUDA graphs, under the caller's autocast. A CUDA graph cannot capture an architecture that
+    forces a device sync in each pass, such as a mixture of experts that loops over its experts.
     """
     device, captures = model.device, Captures(model.device, warns=False)
     if not captures.on:

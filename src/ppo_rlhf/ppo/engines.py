@@ -1,8 +1,8 @@
 """Sampling of responses from a causal language model with given noise.
 
-Two engines give the same tokens for the same uniforms. `static` decodes without padding and drops sequences that have
-ended. `hf` is transformers' `generate` with transformers' attention and cache; a logits processor draws the tokens.
-`hf` is the oracle in the tests of `static`.
+The rollout engines `static` and `hf` give the same tokens for the same uniforms. The engine `static` decodes without
+padding and drops sequences that have ended. The engine `hf` is transformers' `generate` with transformers' attention
+and KV cache; a logits processor draws the tokens. The tests compare the tokens of `static` with the tokens of `hf`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ from ppo_rlhf.models.token_rows import filled_size
 from ppo_rlhf.ppo.sequences import without_padding
 
 STEPS_BETWEEN_CHECKS = 16
-"""Decoding steps on an accelerator between two checks of which sequences have ended: a check forces a device sync."""
+"""On an accelerator the sampler checks every so many decoding steps which sequences have ended: a check forces a device
+sync."""
 ROWS_STEP = 16
-"""On an accelerator the number of sequences decoded together is a multiple of this number, while enough sequences are
-left."""
+"""On an accelerator the number of sequences decoded together is rounded up to a multiple of `ROWS_STEP`, while enough
+sequences are left."""
 
 Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[list[int] | None]]
-"""Takes the prompts of episodes, the tokens of each episode so far, and whether the policy wrote each token. Returns
-the tokens of the reply to each episode; None where the episode is over."""
+"""An environment takes the prompts of episodes, the tokens of each episode so far, and whether the policy wrote each
+token. An environment returns the tokens of its reply to each episode, or None for an episode that is over."""
 
 
 Engine = Callable[[PreTrainedModel, list[list[int]], "SamplingSettings"], "Responses"]
-"""Samples a response to each prompt with another program. Every process calls the engine, and gets the responses to all
-prompts."""
+"""An engine samples a response to each prompt with another program, such as vLLM. Every process calls the engine, and
+gets the responses to all prompts."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are sampled. Lengths count the stop token; `top_k=0` and `top_p=1` are off.
+    """How responses are sampled. Lengths count the stop token; `top_k=0` and `top_p=1` switch the filters off.
 
-    A stop token is at the earliest token number `min_response_length`. With an `environment` a response is an episode
-    of several turns, each of at most `turn_length` tokens. An `engine` samples instead of this module, with noise of
-    its own.
+    No stop token is drawn before token number `min_response_length` of a response or of a policy's turn. With an
+    `environment` a response is an episode of several turns, and each turn of the policy has at most `turn_length`
+    tokens. An `engine` such as vLLM samples instead of `ppo.engines`, with noise of its own.
     """
 
     response_length: int
@@ -83,12 +84,13 @@ class Responses:
     # [N, T] bool, True on tokens that the policy sampled; None: the policy sampled all tokens
     policy_mask: Tensor | None = None
     sampler_logprobs: Tensor | None = None
-    """`[N, T]`, the sampler's log-probabilities, tempered. The decoding loop computes log-probabilities before top-k,
-    top-p and the exclusion of stop tokens, an `Engine` afterwards. None if the responses were sampled elsewhere."""
+    """`[N, T]`, the sampler's log-probabilities at the sampling temperature. `generate_responses` computes the
+    log-probabilities before top-k, top-p and the exclusion of stop tokens, an `Engine` such as vLLM afterwards. None if
+    the user's script sampled the responses."""
 
     @property
     def mask(self) -> Tensor:
-        """`[N, T]` bool, True on the tokens that the policy wrote: all real tokens without an environment."""
+        """`[N, T]` bool, True on the tokens that the policy wrote; without an environment, all tokens but padding."""
         if self.policy_mask is None:
             return length_mask(self.lengths, self.response_ids.shape[1])
         return self.policy_mask
@@ -120,10 +122,10 @@ def generate_responses(
         prompt_ids: N prompts of at least one token; N may be 0.
         uniforms: `[N, T]` float64 in [0, 1), one for each response and step.
         settings: How responses are sampled.
-        engine: `static` or `hf`; architectures that need padding are decoded by `hf` in any case.
+        engine: `static` or `hf`; `hf` decodes architectures that need padding in any case.
         batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
-        captures: CUDA graphs for the steps of `static`, if the model allows graphs. The buffers of the graphs then
-            limit the batch size, too.
+        captures: The CUDA graphs of the decoding steps of `static`, used if the model can be captured. With CUDA graphs
+            the size of the decoding buffers limits the batch size, too.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = compute_dtype(model)
@@ -133,7 +135,7 @@ def generate_responses(
         decode = _decode_with_generate if generates(model, engine) else decode_packed
         columns, used_again, most = longest + settings.response_length, 0, None
         if captures is not None and captures.serves(DECODING) and decode is decode_packed:
-            # Imported inside the function because captured_sampling imports this module, and a CPU does not need it
+            # Imported inside the function because captured_sampling imports ppo.engines, and is not needed on a CPU
             from ppo_rlhf.ppo import captured_sampling
 
             if not captured_sampling.why_not_captured(model):
@@ -154,7 +156,7 @@ def generate_responses(
 
 
 def generates(model: PreTrainedModel, engine: str) -> bool:
-    """Return whether a model is decoded by transformers' `generate`: with `hf`, or if `static` cannot decode it."""
+    """Return whether transformers' `generate` decodes a model: with `hf`, or if `static` cannot decode the model."""
     return engine == "hf" or not decodes(model)
 
 
@@ -204,12 +206,15 @@ def decode_packed(
 
 
 def is_check_due(step: int, device: torch.device) -> bool:
-    """Return whether to check now which sequences have ended: on an accelerator a check forces a device sync."""
+    """Return whether to check after a decoding step which sequences have ended.
+
+    On an accelerator a check forces a device sync, so it is due only every `STEPS_BETWEEN_CHECKS` steps.
+    """
     return device.type == "cpu" or step % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1
 
 
 def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
-    """Keep some ended sequences, which get pad tokens, so that the batch size is a multiple of `ROWS_STEP`.
+    """Select the ended sequences to drop; some ended sequences stay, to make the batch a multiple of `ROWS_STEP`.
 
     Returns:
         True for each sequence to drop.
@@ -221,7 +226,7 @@ def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
 
 
 class _ForcedSampling(LogitsProcessor):
-    """Draws each token itself, and masks all other tokens, so that `generate`'s greedy search takes the drawn token."""
+    """Draws a token, and sets the logits of all other tokens to -inf, so that greedy search takes the drawn token."""
 
     def __init__(self, uniforms: Tensor, settings: SamplingSettings) -> None:
         self.uniforms = uniforms
@@ -236,7 +241,7 @@ class _ForcedSampling(LogitsProcessor):
 
 
 class _Cache(StaticCache):
-    """Casts keys to the dtype of the values: under autocast rotary embeddings return float32 keys."""
+    """A static KV cache that casts keys to the values' dtype: under autocast rotary embeddings return float32 keys."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
@@ -247,9 +252,9 @@ _widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
-    """Return the arguments that give `generate` a static cache, never a smaller one than before.
+    """Return the arguments that give `generate` a static KV cache, as wide as the model's widest KV cache so far.
 
-    torch.compile compiles `generate` again for each width.
+    The width never shrinks, because torch.compile compiles the decoding step again for each width.
     """
     # transformers up to 5.23 names the argument with the KV cache `past_key_values`
     name = argument_of(model, "cache", "past_key_values")
@@ -260,7 +265,7 @@ def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
 
 
 def _prompt_width(longest: int, device: torch.device) -> int:
-    """Return the padded width of the prompts: on an accelerator one of few widths, since each width is compiled."""
+    """Return the padded width of the prompts; on an accelerator, whose compiler compiles each width, one of few."""
     return longest if device.type == "cpu" else filled_size(longest)
 
 
@@ -292,7 +297,7 @@ def _decode_with_generate(
             )
     finally:
         model.generation_config = saved
-        # Remove the compiled call, because a copy of the model would still call the original model's
+        # Remove the compiled call, because a copy of the model would keep it and call the original model
         vars(model).pop("_compiled_call", None)
     return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 

@@ -1,4 +1,4 @@
-"""A user's environment: a Python function that replies to the policy's turns."""
+"""Calls a user's environment, a Python function that replies to the policy's turns, and tokenizes its replies."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def reply_by_function(
 
     Args:
         function: The user's environment.
-        name: Its name, for errors.
+        name: The environment's name, for error messages.
         tokenizer: The policy's tokenizer.
         prompts: The prompts of the episodes.
         ids: The tokens of each episode so far.
         is_policy: For each token of each episode, whether the policy wrote the token.
 
     Raises:
-        RewardError: As `call_environment`, or a reply has no tokens.
+        RewardError: The environment raised an exception, returned something other than texts and None, or returned a
+            reply without tokens.
     """
     turns = [texts_of_turns(*row, tokenizer) for row in zip(prompts.prompt_ids, ids, is_policy, strict=True)]
     texts = continuations(tokenizer, prompts.prompt_ids, ids)

@@ -1,4 +1,4 @@
-"""The steps after each iteration of PPO: show, save, callbacks, evaluation, stop. Runner and PPOTrainer share them."""
+"""Shows, saves and evaluates each iteration of PPO; the pipeline's runner and PPOTrainer share `Epilogue`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 class Epilogue(ABC):
     """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run on request.
 
-    An iteration is saved before callbacks and evaluation, so that an error in them loses no iteration (decision 0011).
-    All processes call the same methods, and stop after the same iteration.
+    An iteration is saved before its callbacks and its evaluation, so that an error in a callback or in the evaluation
+    loses no iteration (decision 0011). All processes call the same methods of `Epilogue`, and stop after the same
+    iteration.
     """
 
     show: Show
-    """Shows an iteration on the screen; must be set before the first iteration."""
+    """Function that shows an iteration on the screen; must be set before the first iteration."""
 
     def __init__(self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None]) -> None:
         """Prepare the epilogue of a run; `save` saves the current iteration."""
@@ -36,18 +37,21 @@ class Epilogue(ABC):
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any] | None:
-        """Evaluate the policy if an evaluation is due, and return its row of metrics for the callbacks, else None."""
+        """Evaluate the policy if an evaluation is due, and return the evaluation's row of metrics, else None."""
 
     @abstractmethod
     def asked_by(self) -> int | None:
         """Return the number of the signal that asked this process to stop, or None."""
 
     def interruption(self, signum: int, why: str) -> BaseException:
-        """Return the exception to raise when the run stops; `why` is the reason if it was not a signal, else empty."""
+        """Return the exception that stops the run.
+
+        `why` is empty if a signal asked the run to stop; else `why` is the reason to stop: the end of `max_time`.
+        """
         return TerminationSignal(signum, why)
 
     def begin(self, *, is_resumed: bool) -> None:
-        """Call the callbacks before the first iteration; evaluate a resumed iteration if its evaluation is due.
+        """Call `on_train_begin` of the callbacks; if the run is resumed and an evaluation is due, evaluate the policy.
 
         An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
         """
@@ -60,8 +64,9 @@ class Epilogue(ABC):
         """Show and save an iteration, call the callbacks, and evaluate; stop the run if it was asked to stop.
 
         Raises:
-            TrainingError, ConfigError: As `Callbacks.iteration_ended` and `Callbacks.evaluated`.
-            BaseException: The `interruption` of a run that was asked to stop; the iteration is saved.
+            TrainingError: A callback raised an exception.
+            ConfigError: A callback set a flag that has no effect in PPO's loop.
+            BaseException: The run was asked to stop (`interruption`); the iteration is saved.
         """
         self.show(self.state.iteration, metrics)
         self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
@@ -70,7 +75,7 @@ class Epilogue(ABC):
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        """Save the iteration and raise if a signal, or the end of `max_time`, asked any process to stop."""
+        """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
         signum = self.asked_by()
         over = time_is_over(self.state.config.max_time) if signum is None and not self.state.finished else ""
         if over:
@@ -82,7 +87,7 @@ class Epilogue(ABC):
         if why:
             say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
         self.state.stopping = True
-        # The last iteration's checkpoint was not due, and none was saved
+        # Save the current iteration if its checkpoint was not due
         if not processes.from_main(self.callbacks.is_saved):
             self.save()
         raise self.interruption(signum, why)

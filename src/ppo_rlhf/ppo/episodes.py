@@ -1,4 +1,4 @@
-"""Episodes of several turns: a user's environment answers between the policy's turns.
+"""Episodes of several turns: a user's environment replies to each of the policy's turns.
 
 An episode is one row: the prompt, the policy's first turn up to its stop token, the environment's reply, the policy's
 next turn, and so on. Only the policy's tokens are actions, which PPO trains on and counts in the KL. The environment's
@@ -33,19 +33,21 @@ def sample_episodes(
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
-    The environment replies to every turn that ended in a stop token; if the environment has no reply, the episode is
-    over. An episode is cut off if a turn has no stop token, or if the reply and one more turn do not fit into the T =
-    `response_length` tokens of an episode. The arguments are the same as for `generate_responses`.
+    The environment replies to every turn of the policy that ended in a stop token; if the environment has no reply, the
+    episode is over. An episode is cut off if a turn of the policy has no stop token, or if the environment's reply and
+    one more turn do not fit into the T = `response_length` tokens of an episode. `sample_episodes` takes the same
+    arguments as `generate_responses`.
 
     Raises:
-        RewardError: As `environments.reply_by_function`.
+        RewardError: The user's environment raised an exception or returned a wrong reply; see
+            `environments.reply_by_function`.
     """
     environment, turn_length = settings.environment, settings.turn_length
     assert environment is not None  # PPOConfig requires both `environment` and `turn_length`, or neither
     assert turn_length is not None
     rows, width = uniforms.shape
     turn_settings = replace(settings, response_length=turn_length)
-    ids: list[list[int]] = [[] for _ in range(rows)]  # token ids of each episode so far, its prompt excluded
+    ids: list[list[int]] = [[] for _ in range(rows)]  # token ids of each episode so far, without the prompt
     is_policy: list[list[bool]] = [[] for _ in range(rows)]
     logprobs = torch.zeros(rows, width, dtype=compute_dtype(policy))
     terminated = torch.zeros(rows, dtype=torch.bool)
@@ -87,9 +89,10 @@ def sample_episodes(
 def turn_texts(
     prompt_ids: list[list[int]], responses: Responses, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[str]]:
-    """Return for each response the texts of its turns, which join to the response's text; [] without an environment.
+    """Return for each response the list of its turns' texts; [] without an environment.
 
-    The policy's and the environment's turns alternate, beginning with the policy's.
+    The texts of a response's turns join to the response's text. The policy's turns and the environment's replies
+    alternate, beginning with a turn of the policy.
     """
     if responses.policy_mask is None:
         return []

@@ -1,4 +1,4 @@
-"""From rollouts to the update's inputs: scores, shaped rewards, advantages and returns; and a table for people."""
+"""Computes the update's inputs from rollouts (scores, shaped rewards, advantages, returns), and a completions table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Experience:
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
-    """Return the scores of all responses; with `drop_uniform_prompts` the rollouts have the scores already."""
+    """Return the scores of all responses; with `drop_uniform_prompts` `rollouts.scores` holds the scores already."""
     with state.clock.timed(REWARDS):
         return rollouts.scores or scorer.score(response_batch(rollouts.prompts, rollouts.responses, state.tokenizer))
 
@@ -41,7 +41,8 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> Tensor:
     """Turn scores into token rewards `[B, T]`: normalisation, scale, clip, penalties, per-token KL, optional whitening.
 
-    Only the policy's tokens have rewards; other tokens have 0. The score is on the policy's last token.
+    Only tokens that the policy wrote get rewards; the environment's tokens and padding get 0. The score of a response
+    is added to the reward of the policy's last token.
 
     Raises:
         CheckpointError: The run was resumed with another `reward.normalise`.
@@ -76,9 +77,9 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
 
 
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
-    """Return `[B, T]` bool, True on the tokens that both losses count.
+    """Return `[B, T]` bool, True on the tokens that the losses of policy and critic count.
 
-    With `truncated_responses=mask` the mask is False on cut-off responses.
+    With `truncated_responses=mask` the learning mask is False on cut-off responses.
     """
     if config.truncated_responses != "mask":
         return rollouts.mask
@@ -94,10 +95,10 @@ def positive_mask(experience: Experience, mask: Tensor, config: PPOConfig) -> Te
 def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, state: TrainingState) -> Experience:
     """Estimate advantages and returns by GAE.
 
-    The value after a response's last token counts as 0. With `truncated_responses=bootstrap` V(s_T) of a cut-off
-    response stands for all later rewards. `lam_critic` sets another lambda for the returns, `lam_alpha` a lambda for
-    the advantages of each response. An environment's tokens are left out: the first token of a policy's turn directly
-    follows the last token of the policy's previous turn.
+    The value after a response's last token counts as 0. With `truncated_responses=bootstrap` the critic's value after
+    the last token of a cut-off response stands for all later rewards. `lam_critic` sets the returns' own lambda;
+    `lam_alpha` sets a lambda for the advantages of each response by the response's length. GAE leaves out an
+    environment's tokens, as if the policy's turns directly followed each other.
     """
     config, mask, values = state.config, rollouts.mask, rollouts.values
     bootstrap_values = None

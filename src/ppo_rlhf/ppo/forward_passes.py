@@ -1,7 +1,7 @@
-"""Log-probabilities, entropies and values of responses, computed from hidden states.
+"""Computes log-probabilities, entropies and values of responses from hidden states.
 
-`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training must
-call the wrapper, which sums the gradients over the processes.
+`PolicyForward` and `CriticForward` are forward passes in the form of modules, which accelerate can wrap for several
+processes. Training must call accelerate's wrapper, which sums the gradients over the processes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.sequences import SequenceBatch
 
 LOGITS_HELD = 2**24
-"""The most logits in memory at a time on a CPU: 64 MiB of float32. If a pass has more logits, they are computed chunk
-by chunk and again in the backward pass, which takes about 2 % of an update."""
+"""The most logits in memory at a time on a CPU: 64 MiB of float32. If a forward pass has more logits, the logits are
+computed in chunks, and computed again in the backward pass; the second computation takes about 2 % of an update."""
 LOGIT_SHARE = 256
 """An accelerator holds at most one logit per this many bytes of its memory: 16-bit logits take 1/128 of the memory."""
 
 Reference = PreTrainedModel | None
-"""The frozen reference policy, to compute the KL over the whole vocabulary; None computes no such KL. It has the
-policy's vocabulary."""
+"""The frozen reference policy for the KL over the whole vocabulary; None: no KL is computed. The reference policy has
+the same vocabulary as the policy."""
 
 
 class PolicyOutput(NamedTuple):
-    """Output of the policy for B sequences with T response columns; 0 in padding."""
+    """Output of the policy's forward pass for B sequences with T response columns; all tensors are 0 in padding."""
 
     # [B, T], log-probabilities of the response tokens at the sampling temperature, in nats, float32 or float64
     logprobs: Tensor
@@ -45,7 +45,7 @@ class PolicyOutput(NamedTuple):
 
 
 class PolicyForward(nn.Module):
-    """The policy's forward pass: from tokens to log-probabilities, entropies and, with a shared trunk, values."""
+    """The policy's forward pass, which returns log-probabilities, entropies, KL and, with a shared trunk, values."""
 
     def __init__(self, policy: PreTrainedModel, critic: Critic | SharedCritic, temperature: float) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class PolicyForward(nn.Module):
     def forward(
         self, batch: SequenceBatch, *, with_entropy: bool = False, learns: bool = True, reference: Reference = None
     ) -> PolicyOutput:
-        """Compute the output for B sequences with T response columns.
+        """Compute the policy's output for B sequences with T response columns.
 
-        With `learns=False` the policy has no gradients; a value head on its trunk still has gradients.
+        With `learns=False` the policy gets no gradients; a value head on the policy's trunk still gets gradients.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             states = hidden_states_at(backbone_of(self.policy), batch.rows, batch.state_positions)
@@ -79,7 +79,7 @@ class CriticForward(nn.Module):
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Return the values of the states s_0 … s_T, `[B, T + 1]`, 0 in padding.
 
-        Column t is the value before response token t; each row's last value is after its response.
+        Column t is the value before response token t; the last value of a row is the value after the last token.
         """
         states = hidden_states_at(self.critic.backbone, batch.rows, batch.state_positions)
         return batch.scatter_states(self.critic.values(states))
@@ -96,16 +96,16 @@ def response_statistics(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log-probabilities, entropies and KL of the response tokens, `[B, T]` each, in nats.
 
-    The results are differentiable in the model; the reference runs without gradients. Logits are computed only for the
-    states before response tokens, at most `logits_held` at a time per model.
+    The results are differentiable in the weights of `model`; the reference policy runs without gradients. Logits are
+    computed only for the states before response tokens, at most `logits_held` at a time for each model.
 
     Args:
-        model: The policy.
+        model: The language model whose head computes the logits.
         batch: B sequences with T response columns.
         states_MH: The model's last hidden states at `batch.state_positions`.
         temperature: Divides the logits.
         with_entropy: Whether to compute entropies; if False, None is returned for the entropies.
-        reference: The reference policy of the KL; without one None is returned for the KL.
+        reference: The reference policy of the KL; if None, None is returned for the KL.
     """
     head = logits_of(model)
 
@@ -152,8 +152,8 @@ def most_logits(card: int | None) -> int:
 def filled_rows(rows: int, width: int, groups: list[list[int]], results: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return a table `[rows, width]` on the CPU, filled with the results of groups of rows, 0 elsewhere.
 
-    Each group has a result `[b, t]`: the first t columns of its rows. Rows of a result beyond the group's rows are
-    dropped. All results come from the device in one copy.
+    Each group of rows has a result `[b, t]`, which fills the first t columns of the group's rows. If a result has more
+    rows than its group, the further rows are dropped. All results are copied from the device in one transfer.
     """
     filled = torch.zeros(rows, width, dtype=dtype)
     for group, values in zip(groups, to_cpu(results), strict=True):

@@ -1,7 +1,7 @@
 """Rules on the KL from the reference policy: the condition of each rule, its meaning, and the setting to change first.
 
-The alarms during a run and the advice at its end (`advice`) use these rules. The advice leaves out `collapsed`, since
-no run is known in which changing a setting helped against a collapsed KL.
+The alarms during a run and the advice at the end of a run (`advice`) use `KL_RULES`. The advice leaves out the rule
+`collapsed`, since no run is known in which changing a setting helped against a collapsed KL.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 
 MOVED, COLLAPSED = 0.5, 0.1
-"""KL has collapsed if the highest mean was at least `MOVED` nats per response, so that the policy had moved, and KL is
-now below `COLLAPSED` times that mean."""
+"""KL has collapsed if the highest mean KL was at least `MOVED` nats per response, so that the policy had moved, and the
+current mean KL is below `COLLAPSED` times the highest mean KL."""
 NEGATIVE, STANDARD_ERRORS = -0.05, 3.0
-"""KL is negative if its mean is below `NEGATIVE` nats per response and more than `STANDARD_ERRORS` standard errors
-below 0: k1 is noisy around 0."""
+"""KL counts as negative if the mean KL is below `NEGATIVE` nats per response and more than `STANDARD_ERRORS` standard
+errors below 0: the estimate k1 is noisy around 0."""
 USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
-"""TRL's FAQ keeps KL between 0 and 10 nats per response. The coefficient is TRL's default, for scores of standard
-deviation 1."""
+"""TRL's FAQ keeps KL between 0 and 10 nats per response. `USUAL_KL_COEF` is TRL's default KL coefficient, for scores of
+standard deviation 1."""
 BETTER_START, SATURATED = 1.5, 10.0
-"""Ratios of the controller's current KL coefficient to `ppo.kl_coef`, or the inverse if KL is below its target. Above
-`BETTER_START` the current coefficient is a better `ppo.kl_coef`. Above `SATURATED` no coefficient helps: the size of
-the updates keeps KL from its target."""
+"""Limits on the ratio of the controller's current KL coefficient to `ppo.kl_coef`, or on the inverse ratio if KL is
+below `ppo.kl_target`. Above a ratio of `BETTER_START` the current KL coefficient is a better `ppo.kl_coef`. Above a
+ratio of `SATURATED` no KL coefficient helps: the size of the updates keeps KL from its target."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of PPOConfig, its present value, and a change: multiply by about `factor`, or set to `value`."""
+    """A change of a PPOConfig setting: multiply its present value `now` by about `factor`, or set it to `value`."""
 
     setting: str
     now: Any
@@ -76,7 +76,7 @@ class KLSituation:
 
     @property
     def adaptive(self) -> bool:
-        """Whether a controller adapts the KL coefficient."""
+        """Whether the run's KL controller adapts the KL coefficient."""
         return self.config.kl_controller == "adaptive"
 
 
@@ -85,9 +85,9 @@ class KLRule:
     """A rule on the KL of a run."""
 
     holds: Callable[[KLSituation], bool]
-    seen: Callable[[KLSituation], str]  # returns the observed numbers: the first half of the warning
-    meaning: str  # the usual cause of the numbers: the second half of the warning
-    # Returns the change of a setting to try first; None: no setting helps
+    seen: Callable[[KLSituation], str]  # returns the first half of the warning: the observed KL
+    meaning: str  # second half of the warning: the usual cause of the observed KL
+    # Returns the change of a setting to try first; None if no setting helps
     change: Callable[[KLSituation], Change | None]
 
 
@@ -109,14 +109,17 @@ def stronger_penalty(s: KLSituation, factor: float) -> Change:
 
 
 def lower_kl(s: KLSituation) -> Change:
-    """Return the change that brings KL down to the usual level; with a low target, the change of the controller."""
+    """Return the change that brings KL down to about `USUAL_KL`.
+
+    If an adaptive controller's `kl_target` is below `kl_warning`, the change helps the controller reach the target.
+    """
     if s.adaptive and s.config.kl_target < s.config.kl_warning:
         return help_controller(s)
     return stronger_penalty(s, min(4.0, max(1.5, s.kl / USUAL_KL)))
 
 
 def help_controller(s: KLSituation) -> Change:
-    """Return the change that brings KL nearer to its target: first coefficient, controller's speed or learning rate."""
+    """Return the change of `kl_coef`, `kl_horizon` or `learning_rate` that brings KL nearer to `kl_target`."""
     too_high, factor = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
     # Factor by which the controller has moved kl_coef in the right direction
     moved = factor if too_high else 1.0 / factor
@@ -128,7 +131,7 @@ def help_controller(s: KLSituation) -> Change:
 
 
 def without_filter(s: KLSituation) -> Change | None:
-    """Return the change that turns off a sampling filter, or None if all are off."""
+    """Return the change that turns off a sampling filter, or None if all sampling filters are off."""
     off = {"top_k": 0, "top_p": 1.0, "min_response_length": 0}
     return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
 
@@ -170,7 +173,7 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
     """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
     before, lines = _holding(config, history[:-1]), []
     for name, situation in _holding(config, history).items():
-        # A KL that falls from the range of `alarm` to that of `warning` is no new warning
+        # Do not warn if KL fell from above `kl_alarm` to between `kl_warning` and `kl_alarm`
         if name in before or (name == "warning" and "alarm" in before):
             continue
         rule = KL_RULES[name]
@@ -181,7 +184,7 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
 
 
 def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
-    """Return the rules that hold after the last iteration.
+    """Return the names of the KL rules that hold after the last iteration, each with the KL that it was checked on.
 
     `alarm` and `warning` compare the last iteration's KL, the other rules the mean of the last `WINDOW` iterations.
     """

@@ -2,7 +2,7 @@
 
     rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
-docs/architecture.md says where to add code.
+docs/architecture.md says where code for a new feature belongs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def train(
     after_iteration: Callable[[dict[str, float]], None],
     before_update: Callable[[Experience], None] | None = None,
 ) -> None:
-    """Run all remaining iterations.
+    """Run all remaining iterations of a run.
 
-    `before_update` is called with the experience of each iteration before the update. `after_iteration` is called with
-    the metrics of each iteration, as `Epilogue.after_iteration`.
+    `before_update` is called before each iteration's update, with the iteration's experience. `after_iteration`, such
+    as `Epilogue.after_iteration`, is called after each iteration, with the iteration's metrics.
     """
     with state.captures.during():
         while not state.finished:

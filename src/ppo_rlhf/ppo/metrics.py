@@ -1,4 +1,4 @@
-"""The metrics of one iteration, named as in docs/metrics.md. Token averages exclude prompts and padding."""
+"""Computes the metrics of one iteration, named as in docs/metrics.md; token averages exclude prompts and padding."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from ppo_rlhf.rewards.shaping import deviations
 from ppo_rlhf.runtime.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
-"""Fields of StepSums that are summed over micro-batches and processes."""
+"""Names of the fields of `StepSums` that are summed over micro-batches and processes."""
 FIRST_MEAN = SUMMED.index("approxkl")
-"""From this index on the fields are sums over tokens: a micro-batch adds its mean times its tokens."""
+"""Index in `SUMMED` of the first field that is a sum over tokens: a micro-batch adds its mean times its token count."""
 
 
 @dataclass
 class StepSums:
-    """Statistics of one minibatch: losses are means over the minibatch, all other fields are sums over tokens.
+    """Statistics of one minibatch.
 
-    During the update `local` has this process's statistics on the device; `add_over_processes` turns them into numbers.
+    Losses are means over the minibatch; `approxkl`, `ratio` and the clip fractions are sums over tokens. During the
+    update `local` holds this process's statistics on the device; `add_over_processes` sums `local` over all processes
+    into the fields named in `SUMMED`.
     """
 
     tokens: int  # number of the whole minibatch's tokens that the losses count; if 0, no optimiser step is taken
@@ -53,18 +55,19 @@ class StepSums:
     def add(self, terms: Tensor, tokens: int) -> None:
         """Add the statistics of a micro-batch: `[9]` in the order of SUMMED, with means from `FIRST_MEAN` on.
 
-        `tokens` is the number of the micro-batch's tokens. Means are turned into sums, so ratios of 1 add up exactly.
+        `tokens` is the number of the micro-batch's tokens that the losses count. Means are multiplied by `tokens`, so
+        ratios of 1 add up exactly.
         """
         terms[FIRST_MEAN:] *= tokens
         self.local = terms if self.local is None else self.local + terms
 
     def mean(self, name: str) -> float:
-        """Return a field that is a sum over tokens as a mean over tokens."""
+        """Return the mean over tokens of a field that is a sum over tokens."""
         return float(getattr(self, name)) / max(1, self.tokens)
 
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
-    """Return the statistics of each step, summed over all processes, as numbers."""
+    """Return the statistics of each optimiser step, summed over all processes, as Python numbers."""
     none = torch.zeros(len(SUMMED))  # sums of 0 for a process that had no micro-batches in the step
     local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
     sums = torch.stack(gather_tensors(local)).sum(0).tolist()
@@ -76,8 +79,8 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
 def iteration_metrics(state: TrainingState, experience: Experience, steps: list[StepSums]) -> dict[str, float]:
     """Return every metric of an iteration after its update, before the state advances, in the order of docs/metrics.md.
 
-    `steps` are the statistics of all minibatches, summed over all processes. Steps without a token are left out of the
-    averages, unless no step has a token.
+    `steps` are the statistics of all minibatches, summed over all processes. The averages leave out minibatches in
+    which the losses count no token, unless all minibatches have no token.
     """
     metrics = {
         **_objective(experience, state),
@@ -193,7 +196,7 @@ def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
     A model that trains counts 6 operations per weight and token; attention is left out. The returned dictionary is
-    empty in float32 and float64, whose matrix products do not reach the 16-bit peak, and on other devices.
+    empty in float32 and float64, whose matrix products do not reach the 16-bit peak, and on devices of unknown peak.
     """
     words = torch.cuda.get_device_name(state.device).replace("-", " ").split() if state.device.type == "cuda" else []
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
@@ -201,14 +204,14 @@ def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState
         return {}
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
-    # Number of weights trained, summed over the epochs
+    # Number of weights that train, summed over the epochs of the update
     epochs = sum(critic + policy * step.with_policy for step in steps) / len(rollouts.epochs[0])
     seconds = state.clock.seconds[UPDATE]
     return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: on a CUDA device, or of this process."""
+    """Return the peak memory so far in bytes: GPU memory on a CUDA device, else the resident memory of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     kilobytes = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes on Linux

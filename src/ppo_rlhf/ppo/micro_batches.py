@@ -1,8 +1,8 @@
-"""Splits a batch into epochs, minibatches and micro-batches, and computes how many tokens of a micro-batch fit.
+"""Splits a batch into epochs, minibatches and micro-batches, and computes how many tokens fit into a micro-batch.
 
-A batch is split once per iteration, before its first forward pass: old log-probabilities and values are computed on the
-first epoch's micro-batches. Training on the first epoch repeats the same forward passes, so its first ratio is exactly
-1; passes of other shapes would round differently.
+A batch is split once per iteration, before the batch's first forward pass: old log-probabilities and values are
+computed on the first epoch's micro-batches. The first epoch's training repeats the same forward passes, so the
+probability ratios of the first optimiser step are exactly 1; forward passes of other shapes would round differently.
 
 On an accelerator, unless `ppo.max_tokens_per_micro_batch` is set, a micro-batch has as many tokens as fit into the free
 memory. The memory of an update is computed as in `kedro doctor` (docs/memory.md).
@@ -33,21 +33,22 @@ from ppo_rlhf.runtime.processes import dealt_rows, from_all, is_main_process, ow
 log = logging.getLogger(__name__)
 
 UNLIMITED_ON = ("cpu",)
-"""Device types without a default token budget: small micro-batches are as fast there as large ones."""
+"""Device types without a default token budget: a CPU computes small micro-batches as fast as large micro-batches."""
 FEWEST_TOKENS = 2
 """The lowest value of `ppo.max_tokens_per_micro_batch`."""
 EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
-"""Bytes per token, plus bytes per response token, of the tensors that an update reads: ids, positions, indices and the
-inputs of the losses. The tensors of all micro-batches of an epoch are on the device together (`ppo.update`)."""
+"""Bytes per token, and further bytes per response token, of the tensors that an update reads: token ids, positions,
+indices and the inputs of the losses. The tensors of all micro-batches of an epoch are on the device together
+(`ppo.update`)."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
     """The rows of one optimiser step, as indices into the batch of all processes."""
 
-    rows: list[int]  # the minibatch's rows of the batch, of all processes
-    micro_batches: list[list[int]]  # the rows of each forward and backward pass of this process
-    shards: list[list[int]]  # the rows of this minibatch that each process trains on
+    rows: list[int]  # indices of the minibatch's rows, of all processes
+    micro_batches: list[list[int]]  # indices of the rows of each of this process's micro-batches
+    shards: list[list[int]]  # for each process, the indices of the minibatch's rows that the process trains on
     with_policy: bool = True  # False in epochs that train only the critic, not the policy
 
 
@@ -77,8 +78,9 @@ def cut_batch(
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
-    The minibatches depend only on the seed. Each minibatch is split evenly across processes, balancing tokens. All
-    shards get equally many micro-batches, since with FSDP2 all processes take part in each pass.
+    The minibatches depend only on the seed and the iteration. Each minibatch is split evenly across processes,
+    balancing tokens. All processes get equally many micro-batches, since with FSDP2 all processes take part in each
+    forward and backward pass.
 
     Args:
         config: Hyperparameters.
@@ -86,7 +88,7 @@ def cut_batch(
         prompt_lengths: Prompt tokens of every row of the batch.
         response_lengths: Response tokens of every row of the batch.
         most_tokens: The token budget of a micro-batch (`token_budget`); None sets no limit.
-        padded: Whether policy or critic compute padding, which then counts towards the budget.
+        padded: Whether the policy or the critic computes padding; if True, padding counts towards `most_tokens`.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
@@ -122,9 +124,10 @@ def micro_batches(
         micro_batch_size: Maximum number of rows in a micro-batch.
         prompt_lengths: Prompt tokens of every row of the batch; read only with a token budget.
         response_lengths: Response tokens of every row of the batch; read only with a token budget.
-        token_budget: Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own. None: no
-            limit.
-        padded: True counts padding: a micro-batch has rows × longest row tokens. False counts real tokens only.
+        token_budget: Maximum number of tokens in a micro-batch; a row longer than the budget gets a micro-batch of its
+            own. None: no limit.
+        padded: Whether padding counts as tokens: True counts a micro-batch as its number of rows times the tokens of
+            its longest row, False counts real tokens only.
     """
     if token_budget is None:
         return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
@@ -153,10 +156,10 @@ def _split_to(cut: list[list[int]], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class UpdateBytes:
-    """Bytes that one process's update takes, without weights and moments."""
+    """Bytes that one process's update takes, without the models' weights and AdamW's moments."""
 
     gradients: int  # bytes of the gradients of all trained weights
-    fixed: int  # bytes of one epoch's tensors, and of the copies of weights in the computation's dtype
+    fixed: int  # bytes of one epoch's micro-batches, and of autocast's copies of the weights
     token: int  # bytes of activations that one token of a micro-batch keeps for the backward pass
     logit: int  # bytes of one logit and of the tensors computed from the logit
     held: int  # number of logits that are in memory at the same time
@@ -166,7 +169,7 @@ class UpdateBytes:
         return self.gradients + self.fixed + self.passing(tokens, logits)
 
     def passing(self, tokens: int, logits: int) -> int:
-        """Return the bytes that a micro-batch allocates and frees again."""
+        """Return the bytes that the forward and backward pass of a micro-batch allocates and frees again."""
         return tokens * self.token + min(logits, self.held) * self.logit
 
     def tokens_in(self, free: int) -> int:
@@ -191,9 +194,9 @@ def update_bytes(
         policy: The configuration of the policy's model.
         tokens: Tokens of the longest prompt with its response.
         gradients: Bytes of all gradients.
-        copied: Bytes of copies of weights in the dtype of the computation.
+        copied: Bytes of autocast's copies of the policy's weights (`copied_bytes`).
         activations: Bytes of the activations of one token in all layers.
-        held: Logits in memory at a time.
+        held: The most logits that are in memory at the same time.
     """
     text, itemsize = policy.get_text_config(), frozen_dtype(config).itemsize
     if config.gradient_checkpointing:
@@ -208,9 +211,9 @@ def update_bytes(
 
 
 def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
-    """Return the bytes of copies of a policy's weights in the dtype of the computation.
+    """Return the bytes of copies of a policy's weights in the dtype of the forward pass.
 
-    autocast casts all weights; with `load_in_4bit` the largest layer is unpacked.
+    autocast casts all weights to a 16-bit dtype; with `load_in_4bit` one layer at a time is unpacked from 4 bits.
     """
     itemsize = frozen_dtype(config).itemsize
     # Count a linear layer's inputs x outputs, because 4-bit weights are packed into another shape
@@ -231,9 +234,9 @@ def follows_memory(config: PPOConfig, device: torch.device) -> bool:
 def token_budget(state: TrainingState, prompt_length: int) -> int | None:
     """Return the most tokens of a micro-batch of this run, or None for no limit.
 
-    `prompt_length` is the tokens of the longest prompt. If the budget follows the free memory, the first call computes
-    the minimum over all processes, keeps it in the state and logs it. All processes must call this function, with the
-    models already on their devices.
+    `prompt_length` is the number of tokens of the longest prompt. If the token budget follows the free memory, the
+    first call computes the minimum over all processes, stores the minimum in the state and logs it. All processes must
+    call `token_budget`, and the models must already be on their devices.
     """
     config, device = state.config, state.device
     if state.micro_batch_tokens is None and follows_memory(config, device):
@@ -269,7 +272,7 @@ def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
 
 
 def _missing_moments(state: TrainingState) -> int:
-    """Return the bytes of the moments that the first optimiser step will allocate; 0 once they exist."""
+    """Return the bytes of AdamW's moments that the first optimiser step will allocate; 0 if the moments exist."""
     if any(optimizer.state for optimizer in state.optimizers):
         return 0
     return sum(moment_bytes(parameter, state.config) for parameter in _trained(state))

@@ -1,4 +1,4 @@
-"""AdamW for policy and critic, and their learning rate schedules."""
+"""Builds AdamW for policy and critic, saves and loads its moments, and computes learning rates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
 
 
 def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:
-    """Return the bytes of AdamW's two moments of a parameter; in 8 bits each block of 256 has a 4-byte scale."""
+    """Return the bytes of AdamW's two moments of a parameter; in 8 bits each `BLOCK` of numbers has a 4-byte scale."""
     size = parameter.numel()
     if config.optim != EIGHT_BIT or size < FEWEST_IN_EIGHT_BITS:
         return 2 * parameter.nbytes
@@ -61,7 +61,7 @@ def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:
 
 def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Return an optimiser's moments, named `<parameter index>.<moment>`, and its parameter groups, all JSON-able."""
-    # torch's state_dict, because bitsandbytes' own method wraps the moments for FSDP
+    # Call torch's state_dict, because bitsandbytes' own state_dict wraps the moments for FSDP
     saved = torch.optim.Optimizer.state_dict(optimizer)
     moments = {}
     for index, row in saved["state"].items():
@@ -76,7 +76,7 @@ def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]
     """Load the moments and parameter groups that `saved_moments` returned.
 
     Raises:
-        LookupError, RuntimeError, ValueError: The moments belong to other parameters.
+        LookupError, RuntimeError, ValueError: The moments are not the moments of the optimiser's parameters.
     """
     rows: dict[int, dict[str, Any]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -96,18 +96,18 @@ def peak_learning_rates(config: PPOConfig) -> tuple[float, float]:
 
 
 def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None = None, resting: int = 0) -> float:
-    """Return the factor on a peak learning rate in an iteration, counted from 1.
+    """Return the factor by which an iteration multiplies a peak learning rate.
 
-    transformers' schedules start the warm-up at 0 and end the decay at 0. Here the factor is never 0 while a model
-    trains: iteration i of a warm-up over w iterations has the factor i / w, and a later iteration i of n has the factor
-    of the schedule's step i - 1.
+    transformers' schedules start the warm-up at 0 and end the decay at 0, but the factor returned here is never 0 while
+    a model trains. Iteration i of a warm-up over w iterations has the factor i / w; an iteration i after the warm-up
+    has the factor that transformers' schedule gives for step i - 1 of n steps.
 
     Args:
         config: Hyperparameters.
         iteration: The iteration, counted from 1.
         peak: The peak learning rate, None for the policy's. Only the polynomial schedule reads `peak`, to end at 1e-7.
-        resting: The number of first iterations in which the model does not train and the factor is 0. i, n and w
-            count only later iterations.
+        resting: The number of iterations at the start of the run in which the model does not train and the factor is
+            0. The numbers i, n and w count only iterations in which the model trains.
     """
     iteration, total = iteration - resting, config.num_total_batches - resting
     if iteration < 1:
@@ -126,8 +126,9 @@ def set_learning_rates(
 ) -> None:
     """Set both optimisers' learning rates for an iteration, counted from 1.
 
-    With a shared trunk, policy and critic have one optimiser, which follows the critic's schedule in the first
-    `ppo.critic_warmup_iterations`, in which the policy does not train, and the policy's schedule afterwards.
+    With a shared trunk, policy and critic have one optimiser. The shared optimiser follows the critic's schedule in the
+    first `ppo.critic_warmup_iterations` iterations, in which the policy does not train, and the policy's schedule
+    afterwards.
     """
     policy_peak, critic_peak = peak_learning_rates(config)
     resting = config.critic_warmup_iterations

@@ -1,4 +1,4 @@
-"""The device, the precision and the `accelerate.Accelerator` of a run, and the dtypes of its weights."""
+"""Chooses a run's device, its precision, the dtypes of its weights, and its `accelerate.Accelerator`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained_dtype(config: PPOConfig) -> torch.dtype:
 
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
-    """Return the dtype of weights that never train (reference policy, reward model): `ppo.dtype`."""
+    """Return the dtype of weights that never train, such as the reference policy's: the dtype of `ppo.dtype`."""
     dtype: torch.dtype = getattr(torch, _dtype_name(config))
     return dtype
 
@@ -53,7 +53,7 @@ def _dtype_name(config: PPOConfig) -> Precision:
 def device_of(config: PPOConfig) -> torch.device:
     """Return `resolve_device(config.device)`.
 
-    On CUDA this also lets float32 matrix products use TF32, unless `ppo.deterministic` is set.
+    On CUDA `device_of` also lets float32 matrix products use TF32, unless `ppo.deterministic` is set.
     """
     device = resolve_device(config.device)
     if device.type == "cuda":
@@ -64,12 +64,12 @@ def device_of(config: PPOConfig) -> torch.device:
 def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names; `auto` is this process's GPU, or the CPU without a GPU.
 
-    On CUDA this also switches cuDNN's attention off for the whole process: cuDNN plans each new shape, which took 40 ms
-    on an H100, where torch's other kernels take 0.1 ms (docs/speed.md).
+    On CUDA `resolve_device` also switches cuDNN's attention off for the whole process: cuDNN plans each new shape,
+    which took 40 ms on an H100, where torch's other attention kernels take 0.1 ms (docs/speed.md).
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, ACCELERATE_USE_CPU excludes it, or several
-            processes would share it; or `check_launch` refuses the launch.
+        ConfigError: torch does not know the device, this machine does not have the device, ACCELERATE_USE_CPU excludes
+            the device, several processes would share the device, or `check_launch` refuses the launch.
     """
     processes.check_launch()
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -101,14 +101,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
-    """Return an Accelerator with this run's precision; a further one is cheap: all share the process group.
+    """Return an Accelerator with the run's precision.
 
-    `finds_unused` lets DDP search for weights without a gradient in each step.
+    A further Accelerator is cheap: all Accelerators of a process share the process group. `finds_unused` lets DDP
+    search for weights without a gradient in each backward pass.
     """
     if processes.process_count() > 1:
         processes.join_processes()
-    # Do not broadcast buffers in DDP: buffers are equal in all processes.
-    # Each broadcast would require all processes to run equally many forward passes.
+    # Do not broadcast buffers in DDP, because buffers are equal in all processes.
+    # A broadcast in each forward pass would require all processes to run equally many forward passes.
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
     )
@@ -124,9 +125,9 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
 
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
-    """Return a forward pass whose gradients are summed over all processes; with one process the pass itself.
+    """Wrap a forward pass so that its gradients are summed over all processes; with one process, return it unchanged.
 
-    The pass must be on its device already, except with FSDP2, where `sharded` moves it.
+    The forward pass must be on the run's device already; only with FSDP2 `sharded` moves the forward pass there.
     """
     if processes.shards_models():
         return sharded(forward, accelerator.device)
@@ -140,15 +141,19 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
 
 
 def _sum_over_processes(group, bucket):  # type: ignore[no-untyped-def]  # torch rejects annotations that are strings
-    """Sum gradients over processes; DDP's average, with the loss times the world size, would round differently."""
+    """Sum gradients over processes.
+
+    DDP's average of gradients, with a loss multiplied by the world size, would round differently.
+    """
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return the autocast context of every forward pass: matrix products in `ppo.dtype` if that is a 16-bit dtype.
+    """Return the autocast context of every forward pass: matrix products in `ppo.dtype` if `ppo.dtype` has 16 bits.
 
-    All passes of a run use this context, so that old and new log-probabilities come from the same computation.
+    All forward passes of a run use the same autocast context, so that old and new log-probabilities come from the same
+    computation.
     """
     if _dtype_name(config) not in _MIXED:
         return contextlib.nullcontext()
@@ -156,7 +161,7 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
 
 
 def fills_rows(config: PPOConfig, device: torch.device) -> bool:
-    """Return whether a run pads its packed rows to a few common sizes, so that few shapes occur."""
+    """Return whether a run pads packed token rows to a few common sizes, so that forward passes have few shapes."""
     return few_shapes_are_faster(device, frozen_dtype(config))
 
 
@@ -179,7 +184,8 @@ def precision_warning(config: PPOConfig, device: torch.device) -> str | None:
 def deterministic(config: PPOConfig) -> Iterator[None]:
     """Use only deterministic kernels if `ppo.deterministic` is set; restore torch's setting afterwards.
 
-    Decoding must not run in this context: torch refuses cumulative sums on CUDA, although row-wise sums repeat exactly.
+    Do not decode inside `deterministic`: torch then refuses the sampler's cumulative sums on CUDA, although row-wise
+    cumulative sums repeat exactly.
     """
     if not config.deterministic:
         yield

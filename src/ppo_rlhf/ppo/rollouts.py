@@ -1,4 +1,4 @@
-"""Rollouts: responses with log-probabilities of policy and reference, and the critic's values, before an update."""
+"""Computes rollouts: responses with log-probabilities of policy and reference, and the critic's values."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ log = logging.getLogger(__name__)
 
 LOGPROB_GAP = "policy/rollout_logprob_gap"
 MOST_AT_FIRST, ALWAYS_FINE, JUMP = 0.1, 0.01, 5.0
-"""Limits on the gap between an engine's log-probabilities and the policy's, in nats per token. The limit is
-`MOST_AT_FIRST` in the first rollouts, later max(`ALWAYS_FINE`, `JUMP` x the first gap). bfloat16 alone gives a gap of
-about 0.01; wrong weights (embeddings that were tied) gave 1.2."""
+"""Limits on the mean gap between vLLM's log-probabilities and the policy's, in nats per token. The limit is
+`MOST_AT_FIRST` in the first rollouts, and max(`ALWAYS_FINE`, `JUMP` x the gap of the first rollouts) in later rollouts.
+The rounding of bfloat16 alone gives a gap of about 0.01; wrong weights (embeddings that were tied) gave a gap of
+1.2."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B responses of width T from all processes, on the CPU.
+    """The rollouts of one iteration: B responses of T columns from all processes, on the CPU.
 
-    Log-probabilities, entropy and KL are in nats, and 0 in padding and on an environment's tokens.
+    Log-probabilities, entropy and KL are in nats. All three are 0 in padding and on an environment's tokens.
     """
 
     iteration: int  # number of the iteration, counted from 1
@@ -74,14 +75,14 @@ class Rollouts:
         return torch.where(self.mask, self.old_logprobs - self.reference_logprobs, 0.0)
 
     def kl_penalty(self, estimator: str) -> Tensor:
-        """Return the KL `[B, T]` by the run's estimator, in nats."""
+        """Return the KL from the reference policy `[B, T]` by the run's KL estimator, in nats."""
         if self.full_kl is not None:
             return torch.where(self.mask, self.full_kl, 0.0)
         return torch.where(self.mask, kl_estimate(self.old_logprobs, self.reference_logprobs, estimator), 0.0)
 
     @property
     def logprob_gap(self) -> Tensor | None:
-        """Mean of |sampler's log-probabilities - `old_logprobs`|; None if the responses were sampled elsewhere."""
+        """Mean of |sampler's log-probabilities - `old_logprobs`|; None if the user's script sampled the responses."""
         sampled, old = self.responses.sampler_logprobs, self.old_logprobs
         return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
 
@@ -96,7 +97,7 @@ def measure(
 ) -> Rollouts:
     """Compute log-probabilities, entropies, KL and values of responses, and return the next iteration's rollouts.
 
-    `batch_size` prompts are needed, and `batch_size` responses with `response_length` columns.
+    `prompts` must be `ppo.batch_size` prompts, and `responses` as many responses with `ppo.response_length` columns.
     """
     config, iteration, lengths = state.config, state.iteration + 1, responses.lengths.tolist()
     with state.clock.timed(LOGPROBS), deterministic(config):
@@ -133,9 +134,10 @@ def measure(
 
 
 def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
-    """Raise `TrainingError` if an engine's log-probabilities show that it samples with other weights than the policy's.
+    """Raise `TrainingError` if vLLM's log-probabilities show that vLLM samples with other weights than the policy's.
 
-    The gap to the policy's log-probabilities is compared with `MOST_AT_FIRST`, `ALWAYS_FINE` and `JUMP`.
+    The gap between vLLM's and the policy's log-probabilities is compared with limits from `MOST_AT_FIRST`,
+    `ALWAYS_FINE` and `JUMP`.
     """
     gap, first = float(rollouts.logprob_gap or 0.0), history[0].get(LOGPROB_GAP) if history else None
     limit = MOST_AT_FIRST if first is None else max(ALWAYS_FINE, JUMP * first)
@@ -158,10 +160,10 @@ def compute_logprobs(
     batch_size: int | None,
     pad_token_id: int,
 ) -> Tensor:
-    """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, 0 elsewhere.
+    """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, and 0 on all other tokens.
 
-    Each process computes its shard, without gradients. Rows are sorted by length, so that models that need padding
-    compute little padding.
+    Each process computes its shard of the responses, without gradients. The responses are sorted by length, so that
+    models that need padding compute little padding.
 
     Args:
         model: A causal language model with dropout off; an offloaded model is on the device only during the call.
@@ -195,7 +197,8 @@ def sequences(
 ) -> list[SequenceBatch]:
     """Return each group of rows as model inputs on the CPU, trimmed to the longest row of the group.
 
-    With `fill` (`precision.fills_rows`) the inputs are padded to a few common sizes, so that few shapes occur.
+    With `fill` (`precision.fills_rows`) the inputs are padded to a few common sizes, so that forward passes have few
+    shapes.
     """
     ids, lengths = responses.response_ids, responses.lengths
     return [
@@ -212,7 +215,7 @@ def inputs_that_train(
     *,
     common_shapes: bool,
 ) -> list[SequenceBatch]:
-    """Return each group of rows as inputs of policy and critic on the CPU, with the same shapes in all their passes."""
+    """Return each group of rows as inputs of policy and critic on the CPU, with equal shapes in rollouts and update."""
     fill = fills_rows(state.config, state.device) and not common_shapes
     batches = sequences(prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
     columns = responses.response_ids.shape[1]
@@ -220,9 +223,9 @@ def inputs_that_train(
 
 
 def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
-    """Return whether the passes of an update run as CUDA graphs; log the reason if graphs are on but cannot be used.
+    """Return whether an update runs as CUDA graphs; log the reason if CUDA graphs are switched on but cannot be used.
 
-    `reference` is the reference policy if the passes compute the KL over the vocabulary, else None.
+    `reference` is the reference policy if the update computes the KL over the whole vocabulary, else None.
     """
     if not state.captures.serves(UPDATE):
         return False
@@ -247,10 +250,10 @@ def policy_passes(
     mask: Tensor,
     reference: PreTrainedModel | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Run the policy's passes that the first epoch repeats; return log-probabilities, entropies, KL and values.
+    """Run the policy's forward passes on the batch; return log-probabilities, entropies, KL and values.
 
-    Shapes and units are the same as in `Rollouts`. KL is None without a reference; values are None unless policy and
-    critic share a trunk.
+    The first epoch of the update repeats the same forward passes. Shapes and units are the same as in `Rollouts`. KL is
+    None without a reference policy; values are None unless policy and critic share a trunk.
     """
     forward, width = PolicyForward(state.policy, state.critic, state.config.temperature), mask.shape[1]
     reference_on_device = nullcontext() if reference is None else on_device(reference, state.device)
@@ -278,7 +281,10 @@ def policy_passes(
 
 
 def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Epochs) -> Tensor:
-    """Return the values `[B, T + 1]` of a critic with its own backbone; the first epoch repeats these passes."""
+    """Return the values `[B, T + 1]` of a critic with its own backbone.
+
+    The first epoch of the update repeats the critic's forward passes.
+    """
     forward = CriticForward(state.critic)
     with (
         state.clock.timed(VALUES),
@@ -293,7 +299,10 @@ def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Ep
 
 
 def _gathered(state: TrainingState, epochs: Epochs, results: list[Tensor], width: int) -> Tensor:
-    """Gather `[B, width]` on the CPU from all processes; `results` are this process's, per first-epoch micro-batch."""
+    """Gather a table `[B, width]` on the CPU from all processes.
+
+    `results` holds this process's results, one tensor for each of the process's micro-batches of the first epoch.
+    """
     shards = first_shards(epochs)
     local = filled_rows(sum(map(len, shards)), width, first_epoch(epochs), results, state.statistics_dtype)
     return gather_dealt(local[shards[own_rank()]], shards)

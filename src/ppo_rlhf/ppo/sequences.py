@@ -1,8 +1,8 @@
-"""Prompts and responses as model inputs; masks come from lengths, never from token ids.
+"""Turns prompts and responses into model inputs; masks come from lengths, never from token ids.
 
-`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay their passes. `in_common_shapes`
-appends sequences after the real sequences, states and targets of further tokens, and rows of the tables `[B, T]`.
-Nothing reads the results of the appended entries. The models need no change.
+`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay the batches' forward and backward
+passes. `in_common_shapes` appends padding sequences after the real sequences, and pads the states, the targets and the
+rows of the tables `[B, T]`. The losses read no result of the padding.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class SequenceBatch:
 
     The N real tokens of all rows are packed one after the other. M of the N packed tokens are states: s_0 (each
     prompt's last token) to s_T (each response's last token). Each of the R response tokens is predicted by the state
-    before it. So that few shapes occur, further states may follow the M states, and further targets the R targets;
-    nothing reads their results.
+    before the token. Further states may follow the M states, and further targets the R targets, so that forward passes
+    have few shapes; the results of further states and targets are dropped.
     """
 
     rows: TokenRows  # token rows: each prompt followed by its response, padded on the right
     shape: tuple[int, int]  # batch size B and longest response T
     state_positions: Tensor  # [M or more] long, index of each state among the batch's N real tokens, row by row
-    predicting: Tensor  # [R or more] long, indices among the states of the states that predict a response token
-    targets: Tensor  # [R or more] long, the response tokens that those states predict
+    predicting: Tensor  # [R or more] long, for each response token, the index of the state that predicts the token
+    targets: Tensor  # [R or more] long, the response tokens, which the states at `predicting` predict
     response_slots: Tensor  # [R] long, index of each response token in the flattened [B, T]
     state_slots: Tensor  # [M] long, index of each state in the flattened [B, T + 1]
 
@@ -95,24 +95,25 @@ def _indices(mask: Tensor) -> Tensor:
 
 
 def _filled(indices: Tensor, available: int) -> Tensor:
-    """Append unused indices below `available`, up to `filled_size` indices or until none is left."""
+    """Append unused indices below `available` until there are `filled_size` indices or no unused index is left."""
     is_free = torch.ones(available, dtype=torch.bool)
     is_free[indices] = False
     return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
 
 
 def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
-    """Return a batch, which is on the CPU and not filled, in shapes that many batches share.
+    """Pad a batch, which is on the CPU and was made without `fill`, to shapes that many batches share.
 
-    The tables get `columns` columns; all batches of a run have the same `columns`, which is at least the number of
-    columns of any batch. The real rows come first. The padded form of the tokens is left out, so the models must pack.
+    The batch's tables `[B, T]` get `columns` columns; `columns` must be the same for all batches of a run, and at least
+    the longest response. The padding rows follow the real rows. The returned batch lacks the token ids in padded form,
+    so the models must compute packed sequences (`forward.packs`).
     """
     (rows, width), layout = batch.shape, batch.rows.layout
     tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)
     all_rows, all_responses = _size(rows, 2), _size(responses, 4, LEAST_FILL)
     all_states = all_responses + all_rows
     all_tokens, longest = _size(max(tokens, all_states), 8, LEAST_FILL), _size(layout.shape[1], 4, LEAST_WIDTH)
-    # Compute bounds on padding that hold for any batch of this size: each row has one more state than response tokens.
+    # Compute how much padding a batch of these sizes needs at most; each row has one more state than response tokens
     spare_responses = _step(all_responses, 4, LEAST_FILL) + all_rows
     spare_tokens = _step(all_tokens, 8, LEAST_FILL) + spare_responses
     all_sequences = all_rows - (-spare_tokens // longest)
@@ -148,7 +149,10 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
 
 
 def _size(count: int, per_octave: int, least: int = 1) -> int:
-    """Round `count` up to one of `per_octave` sizes between two powers of 2; all sizes are multiples of `least`."""
+    """Round `count` up to one of `per_octave` evenly spaced sizes from one power of 2 to the next.
+
+    All sizes are multiples of `least`.
+    """
     step = _step(count, per_octave, least)
     return -(-count // step) * step
 
@@ -162,9 +166,9 @@ def _longer(values: Tensor, more: int) -> Tensor:
 
 
 def _placed(slots: Tensor, width: int, columns: int, rows: int, fillers: int) -> Tensor:
-    """Convert flattened indices in a table of `width` columns to a table of `columns` columns.
+    """Convert flattened indices in a table of `width` columns to flattened indices in a table of `columns` columns.
 
-    The indices of `fillers` further entries follow, beginning after the first `rows` rows.
+    The returned indices end with the indices of `fillers` padding entries, which begin after the first `rows` rows.
     """
     first_filler = rows * columns
     return torch.cat([slots // width * columns + slots % width, torch.arange(first_filler, first_filler + fillers)])

@@ -1,4 +1,4 @@
-"""TrainingState: everything that changes while PPO trains. The update trains the models; `advance` updates the rest."""
+"""`TrainingState` holds what changes in a PPO run: the update trains the models; `advance` updates all other state."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ COMPONENTS = "component_moments"
 
 
 SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
-"""The timed parts of an iteration."""
+"""Names of the timed parts of an iteration, which are the keys of `Clock.seconds`."""
 
 
 class Clock:
-    """Measures the seconds of each part of an iteration, and when the iteration began."""
+    """Measures how many seconds each part of an iteration takes, and stores when the iteration began."""
 
     def __init__(self) -> None:
         self.restart()
@@ -54,7 +54,7 @@ class Clock:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the seconds that the block takes to a part."""
+        """Add the seconds that the `with` block takes to `part` of the iteration."""
         entered = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - entered
@@ -69,8 +69,8 @@ class TrainingState:
     critic: Critic | SharedCritic
     tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
     config: PPOConfig  # the run's settings, which never change within a run
-    sampling: SamplingSettings  # settings of sampling, with the stop token ids of this tokenizer and model
-    captures: Captures  # the CUDA graphs of the run's steps, and their buffers
+    sampling: SamplingSettings  # the run's sampling settings, with the stop token ids of the policy's responses
+    captures: Captures  # the CUDA graphs of the run's decoding steps and updates, with the graphs' buffers
     accelerator: Accelerator  # accelerate's Accelerator, which wraps the forward passes, and scales losses in float16
     # The policy's forward pass, wrapped by DDP for several processes; with a shared trunk it also returns the values
     policy_forward: nn.Module
@@ -87,29 +87,29 @@ class TrainingState:
     skipped_steps: int = 0  # number of optimiser steps skipped because of a non-finite gradient
     # Number of consecutive skipped steps, not counting overflows that lower float16's loss scale
     skipped_in_a_row: int = 0
-    # Token budget of a micro-batch, computed from the free memory; None: not computed
+    # Token budget of a micro-batch, computed from the free memory; None: the budget is not computed from the memory
     micro_batch_tokens: int | None = None
     early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
-    # Running moments of each reward component, with reward.normalise=component
+    # Running mean and variance of each reward component's scores; empty unless reward.normalise=component
     component_moments: dict[str, RunningMoments] = field(default_factory=dict)
-    # Metrics of each iteration, including the number `iteration`
+    # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
-    # The reason why the update runs without CUDA graphs although cuda_graphs is on; None: there is no reason
+    # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
     stop_requested: bool = False  # True if this process was asked to stop, for example by a signal
-    stopping: bool = False  # True if some process was asked to stop: all processes then save this iteration and stop
+    stopping: bool = False  # True if any process was asked to stop: all processes save the current iteration and stop
     ended: bool = False  # True if a callback ended training: no further iteration runs
-    save_asked: bool = False  # True if a callback asked for a checkpoint of this iteration
-    evaluation_asked: bool = False  # True if a callback asked for an evaluation in this iteration
+    save_asked: bool = False  # True if a callback asked for a checkpoint of the current iteration
+    evaluation_asked: bool = False  # True if a callback asked for an evaluation in the current iteration
     # Fingerprints of the models, reward and prompts that a user's script passed
     origin: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of the whole run."""
+        """Number of iterations of the whole run."""
         return self.config.num_total_batches
 
     @property
@@ -119,12 +119,16 @@ class TrainingState:
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether to save a checkpoint: every `save_interval` iterations, at the end, before a stop, and on request."""
+        """Whether to save a checkpoint now.
+
+        A checkpoint is due every `save_interval` iterations, when the run ends or is asked to stop, and when a callback
+        asks for a checkpoint.
+        """
         return self.finished or self.stopping or self.save_asked or self.iteration % self.config.save_interval == 0
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether policy and critic are one model: one forward pass, one loss, one optimiser."""
+        """Whether policy and critic share one model, and so one forward pass, one loss and one optimiser."""
         return isinstance(self.critic, SharedCritic)
 
     @property
@@ -139,12 +143,12 @@ class TrainingState:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimisers of policy and critic; a single one with a shared trunk."""
+        """The optimisers of policy and critic; a single optimiser with a shared trunk."""
         return [self.policy_optimizer] + ([] if self.shares_trunk else [self.critic_optimizer])
 
     @property
     def device(self) -> torch.device:
-        """Device of the models."""
+        """Device of policy and critic."""
         return self.policy.device
 
     @property
@@ -153,7 +157,7 @@ class TrainingState:
         return compute_dtype(self.policy)
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
-        """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
+        """Complete an iteration: update counters, reward moments, KL controller and history, and log KL alarms.
 
         `scores` are the scores of the iteration's responses before shaping, and `metrics` the iteration's metrics.
         """
@@ -177,7 +181,7 @@ class TrainingState:
             log.warning(line)
         self.captures.say_once()
         self.updating = False
-        # Ask all processes, because a signal may have reached only one of them
+        # Ask all processes whether to stop, because a signal may have reached only one process
         self.stopping = any(from_all(self.stop_requested))
 
     def check_whole(self) -> None:
@@ -198,7 +202,8 @@ class TrainingState:
         """Load the result of `extra_state`.
 
         Raises:
-            CheckpointError: `extra`, or the state of one of its parts, has other keys than this version writes.
+            CheckpointError: `extra`, or the state of the KL controller, the reward moments or the loss scale in
+                `extra`, has other keys than this version of ppo_rlhf writes.
         """
         expected, given = (sorted({*keys} - {COMPONENTS}) for keys in (self.extra_state(), extra))
         if given != expected:

@@ -1,8 +1,8 @@
 """The PPO update: epochs of clipped policy and value steps over one iteration's experience.
 
-Schulman et al. 2017, arXiv:1707.06347. Each minibatch is one optimiser step. The gradients of its micro-batches add up
-to the minibatch's gradient. Every loss is divided by the token count of the whole minibatch, so the gradient does not
-depend on how the minibatch is split into micro-batches and across processes.
+Schulman et al. 2017, arXiv:1707.06347. Each minibatch is one optimiser step. The gradients of a minibatch's
+micro-batches add up to the minibatch's gradient. Every loss is divided by the token count of the whole minibatch, so
+the gradient does not depend on how the minibatch is split into micro-batches and across processes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ EARLY_STOP_FACTOR = 1.5
 def optimise_policy(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> list[StepSums]:
     """Run all epochs of one iteration's update, and return the statistics of every optimiser step.
 
-    `TrainingState.advance` completes the iteration. The reference policy runs again in each step if the loss has the KL
-    over the whole vocabulary.
+    The update does not complete the iteration: `TrainingState.advance` does. The reference policy runs again in each
+    optimiser step if the loss has the KL over the whole vocabulary.
 
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (no weight was changed), or `max_skipped_steps` optimiser
@@ -114,7 +114,8 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
 class MicroBatch:
     """The inputs of one forward and backward pass: b rows with t response columns.
 
-    In common shapes b and t are the rows and columns of the batch's tables; the mask is False on the added rows.
+    If `sequences.in_common_shapes` has padded the micro-batch, b and t count the padded rows and columns; the mask is
+    False on the padding.
     """
 
     batch: SequenceBatch
@@ -156,13 +157,13 @@ def _micro_batches(
 
 
 def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
-    """Return rows of a table in the shape `[b, t]` of their batch; rows beyond `rows` are 0."""
+    """Return the given `rows` of a table, cut and padded to the shape `[b, t]` of their micro-batch; padding is 0."""
     cut = table[rows, : shape[1]]
     return cut if len(rows) == shape[0] else nn.functional.pad(cut, (0, 0, 0, shape[0] - len(rows)))
 
 
 class Kind(NamedTuple):
-    """The operations of a pass depend on these fields, on the run's settings and on the micro-batch's shapes."""
+    """The kind of a forward and backward pass: with the settings and the shapes, a kind fixes the pass's operations."""
 
     learns: bool  # False while only the critic warms up, so that the policy has no gradients
     with_policy: bool  # False in epochs that train only the critic, so that the policy has no forward pass
@@ -170,10 +171,10 @@ class Kind(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Numbers that differ between minibatches or iterations; in a CUDA graph the numbers are scalars on the device."""
+    """Factors of a minibatch's losses; if the passes are CUDA graphs, the factors are scalars on the device."""
 
-    denominator: float | Tensor  # the summed losses are divided by this number
-    positives: float | Tensor  # the summed loss of positive examples is divided by this number
+    denominator: float | Tensor  # divisor of the summed losses of policy and critic
+    positives: float | Tensor  # divisor of the summed loss of positive examples
     kl_coef: float | Tensor  # coefficient of the KL term in the loss
 
 
@@ -188,8 +189,9 @@ def compute_gradients(
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    Returns the losses and token sums of this process's micro-batches, with the number of tokens of the whole minibatch:
-    `mask`, `[B, T]` bool, is True on the tokens that the losses count. With `passes` the passes are CUDA graphs.
+    `mask`, `[B, T]` bool, is True on the tokens that the losses count. If `passes` is given, the forward and backward
+    passes run as CUDA graphs. Returns the losses and token sums of this process's micro-batches, and the number of
+    tokens that the losses count in the whole minibatch.
     """
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
@@ -218,9 +220,9 @@ def compute_gradients(
 
 
 def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, factors: Factors) -> Tensor:
-    """Add the gradients of a micro-batch; return its losses and means as `StepSums.add` takes them.
+    """Add the gradients of a micro-batch; return the micro-batch's losses and means in the order of `StepSums.add`.
 
-    A CUDA graph may capture this function, so it must not read values from the device.
+    A CUDA graph may capture `add_gradients`, so `add_gradients` must not read values from the device.
     """
     config, accelerator, aggregation = state.config, state.accelerator, state.config.loss_aggregation
     kl = entropy = nll = micro_batch.advantages.new_zeros(())
@@ -292,16 +294,19 @@ def _policy_loss(
 
 
 def _backward(state: TrainingState, loss: Tensor) -> None:
-    """Accumulate gradients. accelerate's `backward` would spend four kernels on dividing the loss by 1."""
+    """Accumulate the gradients of a loss.
+
+    accelerate's `backward` is not used, because it would spend four kernels on dividing the loss by 1.
+    """
     scaler = state.accelerator.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def take_step(state: TrainingState, step: StepSums) -> None:
-    """Clip the gradients of policy and critic and step both optimisers; skip both if a gradient is not finite.
+    """Clip the gradients of policy and critic and step both optimisers; step neither if a gradient is not finite.
 
     Raises:
-        DivergenceError: `max_skipped_steps` steps in a row were skipped.
+        DivergenceError: `max_skipped_steps` optimiser steps in a row were skipped.
     """
     config, scaler = state.config, state.accelerator.scaler
     models = {"policy": (state.policy_forward, state.policy_optimizer)}
@@ -315,7 +320,7 @@ def take_step(state: TrainingState, step: StepSums) -> None:
             # Unscale directly, because accelerate unscales only optimisers that accelerate prepared
             scaler.unscale_(optimizer)
         clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
-    # This is the only device sync of the optimiser step
+    # Reading the gradient norms is the only device sync of the optimiser step
     values = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []
     norms = dict(zip(learners, values, strict=True))
     step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
@@ -339,12 +344,12 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
     """Count and log a skipped optimiser step.
 
     Raises:
-        DivergenceError: `max_skipped_steps` steps in a row were skipped.
+        DivergenceError: `max_skipped_steps` optimiser steps in a row were skipped.
     """
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
-    # A float16 overflow may end at a smaller loss scale, so do not count this skipped step as consecutive
+    # A smaller loss scale may end float16's overflow, so do not count the skipped step towards `max_skipped_steps`
     if scaler is not None and scaler.get_scale() > 1.0:
         log.info("float16 overflow of the %s in %s: step skipped, loss scale lowered.", culprits, where)
         return
@@ -412,7 +417,7 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
         f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
         f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
         f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
-        # The update of the previous iteration led to this KL, so the good checkpoints end before that iteration
+        # The update of iteration - 1 raised the KL above `kl_stop`, so the last good checkpoint is of iteration - 2
         last_good_iteration=max(0, iteration - 2),
     )
 

@@ -1,7 +1,7 @@
-"""Responses sampled by vLLM through TRL's `VLLMGeneration`: on the GPU of each process, or by a server.
+"""Samples responses with vLLM through TRL's `VLLMGeneration`: on the GPU of each process, or on a vLLM server.
 
-vLLM gets the policy's weights before each batch, and samples with noise of its own. TRL imports vLLM, so TRL is
-imported only when vLLM starts.
+vLLM gets the policy's weights before each batch of responses, and samples with noise of its own. TRL imports vLLM, so
+`ppo.vllm` imports TRL only when vLLM starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = tuple[list[int], list[list[float | None]]]
 
 
 def check_vllm(device: torch.device) -> None:
-    """Raise `ConfigError` if vLLM is not installed, or if the policy is not on a GPU, which vLLM gets weights from."""
+    """Raise `ConfigError` if vLLM is not installed, or if the policy's `device` is not a GPU."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError('ppo.rollout_engine=vllm: vllm is not installed; pip install "ppo_rlhf[vllm]"')
     if device.type != "cuda":
@@ -46,9 +46,9 @@ def check_vllm(device: torch.device) -> None:
 
 
 class _Weights(nn.Module):
-    """A policy in the form in which TRL reads weights: one parameter at a time, adapters merged, all of one dtype.
+    """Presents a policy's weights to TRL one parameter at a time, with adapters merged, and all of one dtype.
 
-    TRL tells a server the dtype only once.
+    All weights have one dtype because TRL tells a vLLM server the dtype only once.
     """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -63,18 +63,19 @@ class _Weights(nn.Module):
 
 
 class VLLMEngine:
-    """vLLM as an `Engine` of `ppo.engines`; it starts at the first call."""
+    """vLLM as an `Engine` of `ppo.engines`; vLLM starts at the engine's first call."""
 
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._generation: Any = None  # TRL's VLLMGeneration; with a vLLM server, only the main process makes one
 
     def __call__(self, policy: PreTrainedModel, prompt_ids: list[list[int]], settings: SamplingSettings) -> Responses:
-        """Send the policy's weights to vLLM, and return a response to each of N prompts, all in every process.
+        """Send the policy's weights to vLLM, and return a response to each of N prompts; every process returns all N.
 
         Raises:
-            ConfigError: The server runs with another `--logprobs-mode` than processed_logprobs.
-            TrainingError: The server did not answer for `vllm_server_timeout`, or a response was cut short.
+            ConfigError: The vLLM server runs with another `--logprobs-mode` than processed_logprobs.
+            TrainingError: The vLLM server did not answer for `vllm_server_timeout` seconds, or vLLM ended a response
+                before its stop token.
         """
         sample = partial(self._sample, policy, settings=settings)
         if self._config.vllm_mode == "server":
@@ -114,7 +115,7 @@ class VLLMEngine:
             "top_p": settings.top_p,
             "generation_kwargs": {**stops, "min_tokens": max(0, settings.min_response_length - 1)},
         }
-        # TRL's own call would leave the other processes waiting if this process raised an error
+        # Call the server without TRL's `generate`, in which all other processes would wait if the main process failed
         if self._config.vllm_mode == "server":
             answer = generation.vllm_client.generate(prompt_ids, max_tokens=settings.response_length, **how)
             return list(zip(answer["completion_ids"], answer["logprobs"], strict=True))
@@ -124,7 +125,10 @@ class VLLMEngine:
         return list(zip(completion_ids, logprobs, strict=True))
 
     def _with_retries(self, request: Callable[[], list[Row]]) -> list[Row]:
-        """Send a request to the server; after an error send weights and prompts again, for `vllm_server_timeout`."""
+        """Send a request to the vLLM server; after an error, retry for `vllm_server_timeout` seconds.
+
+        Each retry sends the policy's weights and the prompts again.
+        """
         limit, until = self._config.vllm_server_timeout, None
         while True:
             try:
@@ -156,7 +160,7 @@ class VLLMEngine:
             # Only the main process calls this function, so TRL's barrier for all processes would wait for ever
             accelerator.wait_for_everyone = lambda: None
         else:
-            # vLLM reads the architecture from this source; for an adapter it needs the base model's source
+            # vLLM reads the model's architecture from `name_or_path`, which for an adapter must name the base model
             source = policy.name_or_path or ""
             base = PretrainedHandle(source, trusted).base if source else None
             source = source if base is None else base.source
@@ -176,7 +180,7 @@ _ENGINES: dict[tuple[object, ...], VLLMEngine] = {}
 
 
 def vllm_engine(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
-    """Return this process's engine for the given settings; one engine samples from any policy of a run."""
+    """Return this process's vLLM engine for the given settings; one vLLM engine samples from any policy of a run."""
     key = tuple(getattr(config, name) for name in (*VLLM_FIELDS, "dtype"))
     if key not in _ENGINES:
         _ENGINES[key] = VLLMEngine(config, tokenizer)
