@@ -1,4 +1,4 @@
-"""The numerics of PPO-RLHF: pure functions on tensors, and the error tree. Each module's docstring says what it holds.
+"""The numerics of PPO-RLHF: pure functions on tensors, and the error classes.
 
 The modules of `core` import torch and the standard library only, and know no model, tokenizer, file or training loop.
 

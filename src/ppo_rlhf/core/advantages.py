@@ -81,7 +81,7 @@ def generalized_advantage_estimate(
         after_end_BT = bootstrap_values.to(dtype)[:, None].expand_as(values_BT)
         next_values_BT = torch.where(last_token_mask(is_response_BT), after_end_BT, next_values_BT)
 
-    # Rewards, values and so δ are 0 in padding: the recursion from the right starts with 0 at a row's last real token.
+    # δ is 0 in padding, like rewards and values, so the recursion from the right reaches a row's last real token with 0
     deltas_BT = rewards_BT + gamma * next_values_BT - values_BT
     running_B = deltas_BT.new_zeros(deltas_BT.shape[0])
     reversed_columns = []

@@ -1,4 +1,4 @@
-"""Reduce token losses to one number such that cutting a minibatch into micro-batches does not change the sum."""
+"""Reduces token losses to one number whose sum does not depend on how a minibatch is cut into micro-batches."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def aggregate_loss(
     | token_sum_fixed_length | sum over real tokens | sequences × fixed length |
 
     A sequence is a row with at least one real token. If all micro-batches of a minibatch get the same `denominator`,
-    their losses add up to the loss of the whole minibatch, and the micro-batches' gradients add up to the minibatch's
-    gradient.
+    the micro-batches' losses add up to the loss of the whole minibatch, and the micro-batches' gradients add up to the
+    minibatch's gradient.
 
     Args:
         token_loss: [B, T]; padding may hold anything.
@@ -59,10 +59,11 @@ def aggregate_loss(
 
 
 def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
-    """Count the denominator of `aggregate_loss` for one aggregation, as an int64 scalar. Sum the counts over all ranks.
+    """Count the tokens or sequences by which `aggregate_loss` divides, as an int64 scalar.
 
-    `mask` [B, T] is the mask of the whole minibatch. `fixed_length`, >= 1, is the number of token slots of a response
-    (response_length), which only token_sum_fixed_length uses; None: T.
+    `mask` [B, T] is the mask of the whole minibatch; if each rank has a shard of the minibatch, the caller sums the
+    counts over all ranks. `fixed_length`, >= 1, is the number of token slots of a response (response_length), which
+    only token_sum_fixed_length uses; None: T.
 
     Raises ShapeError if `mask` is not [B, T], and ConfigError for an unknown aggregation or `fixed_length` below 1.
     """

@@ -1,4 +1,4 @@
-"""Best-of-n sampling: of n responses to a prompt, keep the one with the highest reward. Its expected value and KL."""
+"""Expected value and KL of best-of-n sampling, which keeps the response with the highest reward of n responses."""
 
 import math
 
@@ -13,10 +13,11 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
 
     The estimate is the mean over all subsets of n samples, so it is unbiased. With the samples of a prompt in ascending
     order of reward, sample i is the best of C(i - 1, n - 1) of the C(N, n) subsets. Samples of equal reward share their
-    weight, as if one of them were picked at random.
+    weight, as if a random sample of equal reward were picked.
 
-    `rewards` [M, N] decide which response is the best. `values` [M, N] are averaged: the rewards again, or a judge's
-    scores. The result is [M], float64. Raises ShapeError if the shapes differ, and ConfigError if n is not from 1 to N.
+    `rewards` [M, N] decide which response is the best. `values` [M, N], such as the rewards or a judge's scores, are
+    averaged. The result is [M], float64. Raises ShapeError if the shapes differ, and ConfigError if n is not from 1 to
+    N.
 
     Source: Nakano et al. (2021), arXiv:2112.09332; Gao et al. (2022), arXiv:2210.10760.
     """
@@ -42,8 +43,8 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
 def best_of_n_kl(n: int) -> float:
     """Return KL(best-of-n || the policy that sampled) = log n - (n - 1) / n, in nats per response.
 
-    The formula is an upper bound of the KL. The bound is exact if every response is improbable and no two responses
-    have equal rewards (Beirami et al. 2024, arXiv:2401.01879).
+    The formula for best-of-n is an upper bound of the KL. The upper bound is exact if every response is improbable and
+    no two responses have equal rewards (Beirami et al. 2024, arXiv:2401.01879).
 
     Source: Stiennon et al. (2020), arXiv:2009.01325.
     """

@@ -13,7 +13,7 @@ from ppo_rlhf.core.errors import ConfigError, ShapeError
 def check_shape(where: str, dimensions: str | None, **tensors: Tensor) -> None:
     """Raise ShapeError unless all tensors have the same shape, with one axis per letter of `dimensions` (such as "BT").
 
-    With `dimensions` None any number of axes is allowed. `where`, the caller's name, opens the message.
+    With `dimensions` None any number of axes is allowed. The error message begins with `where`, the caller's name.
     """
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     name, first = next(iter(shapes.items()))
@@ -80,7 +80,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def compute_dtype(*given: Tensor | nn.Module) -> torch.dtype:
-    """Return float64 if a tensor or model has that type, otherwise float32: half precision and integers are widened."""
+    """Return float64 if a tensor or model is float64, otherwise float32: half precision and integers are widened."""
     return torch.float64 if any(each.dtype == torch.float64 for each in given) else torch.float32
 
 
@@ -94,6 +94,6 @@ def select(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return one zero tensor per device and type: given a Python number, `torch.where` makes a new tensor each call."""
+    """Return a cached zero tensor, because `torch.where` would make a new tensor from a Python number at each call."""
     with torch.inference_mode(False):
         return torch.zeros((), device=device, dtype=dtype)

@@ -1,10 +1,10 @@
-"""The names of the formulas that settings choose from; no torch import, so that reading settings is fast."""
+"""The names of the KL estimators and loss aggregations; without importing torch, so that reading settings is fast."""
 
 from typing import Literal, get_args
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
 KL_ESTIMATORS: tuple[str, ...] = tuple(name for name in get_args(KLEstimator) if name != "full")
-"""The estimators that need only the log-probabilities of the sampled tokens ("full" needs all logits)."""
+"""The KL estimators that need only the log-probabilities of the sampled tokens; "full" needs the whole vocabulary."""
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
 LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)

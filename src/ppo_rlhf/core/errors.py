@@ -1,7 +1,7 @@
-"""Every error that a user can cause or must see: one class tree, whose leaves are also standard-library types.
+"""The classes of all errors that a user can cause or must see; all but the base class are also standard error types.
 
-A message says where, what was given, the rule, and the fix, in one line: the command line prints only this line.
-Add a class only if a caller would handle the new error differently from the existing ones.
+An error message says where, what was given, the rule, and the fix, in one line: the command line prints only the
+message. Add an error class only if a caller would handle the new error differently from the existing errors.
 """
 
 
@@ -34,7 +34,7 @@ class CheckpointError(PPORLHFError, RuntimeError):
 
 
 class TrainingError(PPORLHFError, RuntimeError):
-    """Training cannot continue, or cannot be trusted."""
+    """Training cannot continue, or the results of training cannot be trusted."""
 
 
 class DivergenceError(TrainingError):
@@ -50,7 +50,7 @@ class DivergenceError(TrainingError):
 
 
 class LaunchError(PPORLHFError, RuntimeError):
-    """Several processes were started, but not in a way that joins them into one run."""
+    """Several processes were started in a way that does not join the processes into one run."""
 
 
 def in_one_line(error: BaseException) -> str:
@@ -65,7 +65,7 @@ def kind_and_text(error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return an error followed by its chain of causes. Kedro's `DatasetError` has the dataset's own error as cause."""
+    """Return an error followed by its causes; Kedro's `DatasetError`, for example, has a dataset's error as cause."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -73,5 +73,5 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def project_error(error: BaseException) -> PPORLHFError | None:
-    """Return the first PPORLHFError among `error` and its causes; None if there is none."""
+    """Return the first PPORLHFError among `error` and its causes; None if no PPORLHFError is among them."""
     return next((cause for cause in causes(error) if isinstance(cause, PPORLHFError)), None)

@@ -11,11 +11,11 @@ from ppo_rlhf.core.checks import check_choice, check_range, check_shape, compute
 from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 
-# log-ratios (in nats) are clamped to ± this limit before exp, in the KL estimators and in the policy loss
+# The KL estimators and the policy loss clamp log-ratios to ± this many nats before exp
 LOG_RATIO_LIMIT = 20.0
-# The controller's proportional error is clipped to ± this limit, as in Ziegler et al. (2019)
+# The adaptive KL controller's proportional error is clipped to ± this limit, as in Ziegler et al. (2019)
 ADAPTIVE_ERROR_LIMIT = 0.2
-# Smallest factor of the KL controller: the published formula gives 0 if one update spans five horizons
+# Smallest factor by which the KL controller multiplies its coefficient: the published formula can give a factor of 0
 ADAPTIVE_SMALLEST_FACTOR = 0.1
 
 
@@ -27,9 +27,9 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference).
 
     `logprobs` and `reference_logprobs` belong to the sampled tokens. The result has the shape of the two tensors,
-    usually [B, T], and is in nats per token. There is no mask: NaN in padding stays NaN until `shape_rewards` or
-    `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite. Raises ShapeError if the
-    shapes differ, and ConfigError if the estimator is unknown.
+    usually [B, T], and is in nats per token. `kl_estimate` applies no mask: NaN in padding stays NaN until
+    `shape_rewards` or `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite.
+    Raises ShapeError if the shapes differ, and ConfigError if the estimator is unknown.
 
     Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
@@ -39,7 +39,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     difference = logprobs.to(dtype) - reference_logprobs.to(dtype)
     if estimator == "k1":
         return difference
-    # In padding, the difference may be NaN and the incoming gradient is 0. Since 0 · NaN is NaN, detach such positions.
+    # Detach positions where the difference is NaN, as in padding: an incoming gradient of 0 times NaN would be NaN
     difference = torch.where(difference.isfinite(), difference, difference.detach())
     if estimator == "k2":
         return 0.5 * difference.square()
@@ -62,14 +62,14 @@ class FixedKLController:
         self.kl_coef = float(kl_coef)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Do nothing: the coefficient is fixed."""
+        """Do nothing, because a fixed KL coefficient never changes."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return `{"kl_coef": …}`; all other attributes are configuration, not state."""
+        """Return `{"kl_coef": …}`; all other attributes of a KL controller are configuration, not state."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient from a `state_dict()`; raise CheckpointError unless `kl_coef` is its only key."""
+        """Load the KL coefficient from `state`; raise CheckpointError unless `kl_coef` is the only key of `state`."""
         if set(state) != {"kl_coef"}:
             raise CheckpointError(
                 f"{type(self).__name__}.load_state_dict: got the keys {sorted(state)}; exactly 'kl_coef' is expected. "
@@ -99,7 +99,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = float(horizon)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Update the coefficient after one iteration of `num_episodes` responses, counted over all ranks.
+        """Update the KL coefficient after one iteration of `num_episodes` responses, counted over all ranks.
 
         `observed_kl` is the mean over the iteration's responses of the KL summed over a response (nats, k1), not the
         mean per token. Raises TrainingError if `observed_kl` is NaN, and ConfigError if `num_episodes` is negative.

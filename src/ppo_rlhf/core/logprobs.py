@@ -1,11 +1,12 @@
-"""Log-probability of chosen tokens, exact entropy and exact KL, from logits, under a temperature.
+"""Computes log-probabilities of chosen tokens, exact entropy and exact KL from logits, under a temperature.
 
 `logits` are [B, T, V]; −inf is allowed. `temperature`, > 0, divides the logits exactly. Results are [B, T], in nats,
-float32 (float64 for float64 logits), and NaN where the logits are NaN: mask the results. Other shapes raise ShapeError,
-other temperatures ConfigError.
+float32 (float64 for float64 logits), and NaN where the logits are NaN, so the caller must mask the results. Tensors of
+other shapes raise ShapeError; temperatures that are not finite and > 0 raise ConfigError.
 
-The three functions share one autograd function that processes the logits in blocks. The only [B, T, V] tensors in
-memory are the logits and their gradient, both in the logits' type; the backward pass recomputes softmax. A position
+`token_logprobs`, `token_entropy` and `token_kl` share one autograd function that processes the logits in blocks. The
+only [B, T, V] tensors in memory are the logits and their gradient, both in the logits' dtype; the backward pass
+recomputes softmax. A position
 whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its logits are
 NaN.
 """
@@ -21,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from ppo_rlhf.core.checks import check_range, check_shape, compute_dtype
 
 BLOCK_ELEMENTS = 2**20
-"""Logits in a block on a CPU: 4 MiB of float32, small enough for the CPU's cache."""
+"""Number of logits that a CPU processes in one block: 4 MiB of float32, small enough for the CPU's cache."""
 BLOCK_SHARE = 1024
-"""A block on an accelerator holds one logit per this many bytes of the device's memory: in float32 a block takes 1/256
-of the memory. Blocks are large on accelerators, because kernel launches cost more than memory."""
+"""An accelerator processes logits in blocks of one logit per `BLOCK_SHARE` bytes of its memory: in float32 a block
+takes 1/256 of the memory. Blocks of logits are large on accelerators, because kernel launches cost more than memory."""
 UNKNOWN_CARD = 64 * 2**30
 """Bytes of memory assumed for a device whose memory torch does not report."""
 
@@ -33,7 +34,7 @@ Block = tuple[slice, slice]
 
 @cache
 def card_bytes(device: torch.device) -> int:
-    """Return the total bytes of an accelerator's memory; block sizes that follow the free memory would vary."""
+    """Return the bytes of an accelerator's whole memory, which unlike the free memory gives constant block sizes."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     return UNKNOWN_CARD

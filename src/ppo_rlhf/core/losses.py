@@ -1,10 +1,11 @@
-"""The losses of PPO, and the policy loss of SAO, which masks tokens where PPO clips.
+"""Computes the losses of PPO, and the policy loss of SAO, which masks tokens where PPO clips ratios.
 
 Only real tokens count; padding may hold anything. Half precision is widened to float32.
 
 Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are allowed. `loss_aggregation` and
-`denominator` are arguments of `aggregate_loss`; `denominator` is the optimiser step's global count, or None for the
-count of this call. Each function raises ShapeError if shapes do not fit, and ConfigError if an option is out of range.
+`denominator` are arguments of `aggregate_loss`; `denominator` is the optimiser step's count of tokens or sequences over
+all ranks, or None for the count of the given tensors. Each loss function raises ShapeError if shapes do not fit, and
+ConfigError if an option is out of range.
 """
 
 from typing import NamedTuple
@@ -19,9 +20,9 @@ from ppo_rlhf.core.statistics import masked_mean
 
 
 class PolicyLoss(NamedTuple):
-    """Scalars of one call. `loss` has a gradient; all other fields are detached means over this call's real tokens.
+    """The policy loss and its statistics: `loss` has a gradient; all other fields are detached means over real tokens.
 
-    To average a mean over micro-batches, weight each micro-batch by its number of real tokens.
+    To average `clipfrac`, `approxkl` or `ratio` over micro-batches, weight each micro-batch by its real tokens.
     """
 
     loss: Tensor
@@ -32,7 +33,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """Scalars of one call. `loss` has a gradient; `clipfrac` is a detached mean over this call's real tokens."""
+    """The value loss and its clip fraction: `loss` has a gradient; `clipfrac` is a detached mean over real tokens."""
 
     loss: Tensor
     clipfrac: Tensor  # clip fraction: share of tokens whose clipped value error exceeds the unclipped error
@@ -76,7 +77,7 @@ def clipped_policy_loss(
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - cliprange, 1.0 + high)
     is_clipped_BT = clipped_BT > unclipped_BT
-    # Not torch.maximum, because the backward pass of torch.maximum has more operations than that of torch.where.
+    # Call torch.where instead of torch.maximum, whose backward pass has more operations
     token_loss_BT = torch.where(is_clipped_BT, clipped_BT, unclipped_BT)
     if dual_clip is not None:
         check_range(where, above=1.0, dual_clip=dual_clip)
@@ -192,7 +193,7 @@ def clipped_value_loss(
         old_values_BT = select(old_values, counts_BT, dtype)
         clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
         clipped_error_BT = (clipped_values_BT - returns_BT).square()
-    # Not torch.maximum: for two equal errors, torch's version decides how torch.maximum splits the gradient.
+    # Do not call torch.maximum: how it splits the gradient between equal errors depends on torch's version
     is_clipped_BT = clipped_error_BT > error_BT
     greater_BT = torch.where(is_clipped_BT, clipped_error_BT, error_BT)
     loss = 0.5 * aggregate_loss(greater_BT, counts_BT, loss_aggregation, denominator)

@@ -1,7 +1,7 @@
-"""Randomness as a pure function of (seed, stream, index), never of process state, so that resuming needs no replay.
+"""Computes random numbers from (seed, stream, index) only, never from process state, so that resuming needs no replay.
 
-A stream names one use of randomness. Streams are independent of each other: the uniforms of index 3 of the stream
-`rollout` and the permutation of index 3 of the stream `minibatches` have nothing in common.
+A stream is the name of one use of random numbers. Streams are independent of each other: the uniforms of index 3 of the
+stream `rollout` and the permutation of index 3 of the stream `minibatches` have nothing in common.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def generator(seed: int, stream: str, *index: int) -> torch.Generator:
-    """Return a CPU generator whose state depends only on the arguments."""
+    """Return a CPU random number generator whose state depends only on the seed, the stream and the index."""
     digest = hashlib.sha256("/".join([str(seed), stream, *map(str, index)]).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -26,7 +26,8 @@ def permutation(size: int, seed: int, stream: str, *index: int) -> Tensor:
 def episode_uniforms(seed: int, stream: str, index: int, rows: int, steps: int) -> Tensor:
     """Return one uniform in [0, 1) per (episode, step), `[rows, steps]` float64.
 
-    The uniforms are drawn for the whole batch at once, so that cutting the batch does not change an episode's noise.
+    The uniforms are drawn for the whole batch at once, so that an episode's noise does not depend on how the batch is
+    split.
     """
     return torch.rand(rows, steps, generator=generator(seed, stream, index), dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""The end of a sampled response. Masks are made from lengths, never by comparing ids with a pad id."""
+"""Finds the end of sampled responses, and makes masks from lengths, never by comparing token ids with a pad id."""
 
 from collections.abc import Sequence
 

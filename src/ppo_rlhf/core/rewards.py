@@ -1,4 +1,4 @@
-"""The token reward that PPO maximises: the response's score on its last token, minus the KL penalty on each token."""
+"""Computes the token rewards that PPO maximises: the score on a response's last token, minus a KL penalty per token."""
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ def shape_rewards(
         kl: KL estimate per token, [B, T], nats; padding may hold anything.
         mask: [B, T], True on the response's real tokens (its stop token included), a prefix of each row.
         kl_coef: Reward units per nat, >= 0.
-        reward_clip: Scores are clipped to ± this before the KL penalty is subtracted; None: no clipping.
+        reward_clip: Scores are clipped to ± `reward_clip` before the KL penalty is subtracted; None: no clipping.
         token_rewards: Further reward of each token, [B, T], reward units, never clipped; padding may hold anything;
             None: 0.
 
     Returns:
-        Token rewards [B, T], 0 in padding. A row without a real token is all 0, since no token can carry its score.
+        Token rewards [B, T], 0 in padding. A row without a real token is all 0, since it has no token for its score.
 
     Raises ShapeError if shapes do not fit or the mask has holes, and ConfigError if an option is out of range.
 

@@ -1,4 +1,4 @@
-"""Sample tokens from logits and given noise by inverse CDF: the same uniforms give the same tokens in any batch."""
+"""Samples tokens from logits by inverse CDF: with the same uniforms, a row gets the same token in any batch."""
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ def sample_tokens(
     Returns:
         `tokens` [B] int64 in 0..V−1. `logprobs` [B], nats, float32 (float64 for float64 logits), without gradient,
         under the tempered distribution BEFORE top-k and top-p. `token_logprobs` computes the same quantity, so a
-        difference between the two measures only the numerical difference between the sampler's forward and the
-        trained one. `logprobs` is NaN for a row whose logits hold NaN or +inf, or only −inf; the row's token is then
-        arbitrary but in range.
+        difference between `logprobs` and the result of `token_logprobs` measures only the numerical difference between
+        the sampler's forward pass and the trained forward pass. `logprobs` is NaN for a row whose logits hold NaN or
+        +inf, or only −inf; if `logprobs` of a row is NaN, the row's token is arbitrary but in 0..V−1.
 
     Raises ShapeError if `logits` is not [B, V] or `uniforms` not [B], and ConfigError if an option is out of range.
     """
@@ -73,7 +73,7 @@ def sample_tokens(
 
 
 def _smallest_kept_logit(z_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return the smallest tempered logit [B, 1] that top-k, then top-p, keep: ties with this logit are kept, too."""
+    """Return the smallest tempered logit [B, 1] that top-k and then top-p keep; tokens with an equal logit are kept."""
     if 0 < top_k < z_BV.shape[1]:
         candidates_BK = z_BV.topk(top_k, dim=1).values
         if top_p == 1.0:

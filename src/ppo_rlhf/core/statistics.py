@@ -1,6 +1,7 @@
-"""Means, variances and whitening over real tokens only. Masks select and never multiply, so NaN in padding is harmless.
+"""Means, variances and whitening over real tokens only.
 
-All shapes and all masks are allowed, also masks with holes. An empty mask gives 0.
+Masks select entries and are never multiplied with them, so NaN in padding changes no result. Tensors may have any
+shape, and masks may have holes. A mask without a True entry gives 0.
 """
 
 import math
@@ -28,8 +29,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_variance(x: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
     """Return the variance of `x` where `mask` is True, as a scalar tensor.
 
-    `unbiased` divides by n − 1 (Bessel) instead of n. With fewer than two selected numbers the variance is 0, never
-    NaN. Raises ShapeError if the shapes differ.
+    If `unbiased` is True, the variance divides by n − 1 (Bessel) instead of n. With fewer than two selected numbers the
+    variance is 0, never NaN. Raises ShapeError if the shapes differ.
     """
     check_shape("masked_variance", None, x=x, mask=mask)
     return _moments(x, as_bool(mask), unbiased=unbiased)[1]
@@ -46,7 +47,7 @@ def masked_whiten(
 
     Args:
         x: Any shape.
-        mask: Same shape, True on the entries to whiten.
+        mask: Mask with the shape of `x`, True on the entries to whiten.
         shift_mean: False adds the mean back after scaling, so that the result keeps the mean of `x`.
         moments: Global (mean, Bessel-corrected variance) to use instead of the moments of this call, so that all shards
             of a batch are whitened with the same moments.
@@ -59,7 +60,7 @@ def masked_whiten(
     dtype = compute_dtype(x)
     mean, variance = moments or _moments(x, selected, unbiased=True)
     variance = torch.as_tensor(variance, dtype=dtype, device=x.device)
-    # The squared deviations overflow float32, so compute the variance again in float64
+    # If the squared deviations overflow float32, compute the variance again in float64
     if dtype != torch.float64 and not bool(variance.isfinite()):
         return masked_whiten(x.double(), mask, shift_mean=shift_mean, moments=moments).to(dtype)
     scale = torch.rsqrt(variance + WHITENING_EPSILON)
@@ -158,7 +159,8 @@ class RunningMoments:
 def _moments(x: Tensor, selected: Tensor, *, unbiased: bool) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the selected entries, computed from their distances to the lowest selected entry.
 
-    Computed directly, the mean of equal numbers has a rounding error, which whitening multiplies by 1e4.
+    A mean that is computed without the distances has a rounding error if all entries are equal, which whitening
+    multiplies by 1e4.
     """
     dtype = compute_dtype(x)
     count = selected.sum()

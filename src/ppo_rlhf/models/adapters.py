@@ -1,8 +1,8 @@
 """LoRA adapters by peft (Hu et al. 2021, arXiv:2106.09685): h = W x + (alpha / r) B A x. W is frozen, B starts at 0.
 
-Policy, critic and reference are separate module trees over the same frozen parameters. Each module tree has its own
-adapter or none. No adapter is ever switched on or off, so no result depends on which model ran last, and gradient
-checkpointing recomputes with the adapter of the forward pass (decision 0014).
+Policy, critic and reference policy are separate module trees over the same frozen parameters. Each module tree has an
+adapter of its own or no adapter. No adapter is ever switched on or off, so no result depends on which model ran last,
+and gradient checkpointing recomputes with the adapter of the forward pass (decision 0014).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VALUES_PER_WEIGHT = 1024  # the fingerprint of an adapter reads this many value
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank, scale and target layers of an adapter.
+    """Rank, scale and target layers of a LoRA adapter.
 
     `target_modules` is a comma-separated list of names of linear layers (the last parts of their paths). `all-linear`
     selects every plain linear layer except the language-model head; `all-linear+head` selects the head, too. In most
@@ -54,15 +54,15 @@ class LoraSettings:
 
     @property
     def names(self) -> list[str]:
-        """The names in `target_modules`; empty for `all-linear` and `all-linear+head`."""
+        """The layer names in `target_modules`; empty for `all-linear` and `all-linear+head`."""
         shorthand = self.target_modules in (ALL_LINEAR, ALL_LINEAR_AND_HEAD)
         return [] if shorthand else [name.strip() for name in self.target_modules.split(",")]
 
     def layers(self, model: PreTrainedModel) -> list[str]:
         """Return the paths of the layers of a model that `all-linear` or `all-linear+head` selects.
 
-        In some mixtures of experts, peft mistakes other layers, such as shared experts, for the experts, because of
-        their names. An adapter on a mistaken layer could not be loaded again, so mistaken layers are not selected.
+        In some mixtures of experts, peft mistakes other layers, such as shared experts, for the experts, because of the
+        layers' names. An adapter on a mistaken layer could not be loaded again, so mistaken layers are not selected.
         """
         head, excluded = model.get_output_embeddings(), mixtures(model)
         paths = []
@@ -81,7 +81,7 @@ class LoraSettings:
         return [path for path in paths if path in adapted]
 
     def to_peft(self, model: PreTrainedModel) -> LoraConfig:
-        """Return peft's configuration for a model. The model's name is recorded as the name of the base model."""
+        """Return peft's configuration of an adapter for a model, which the configuration names as the base model."""
         targets: str | list[str] = self.names or (
             _shortest(model, self.layers(model)) if mixtures(model) else ALL_LINEAR
         )
@@ -105,10 +105,10 @@ class LoraSettings:
 
 
 def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torch.Generator) -> PreTrainedModel:
-    """Return a copy of a model's modules with a new adapter that trains. The copy shares the model's weights.
+    """Return a copy of a model's modules with a new adapter that trains; the copy shares the model's weights.
 
-    The weights of `model` are frozen. The generator draws A on the CPU, so that A is the same for every device:
-    uniformly distributed as in peft (He et al. 2015).
+    The weights of `model` are frozen. `generator` draws the matrix A of each adapted layer on the CPU, so that A is the
+    same for every device; A is uniformly distributed as in peft (He et al. 2015).
 
     Raises:
         ModelError: The model has none of the target layers.
@@ -123,10 +123,10 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torc
 
 
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise `ModelError` unless an adapter fits a language model and every target name matches one of its layers.
+    """Raise `ModelError` unless an adapter fits a language model and every target name matches a layer of the model.
 
-    The model may be on the device `meta`, without weights. The target names are checked here because peft ignores names
-    that match no layer.
+    The model may be on the device `meta`, without weights. `check_targets` checks the target names because peft ignores
+    names that match no layer.
     """
     adapted = _adapted_layers(_inject(share_weights(model), settings))
     if unknown := [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]:
@@ -142,7 +142,7 @@ def mixtures(model: nn.Module) -> list[str]:
 
 
 def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | None:
-    """Return a line on which layers of a mixture of experts get an adapter and which do not; else None."""
+    """Return a line that says which layers of a mixture of experts get an adapter; None for all other models."""
     if settings.names or not (excluded := mixtures(model)):
         return None
     paths, head = settings.layers(model), model.get_output_embeddings()
@@ -158,7 +158,7 @@ def describe_mixture(model: PreTrainedModel, settings: LoraSettings) -> str | No
 
 
 def check_critic_targets(backbone: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise `ModelError` unless a backbone has some of the target layers. A backbone has no language-model head."""
+    """Raise `ModelError` unless a critic's backbone, which has no language-model head, has one of the target layers."""
     _inject(share_weights(backbone), settings)
 
 
@@ -169,25 +169,28 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model's modules without the adapter, sharing its weights: the reference of a LoRA policy."""
+    """Return a copy of a model's modules without the adapter, such as the reference policy of a LoRA policy.
+
+    The copy shares the model's weights.
+    """
     plain = share_weights(model)
     _replace_adapted_layers(plain)
     return plain
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain copy of a model with W + (alpha / r) B A in place of each W. The model itself is unchanged.
+    """Return a plain copy of a model with its adapter merged: W + (alpha / r) B A in place of each adapted weight W.
 
-    The copy is float32 or wider, because 16 bits would round away most of a small adapter. For a 4-bit model, W is the
-    dequantised weight that the model computes with, so that the copy is the policy that was trained. The copy of a
-    4-bit model is on the CPU.
+    The model itself is unchanged. The merged copy is float32 or wider, because 16 bits would round away most of a small
+    adapter. For a 4-bit model, W is the dequantised weight that the model computes with, so that the merged copy is the
+    policy that was trained. The merged copy of a 4-bit model is on the CPU.
     """
     return _merge(copy.deepcopy(model))
 
 
 @torch.no_grad()
 def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter of `merged(model)`, one at a time. The model may have no adapter.
+    """Yield name and value of each parameter of `merged(model)`, one at a time; the model may also have no adapter.
 
     Raises:
         ModelError: The head is tied to the embeddings and has an adapter: the merged head would need its own weights.
@@ -214,7 +217,10 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of names, shapes and first values of all frozen weights: the base that an adapter needs."""
+    """Return a fingerprint of the base model that an adapter needs.
+
+    The fingerprint is the SHA-256 of the names, the shapes and the first values of all frozen weights.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -243,30 +249,30 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Copy an adapter that `save_adapter` wrote into the adapter of a model.
+    """Copy a saved adapter, which `save_adapter` wrote, into the adapter of a model.
 
     Raises:
-        ValueError: The names or shapes of the two adapters differ.
+        ValueError: The names or shapes of the saved adapter and of the model's adapter differ.
     """
     parameters = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
     copy_tensors(load_file(directory / ADAPTER_WEIGHTS), parameters)
 
 
 def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Merge a saved adapter, of any program, into the weights of a model, and return the model. 4-bit becomes float32.
+    """Merge a saved adapter, which any program may have written, into the weights of a model, and return the model.
 
-    All weights of the result train, as after loading a whole model (peft had frozen the base's weights). A classifier
-    gets the adapter's score head, if the adapter has one.
+    4-bit weights become float32. All weights of the merged model train, as after loading a whole model, although peft
+    had frozen the base model's weights. A classifier gets the adapter's score head, if the adapter has a score head.
 
     Raises:
-        ValueError: The adapter's file does not have all weights that its configuration names.
+        ValueError: The adapter's weights file does not have all weights that the adapter's configuration names.
     """
     with _without_warnings_on_targets():
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
         # Load the adapter with peft: a model with an adapter loaded by transformers would later be saved as an adapter
         try:
             adapted: Any = PeftModel.from_pretrained(model, str(directory))
-        # peft only warns of missing weights, and would leave the layers of the missing weights unadapted
+        # Raise an error, because peft only warns of missing weights and leaves their layers without an adapter
         except UserWarning as warning:
             missing = str(warning).partition("[")[2].partition(",")[0].strip("'[].")
             raise ValueError(f"its file lacks weights that its configuration names, such as {missing}") from warning
@@ -320,7 +326,7 @@ def _last_parts(paths: Iterable[str]) -> list[str]:
 
 
 def _shortest(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return the last parts of the paths if no other layers have these names; otherwise the paths themselves."""
+    """Return the last parts of `paths` if only the layers at `paths` have such a last part, otherwise `paths`."""
     names = _last_parts(paths)
     matches = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
     return names if matches == paths else paths
@@ -338,7 +344,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 @contextmanager
 def _without_warnings_on_targets() -> Iterator[None]:
-    """Silence peft's warnings about cases that this module handles: tied heads, Conv1D layouts, names of experts."""
+    """Silence peft's warnings on cases that `models.adapters` handles: tied heads, Conv1D layouts, names of experts."""
     with warnings.catch_warnings():
         for message in ("Model (has|with) `tie_word_embeddings=True`", "fan_in_fan_out is set to True but the target"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -362,7 +368,10 @@ def _merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _restore_quantised_layers(model: PreTrainedModel) -> None:
-    """Replace 4-bit layers by plain layers with the adapters merged in. peft's merge would quantise the sum again."""
+    """Replace 4-bit layers by plain layers with the adapters merged in.
+
+    peft's own merge is not used, because peft would quantise the merged weights again.
+    """
     for name, layer in _adapted_layers(model).items():
         if is_quantised(layer.get_base_layer()):
             model.set_submodule(name, unquantised(layer.get_base_layer(), layer.get_delta_weight(ADAPTER)))

@@ -1,4 +1,4 @@
-"""The trained weights of a model, and their moving average."""
+"""Finds the weights of a model that train, and computes the moving average of the trained weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class WeightAverage:
         self.weights = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
 
     def update(self, model: PreTrainedModel) -> None:
-        """Update the average with the model's weights, in one fused operation. Call this after each optimiser step."""
+        """Update the average with the model's weights in one fused operation; call it after each optimiser step."""
         current = trained_parameters(model)
         move = get_ema_multi_avg_fn(self.decay)
         move(list(self.weights.values()), [current[name] for name in self.weights], None)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of the model with averaged instead of trained weights. The copy shares the frozen weights."""
+        """Return a copy of the model with averaged instead of trained weights; the copy shares the frozen weights."""
         shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))
@@ -42,7 +42,7 @@ class WeightAverage:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that need a gradient, by name."""
+    """Return the parameters of a model that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -50,7 +50,7 @@ def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
     """Copy the tensors of `source` into the tensors of `target` with the same names.
 
     Raises:
-        ValueError: Names or shapes differ.
+        ValueError: The names or shapes of the tensors in `source` and `target` differ.
     """
     if source.keys() != target.keys():
         odd = sorted(source.keys() ^ target.keys())

@@ -1,6 +1,6 @@
-"""Probe what a model can do with forward passes of a few tokens, without knowing the name of its architecture.
+"""Probes what a model can do with forward passes of a few tokens, without knowing the name of its architecture.
 
-Each probe runs once per model: `probed_once` caches the result.
+Each probe runs once per model: `probed_once` caches the probe's result.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_rlhf.core.errors import ModelError, in_one_line
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
-"""Tolerance of `are_close` by the bytes of a number: the largest norm of the difference, relative to the norm of the
-expected hidden states. The tolerance is ten times the effect of rounding, so that a probe gives the same result after
-training has changed the weights. Hidden states of a token at a wrong position differ by more than the tolerance."""
+"""Tolerance of `are_close` by the bytes of a number: the largest norm of the difference between hidden states, relative
+to the norm of the expected hidden states. The tolerance is ten times the effect of rounding, so that a probe gives the
+same result after training has changed the weights. Hidden states of a token at a wrong position differ by more than the
+tolerance."""
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, LookupError)
 """Errors that models raise for arguments that they do not support."""
 
@@ -51,7 +52,7 @@ def copy_probe_results(model: nn.Module, copied: nn.Module) -> None:
 
 @contextmanager
 def probing(model: PreTrainedModel) -> Iterator[None]:
-    """Compute in the precision of the model's weights and without gradients within the block."""
+    """Switch off autocast and gradients within the block, for a probe in the precision of the model's weights."""
     with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
         yield
 
@@ -70,8 +71,8 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
     """Return the gradient of the hidden states that `compute` returns with respect to the token embeddings.
 
     The gradient has the embeddings' shape. The gradient is exactly 0 for tokens that the hidden states do not depend
-    on. A gradient is a sharper test than changing a token: in a model with small weights, another token hardly changes
-    the hidden states.
+    on. A gradient shows a dependence more reliably than a changed token: in a model with small weights, a changed token
+    hardly changes the hidden states.
     """
     embedded: list[Tensor] = []
 
@@ -118,9 +119,9 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def argument_of(model: PreTrainedModel, *names: str) -> str | None:
-    """Return which of `names` is an argument of a model's `forward`; None if none is.
+    """Return which of `names` is an argument of a model's `forward`; None if no name in `names` is an argument.
 
-    Versions of transformers name an argument differently, and a model with remote code may keep an older name.
+    Versions of transformers name the same argument differently, and a model with remote code may keep an old name.
 
     Raises:
         ModelError: No name in `names` is an argument of the model or of transformers' Llama. The argument may then have
@@ -142,7 +143,7 @@ def pad_id_of(config: PretrainedConfig) -> int | None:
 
 
 def are_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether hidden states are equal up to rounding (`CLOSE`)."""
+    """Return whether two tensors of hidden states are equal up to rounding (`CLOSE`)."""
     tolerance = CLOSE[expected.dtype.itemsize]
     actual, expected = actual.nan_to_num().double(), expected.nan_to_num().double()
     return bool((actual - expected).norm() <= tolerance * expected.norm())

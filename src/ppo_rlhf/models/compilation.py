@@ -1,7 +1,8 @@
-"""torch.compile for the layers of a backbone.
+"""Compiles the layers of a backbone with torch.compile.
 
 Each layer is compiled by itself, and all layers share one compiled form, so a deep model compiles as fast as a shallow
-one. Attention without padding (`packed_attention`) is not compiled, since it reads sequence lengths as Python numbers.
+model. Attention without padding (`packed_attention`) is not compiled, since it reads sequence lengths as Python
+numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 MOST_FORMS = 64
-"""The most compiled forms of one kind of layer: with and without gradients, per precision, with and without adapters.
-torch compiles no further forms beyond this limit."""
+"""The most compiled forms of one kind of layer: torch compiles a layer separately with and without gradients, for each
+precision, and with and without adapters."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the layers of a language model or backbone with torch. Each layer compiles at its first call.
+    """Compile the layers of a language model or backbone with torch; each layer compiles at the layer's first call.
 
     Raises:
         ModelError: The architecture does not say which of its modules are layers.
@@ -79,7 +80,7 @@ def check_compiler(device: torch.device) -> None:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Return whether torch can compile for a device. If torch cannot compile, log the reason once."""
+    """Return whether torch can compile for a device; if torch cannot compile, log the reason once."""
     try:
         check_compiler(device)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The longest sequence that a model can read, and the longest that PPO may give it."""
+"""Finds the longest sequence that a model can read, and the longest sequence that PPO may give the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Return the number of positions that the model can read; None if its architecture sets no limit."""
+    """Return the number of positions that a model can read; None if the model's architecture sets no limit."""
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         length = getattr(text_config, name, None)
@@ -21,9 +21,9 @@ def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
     """Return the longest sequence, in tokens, that PPO may give a model, and a text with the reason if RoPE limits it.
 
     The text is "" if RoPE sets no limit. RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole
-    batch if one sequence is longer than the limit. A sequence's log-probabilities would then depend on the other
-    sequences of its batch, but PPO compares log-probabilities from different batches (ratio, KL). Supervised training
-    does not compare batches and may use the whole context.
+    batch if one sequence is longer than RoPE's limit. Beyond RoPE's limit a sequence's log-probabilities would depend
+    on the other sequences of its batch, but PPO compares log-probabilities from different batches (ratio, KL).
+    Supervised training does not compare batches and may use the whole context.
     """
     context, steady = context_length(config), min(_steady_lengths(config), default=None)
     if steady is None or (context is not None and context < steady):

@@ -1,7 +1,7 @@
 """Critics, which predict the return at every position, with their own backbone or on the policy's backbone.
 
 On disk, a value head has the weight names of TRL's `AutoModelForCausalLMWithValueHead`. The value head's weights are
-stored with the language model's weights; transformers ignores the value head when it loads the directory.
+stored with the language model's weights; transformers ignores them when it loads the language model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Critic(ValueModel):
     ) -> Critic:
         """Make a critic from the policy's backbone, with a copy of `value_head` (None: a head of zeros).
 
-        `own_backbone` makes the critic's backbone from the policy's. None: a copy whose weights all train.
+        `own_backbone` makes the critic's backbone from the policy's backbone; if None, the critic's backbone is a copy
+        of the policy's backbone, all of whose weights train.
         """
         return cls((own_backbone or copy_to_train)(backbone_of(policy)), make_value_head(policy, value_head))
 
@@ -84,14 +85,15 @@ class Critic(ValueModel):
     ) -> Critic:
         """Make a critic on the policy's device, from the backbone and score head of a reward model or stored critic.
 
-        `own_backbone` is as in `from_policy`. `setting` is the value of `ppo.value_model`, for errors.
+        `own_backbone` makes the critic's backbone from the model's backbone; if None, all weights of a copy train.
+        `setting` is the value of `ppo.value_model`, for error messages.
 
         Raises:
             ModelError: The model's vocabulary size differs from the policy's, or the model has no linear score head.
         """
         score = check_start(reward_model, policy.config, setting)
         head = new_value_head(score.in_features, policy)
-        # A classifier's head may have no bias: the value head then keeps its new bias
+        # If the classifier's head has no bias, the value head keeps its own bias of 0
         head.load_state_dict({"bias": head.bias, **score.state_dict()})
         backbone = (own_backbone or copy_to_train)(backbone_of(reward_model))
         if own_backbone is None:
@@ -122,7 +124,7 @@ def freeze_attention(backbone: PreTrainedModel) -> None:
     """Freeze the weights of a backbone's attention: of all modules with "attention" in the name of their class.
 
     Raises:
-        ModelError: A layer of the architecture has no such module.
+        ModelError: A layer of the architecture has no module with "attention" in the name of its class.
     """
     layers = [module for module in backbone.modules() if type(module).__name__ in (backbone._no_split_modules or ())]
     by_layer = [[each for each in layer.modules() if "attention" in type(each).__name__.lower()] for layer in layers]
@@ -190,7 +192,7 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
 
 
 def read_value_head(files: Sequence[Path]) -> nn.Linear | None:
-    """Return the value head in the safetensors files of a model directory, float32 or wider; None if there is none.
+    """Return the value head in a model directory's safetensors files, float32 or wider; None if the files have none.
 
     Raises:
         ModelError: The weights with the names of a value head do not form a linear layer with one output.

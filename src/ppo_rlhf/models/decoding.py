@@ -1,7 +1,7 @@
-"""Decoding with a cache of keys and values without padding: all prompts start in column 0, whatever their lengths.
+"""Decodes with a KV cache without padding: all sequences start in column 0, whatever their prompts' lengths.
 
-In transformers' caches all rows have the same length. With such a cache, shorter prompts would need padding that every
-step attends to.
+In transformers' KV caches all rows have the same length. With transformers' KV caches, shorter prompts would need
+padding, which attention would read in every decoding step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Extends B sequences of a causal language model by one token per step, and is the `Attention` of its passes."""
+    """Decodes B sequences of a causal language model, one token per step, as the `Attention` of its forward passes."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Decoder:
         return self._head(take_rows(states, self.lengths.cumsum(0) - 1))
 
     def step(self, token_ids: Tensor) -> Tensor:
-        """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
+        """Append one token to each sequence, `token_ids` `[B]`, and return the logits `[B, V]` of the next tokens."""
         device, self._columns = self.lengths.device, [length + 1 for length in self._columns]
         # Counter of the calls of attention in this forward pass; a layer may call attention twice
         self._calls = count()
@@ -77,9 +77,10 @@ class Decoder:
         return self._head(states)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Append keys and values to the cache and attend: within the prompts, or from one new token to its sequence.
+        """Append keys and values to the KV cache and attend.
 
-        In a step, query heads that share a key head are computed together, as rows of one query.
+        In the forward pass over the prompts, tokens attend within their prompts. In a decoding step, each new token
+        attends to its sequence, and query heads that share a key head are computed together, as rows of one query.
         """
         if self._prompts is not None:
             self._keys.append(self._cache(self._prompts.spread(as_autocast(key_NKD))))
@@ -96,16 +97,16 @@ class Decoder:
         return attended.reshape(rows, heads, -1).to(as_autocast(query_NHD).dtype)
 
     def _cache(self, spread_BLKD: Tensor) -> Tensor:
-        """Return a cache `[B, K, longest, d]` whose first L columns hold `spread_BLKD`."""
+        """Return a KV cache tensor `[B, K, longest, d]` whose first L columns hold `spread_BLKD`."""
         rows, length, heads, width = spread_BLKD.shape
         cache = spread_BLKD.new_zeros(rows, heads, self._longest, width)
         cache[:, :, :length] = spread_BLKD.transpose(1, 2)
         return cache
 
     def drop(self, ended: Sequence[bool]) -> list[int]:
-        """Remove the sequences that have ended, and return the old row index of each remaining row.
+        """Remove the sequences that have ended, and return the old row index of each remaining sequence.
 
-        The last rows move up into the freed rows, so that few rows are copied.
+        The last rows of the KV cache move into the freed rows, so that few rows are copied.
         """
         live = [row for row, has_ended in enumerate(ended) if not has_ended]
         from_the_end = iter(reversed(live))
@@ -125,7 +126,10 @@ class Decoder:
 
 @probed_once
 def decodes(model: PreTrainedModel) -> bool:
-    """Return whether step-by-step decoding gives the same hidden states as whole passes; probed at the first call."""
+    """Return whether decoding steps give the same hidden states as passes over whole sequences.
+
+    A model is probed at its first call.
+    """
     if packs(backbone_of(model)) and _decodes_like_whole_passes(model):
         return True
     log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)

@@ -1,7 +1,7 @@
-"""Decoding in buffers at fixed addresses, so that a CUDA graph can hold a step (`models.captures`).
+"""Decodes in buffers at fixed addresses, so that a CUDA graph can capture a decoding step (`models.captures`).
 
-All steps of a size do the same operations on the same addresses. No Python number changes between two steps, and the
-host reads nothing from the device.
+All decoding steps of one size do the same operations on the same addresses. A captured decoding step depends on no
+Python number that changes between steps, and reads no values from the device to the host.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
 
 FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
-"""The smallest number of sequences and of columns of a captured step."""
+"""The smallest number of sequences and of KV cache columns of a captured decoding step."""
 CACHES_SHARE = 2
-"""Keys and values may take 1/2 of the memory that graphs may keep (`captures.CARDS_SHARE`)."""
+"""The KV cache may take 1/2 of the memory that CUDA graphs may keep (`captures.CARDS_SHARE`)."""
 
 
 def next_size(needed: int, least: int) -> int:
-    """Return the smallest allowed size >= `needed`.
+    """Return the smallest allowed number of sequences or columns >= `needed`.
 
-    The allowed sizes are `least`, and 2^n and 3 · 2^(n − 1) above `least`.
+    The allowed numbers are `least`, and all 2^n and 3 · 2^(n − 1) above `least`: 64, 96, 128, 192, … for `least` 64.
     """
     size = least
     while size < needed:
@@ -36,9 +36,10 @@ def next_size(needed: int, least: int) -> int:
 
 
 def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> int:
-    """Return the most sequences whose keys and values graphs may keep, a multiple of `FEWEST_ROWS`.
+    """Return the most sequences whose KV cache CUDA graphs may keep, a multiple of `FEWEST_ROWS`.
 
-    Each sequence has `columns` tokens. `number` is the bytes of a number, and `card` the bytes of the GPU's memory.
+    Each sequence has `columns` tokens. `number` is the bytes of one number in the KV cache, and `card` the bytes of the
+    GPU's memory.
     """
     fitting = card // (CARDS_SHARE * CACHES_SHARE) // cache_bytes(text, columns, number)
     return max(1, fitting // FEWEST_ROWS) * FEWEST_ROWS
@@ -59,18 +60,19 @@ class InPlaceDecoder(Decoder):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values."""
+        """Bytes of the KV cache."""
         return sum(cache.nbytes for cache in (*self._keys, *self._values))
 
     @property
     def width(self) -> int:
-        """Columns that the next step needs, read without a device sync."""
+        """Number of KV cache columns that the next decoding step needs, read without a device sync."""
         return max(self._columns) + 1
 
     def start(self, prompt_ids: Sequence[Sequence[int]], rows: int) -> Tensor:
         """Replace all sequences by new prompts; return the logits `[prompts, V]` that follow the prompts.
 
-        Later steps compute `rows` sequences. The sequences after the prompts are empty, and their logits mean nothing.
+        Later decoding steps compute `rows` sequences. Sequences without a prompt are empty, and the logits of empty
+        sequences have no meaning.
         """
         self._prompt_ids = prompt_ids
         self._columns = [*(len(ids) for ids in prompt_ids), *[0] * (rows - len(prompt_ids))]
@@ -84,9 +86,10 @@ class InPlaceDecoder(Decoder):
         return logits
 
     def advance(self, token_ids: Tensor, width: int) -> Tensor:
-        """Append one token `[B]` to each of the first B sequences, and return the logits `[B, V]` that follow.
+        """Append `token_ids` `[B]` to the first B sequences, and return the logits `[B, V]` of the next tokens.
 
-        Attention reads the first `width` columns. Call `count_step` after each step, also after a replayed step.
+        Attention reads the first `width` columns of the KV cache. The caller must call `count_step` after each decoding
+        step, also after a replayed step.
         """
         rows = len(token_ids)
         lengths = self._all_lengths[:rows]
@@ -99,11 +102,11 @@ class InPlaceDecoder(Decoder):
         return self._head(states)
 
     def count_step(self) -> None:
-        """Add the last step's token to the host's count of each sequence's tokens."""
+        """Add 1 to the host's count of each sequence's tokens, after a decoding step."""
         self._columns = [length + 1 for length in self._columns]
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """As `Decoder.attend`, but with fixed buffers for the prompts' keys and values, which the first call makes."""
+        """Attend as `Decoder.attend`, but keep the keys and values in fixed buffers, which the first call allocates."""
         if self._prompts is None:
             return super().attend(query_NHD, key_NKD, value_NKD, scaling)
         call = next(self._calls)

@@ -1,6 +1,6 @@
-"""Model directories: config.json and safetensors, either one file or shards with an index.
+"""Checks model directories (config.json, and safetensors in one file or in shards with an index) and finds their files.
 
-For a model on the hub, this module reads single files from the hub or from the local cache.
+For a model on the hub, `find_file` reads single files from the hub or from the local cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _HUB_TIMEOUT_S = 10.0
 def is_local(source: str) -> bool:
     """Return whether `source` is, or looks like, a path rather than a hub id (`[organisation/]name[@revision]`).
 
-    Names of data sets follow another rule, `data.sources.is_hub_name`: they have an owner, a configuration and a split,
-    and no file extension. Kedro changes hub names of both kinds; `paths.restore_hub_name` must be called before either
-    function.
+    Names of data sets on the hub follow another rule, `data.sources.is_hub_name`: a data set's name has an owner, a
+    configuration and a split, and no file extension. Kedro changes hub names of models and data sets, so
+    `paths.restore_hub_name` must be called before `is_local` and before `is_hub_name`.
     """
     if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source):
         return True
@@ -118,7 +118,7 @@ def follow_umask(folder: Path) -> None:
 def hub_answers() -> bool:
     """Return whether the hub answers. If the hub does not answer, this process reads models from the local cache only.
 
-    Without this check, the hub's client would retry each request for half a minute, even for cached files.
+    Without `hub_answers`, the hub's client would retry each request for half a minute, even for cached files.
     """
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)

@@ -177,7 +177,7 @@ def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
         output = backbone_of(model)(input_ids=ids, use_cache=False)
         expected = model(input_ids=ids, use_cache=False).logits
         head = model.get_output_embeddings()
-        # Mamba has float32 states and a 16-bit head, and its own forward handles the mismatch
+        # Mamba's head fails here: Mamba has float32 states and a 16-bit head, which only its own forward combines
         with suppress(RuntimeError):
             if head is not None and _same(head(output.last_hidden_state), expected):
                 return None
@@ -191,7 +191,7 @@ def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:
-    """Return whether logits are equal to the bit, so that no cap or scale follows the output layer."""
+    """Return whether two tensors of logits are equal to the bit: then no cap or scale follows the output layer."""
     return torch.equal(logits.nan_to_num(), expected.nan_to_num())
 
 

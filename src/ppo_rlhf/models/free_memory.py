@@ -1,6 +1,6 @@
-"""How many sequences a pass without gradients takes at a time: as many as fit into the free memory.
+"""Computes how many sequences fit into the free memory in a forward pass without gradients.
 
-`kedro doctor` uses the same formulas (docs/memory.md).
+`kedro doctor` uses the formulas of `models.free_memory` (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ppo_rlhf.runtime.processes import process_count
 
 KEPT = 1.5
 """Peak bytes of activations, divided by the bytes of the inputs and outputs of linear layers (measured on Llama: 1.13
-in float32, 1.54 in bfloat16). Norms, position embeddings and the gradients of activations make up the difference."""
+in float32, 1.54 in bfloat16). Norms, position embeddings and the gradients of activations take the memory beyond the
+inputs and outputs of linear layers."""
 MOST_ON_CPU = 64
-"""The most sequences of a whole pass on a CPU: 256 sequences of 48 tokens took 1.6 times as long in one pass as in
-four."""
+"""The most sequences of a forward pass over whole sequences on a CPU: 256 sequences of 48 tokens took 1.6 times as long
+in one forward pass as in four forward passes."""
 USED = 0.8
-"""Share of the free memory that a pass may take: the estimate may be off by a third, and free memory is fragmented."""
+"""Share of the free memory that a pass may take: the estimated bytes may be off by a third, and free memory is
+fragmented."""
 
 
 def sequences_at_a_time(
@@ -40,8 +42,8 @@ def sequences_at_a_time(
 ) -> int:
     """Return how many of `count` sequences to process at a time, in chunks of equal size; at least 1.
 
-    The model computes on its device under the caller's autocast, in whole passes (`decoded_from` None) or token by
-    token after a prompt.
+    The model computes on its own device under the caller's autocast: in passes over whole sequences if `decoded_from`
+    is None, else token by token after a prompt.
 
     Args:
         model: The model whose passes need the memory.
@@ -68,7 +70,7 @@ def number_bytes(model: PreTrainedModel) -> int:
 
 
 def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> int:
-    """Return the rows of a part if `count` rows are cut into as few equal parts as the free memory allows.
+    """Return how many rows a part has if `count` rows are cut into as few equal parts as the free memory allows.
 
     A part has at most `most` rows.
     """

@@ -1,7 +1,7 @@
 """Gradient checkpointing (Chen et al. 2016, arXiv:1604.06174): layers recompute their activations in the backward pass.
 
-transformers' layers checkpoint only in training mode. The submodules of the layers stay in evaluation mode, because
-some of them add noise in training mode (the routers of PhiMoE and Mixtral).
+transformers' layers checkpoint only in training mode. The submodules of the layers stay in evaluation mode, because the
+routers of PhiMoE and Mixtral, for example, add noise in training mode.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Let models checkpoint within the block only.
+    """Let models use gradient checkpointing within the `with` block only.
 
-    Outside the block, models decode with a cache, which checkpointing forbids.
+    Outside the block models decode with a KV cache, which gradient checkpointing forbids.
     """
     marked = [module for model in models for module in _marked(model)]
     for module in marked:

@@ -1,4 +1,4 @@
-"""Find out the kind of model of a directory or hub id from its configuration and the shape of its head."""
+"""Finds out which kind of model a directory or hub id holds, from the configuration and the shape of the head."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
-    """Return the number of outputs of a classifier's head; None if there is no head or its file is missing.
+    """Return the number of outputs of a classifier's head; None if the classifier has no head or the file is missing.
 
-    `find` maps the name of a file of the model to its path, or to None if the file is missing.
+    `find` maps the name of a model's file to the file's path, or to None if the file is missing.
     """
     if (file := find(WEIGHTS)) is None and (index := find(WEIGHTS_INDEX)) is not None:
         shards = json.loads(index.read_bytes())["weight_map"]

@@ -1,7 +1,8 @@
-"""Load and check models and tokenizers from a local directory or the hub: safetensors only.
+"""Loads and checks models and tokenizers from a local directory or the hub; reads weights from safetensors only.
 
-A `PretrainedHandle` is lazy: it reads weights when a node asks for them, so a run whose rewards are Python functions
-needs no reward model on disk. No code in this module writes into the directory of a model that a user gave.
+A `PretrainedHandle` reads a model's weights only when a node asks for the model, so a run whose rewards are Python
+functions needs no reward model on disk. No code in `models.loading` writes into the directory of a model that a user
+gave.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ T = TypeVar("T")
 
 AVERAGE, CARD = "ema", "README.md"
 RECORD = "ppo_rlhf.json"
-"""How a policy was trained: what `generation_config.json` has no fields for (`checkpoints.training_record`)."""
+"""File that records how a policy was trained, with the values for which `generation_config.json` has no fields
+(`checkpoints.training_record`)."""
 # Maximum size of a weights file: the hub recommends 5 GB, and an interrupted upload repeats only one file
 SHARD = "5GB"
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -79,7 +81,7 @@ TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 @dataclass(frozen=True)
 class PretrainedHandle:
-    """A model directory or hub id, read only when needed. A LoRA adapter is loaded merged into its base."""
+    """A model directory or hub id, read only when needed; a LoRA adapter is merged into its base model when loaded."""
 
     source: str  # directory with a model or an adapter and its tokenizer, or a hub id, optionally as id@revision
     trust_remote_code: bool = False  # whether Python code in the model's repository may be executed
@@ -93,10 +95,10 @@ class PretrainedHandle:
 
     @cached_property
     def base(self) -> PretrainedHandle | None:
-        """The model that a LoRA adapter was trained on; None if the source is not an adapter.
+        """The base model, on which a LoRA adapter was trained; None if the source is not an adapter.
 
         Raises:
-            ModelError: The adapter cannot be merged, does not name its base, or its base cannot be found.
+            ModelError: The adapter cannot be merged, does not name its base model, or its base model cannot be found.
         """
         if self._adapter is None:
             return None
@@ -108,10 +110,10 @@ class PretrainedHandle:
         return base
 
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration. `num_labels` of a classifier is the number of rows of its head.
+        """Return the model's configuration; a classifier's `num_labels` is the number of rows of the classifier's head.
 
-        The configuration of an adapter is the configuration of its base, with the adapter's vocabulary size, and with
-        one label if the adapter holds a score head.
+        The configuration of an adapter is the configuration of its base model, with the adapter's vocabulary size, and
+        with one label if the adapter holds a score head.
         """
         if self._adapter is None or self.base is None:
             config = self._read("configuration", AutoConfig.from_pretrained)
@@ -131,7 +133,7 @@ class PretrainedHandle:
 
     @cached_property
     def _vocabulary(self) -> int | None:
-        """Number of tokens in an adapter's vocabulary; None if the adapter has the vocabulary of its base."""
+        """Number of tokens in an adapter's vocabulary; None if the adapter has the vocabulary of its base model."""
         if self._adapter is None or self.base is None or not self._adapter.may_bring_tokens:
             return None
         kind = AutoModelForSequenceClassification if self._adapter.is_classifier else AutoModelForCausalLM
@@ -139,7 +141,7 @@ class PretrainedHandle:
 
     @cached_property
     def _adapter(self) -> SavedAdapter | None:
-        """The adapter; None for a whole model.
+        """The LoRA adapter at the source; None if the source is a whole model.
 
         Raises:
             ModelError: The adapter cannot be merged, or neither the hub nor the cache has the model.
@@ -153,7 +155,7 @@ class PretrainedHandle:
         return None if path is None else SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
     def generation_config(self) -> GenerationConfig:
-        """Return the model's generation configuration, or one made from the model's configuration if it has none."""
+        """Return the model's generation configuration, made from the model's configuration if the model has none."""
         if self._file("generation_config.json"):
             return self._read("generation configuration", GenerationConfig.from_pretrained)
         if self.base:
@@ -185,13 +187,14 @@ class PretrainedHandle:
     ) -> PreTrainedModel:
         """Return the language model in eval mode, without dropout, on the CPU.
 
-        `quantised_on` loads the model to that device instead, with linear layers in 4 bits that compute in `dtype`.
+        If `quantised_on` is given, the model is loaded to the device `quantised_on`, with linear layers in 4 bits that
+        compute in `dtype`.
 
         Raises:
-            ConfigError: bitsandbytes is missing.
-            ModelError: The weights cannot be read, or some weights are missing, NaN or infinite. The model is not
-                causal: a hidden state depends on later tokens. Or `quantised_on` is given although the source is an
-                adapter.
+            ConfigError: `quantised_on` is given and bitsandbytes is missing.
+            ModelError: The weights cannot be read, or some weights are missing, NaN or infinite; or the model is not
+                causal, so that a hidden state depends on later tokens; or `quantised_on` is given although the source
+                is an adapter.
         """
         self.check_causal_lm()
         self.check_quantisable(quantised_on is not None)
@@ -216,7 +219,7 @@ class PretrainedHandle:
         return model
 
     def left_out(self, model: PreTrainedModel) -> str:
-        """Return the names of the checkpoint's parts, such as vision, that a model loaded from it does not have."""
+        """Return the names of the checkpoint's parts, such as vision, that `model`, loaded from it, does not have."""
         return parts_left_out(self.config(), model)
 
     def empty_causal_lm(self) -> PreTrainedModel:
@@ -240,7 +243,8 @@ class PretrainedHandle:
         token.
 
         Raises:
-            ModelError: As `causal_lm`, or the model does not have exactly one label.
+            ModelError: The weights cannot be read, are missing, NaN or infinite, or the model does not have exactly one
+                label.
         """
         self.check_reward_model()
         if (file := self._head_beside()) is not None:
@@ -258,7 +262,8 @@ class PretrainedHandle:
         """Return a stored critic in eval mode: a classifier whose head `score` is the value head.
 
         Raises:
-            ModelError: As `causal_lm`, or the model is not a classifier with one label.
+            ModelError: The weights cannot be read, are missing, NaN or infinite, or the model is not a classifier with
+                one label.
         """
         self.check_critic()
         if not is_token_classifier(self.config()):
@@ -267,7 +272,7 @@ class PretrainedHandle:
         return from_token_classifier(self._model("critic", load, dtype))
 
     def empty_critic(self) -> PreTrainedModel:
-        """Return the stored critic or reward model that a critic starts from, on the device `meta`, without weights."""
+        """Return the stored critic or reward model from which a critic starts, without weights on the device `meta`."""
         if is_token_classifier(self.config()):
             return from_token_classifier(self._empty(AutoModelForTokenClassification))
         return self._empty(AutoModelForSequenceClassification)
@@ -275,7 +280,7 @@ class PretrainedHandle:
     def value_head(self) -> nn.Linear | None:
         """Return the value head among the model's weights (TRL's `v_head.*`) or in its own file; None if there is none.
 
-        For a hub id, only the local cache is searched: load the model first.
+        For a hub id, only the local cache is searched, so the model must be loaded before its value head.
 
         Raises:
             ModelError: The directory cannot be read, or the value head is not a linear layer with one output.
@@ -312,7 +317,7 @@ class PretrainedHandle:
         return why_no_reward_model(next(iter(config.architectures or ()), None), config)
 
     def _head_beside(self) -> Path | None:
-        """Return the file of LLaMA-Factory's value head, which makes a language model a reward model, or None."""
+        """Return the file of LLaMA-Factory's value head, which makes a language model a reward model; None without."""
         return self._file(VALUE_HEAD_FILE) if self._why_no_classifier() else None
 
     def check_causal_lm(self) -> None:
@@ -361,7 +366,7 @@ class PretrainedHandle:
 
     @property
     def _revision(self) -> str:
-        """The branch, tag or commit on the hub."""
+        """The model's branch, tag or commit on the hub."""
         return "main" if is_local(self.source) else self.source.partition("@")[2] or "main"
 
     def _file(self, name: str, *, local_files_only: bool = False) -> Path | None:
@@ -394,7 +399,7 @@ class PretrainedHandle:
         return self._named(prepare(model, self.source))
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Return the base with the adapter merged into its weights."""
+        """Return the base model with the adapter merged into the base model's weights."""
         merged = cast(SavedAdapter, self._adapter).merged_into(base, self._folder)
         return self._named(prepare(merged, self.source))
 
@@ -436,11 +441,11 @@ class TrainedModel:
     record: str | None = None  # the text of ppo_rlhf.json, the record of how the model was trained
 
     def save(self, folder: Path) -> None:
-        """Write a model directory: configuration, safetensors and tokenizer. The average gets the subfolder `ema`.
+        """Write a model directory: configuration, safetensors and tokenizer; the weight average gets a subfolder `ema`.
 
         Raises:
-            ModelError: The folder is a file. Or the folder holds a whole model and an adapter is to be saved, or the
-                reverse.
+            ModelError: The folder is a file, or the folder holds a whole model and an adapter is to be saved, or the
+                folder holds an adapter and a whole model is to be saved.
         """
         only_adapter = "save_pretrained" in vars(self.model)
         other = CONFIG if only_adapter else ADAPTER_CONFIG

@@ -1,8 +1,8 @@
 """Attention for packed sequences: B sequences follow each other in one row of N tokens, `[1, N]`, without padding.
 
-All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right.
-A causal mask is enough there: a real token never attends to the padding on its right. On CUDA in 16 bits, torch's
-FlashAttention for sequences of different lengths needs no padding in attention either.
+With packed sequences all layers but attention compute real tokens only. Attention spreads the packed tokens into
+`[B, L]`, padded on the right. In the padded form a causal mask is enough, because a real token never attends to the
+padding on its right. On CUDA in 16 bits, attention needs no padding: torch's FlashAttention reads packed sequences.
 https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 
 Packed attention works for every transformers model whose layers call the `AttentionInterface` and pass on keyword
@@ -35,13 +35,13 @@ FIRST_CAPABILITY = (8, 0)
 
 
 class Attention(Protocol):
-    """Attention of one forward pass over N tokens, which the pass takes as the keyword argument `packed_layout`."""
+    """Attention of one forward pass over N tokens; the model's forward takes it as the argument `packed_layout`."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Return the attention output of the N tokens, `[N, H, d of the values]`.
 
-        Keys and values have K heads, and K divides H. The scores are multiplied by `scaling`; None: 1 / sqrt(d). Every
-        layer calls this method once or more, always in the same order.
+        Keys and values have K heads, and K divides H. The attention scores are multiplied by `scaling`; None:
+        1 / sqrt(d). Every layer of the model calls `attend` once or more, in the same order in each forward pass.
         """
 
 
@@ -82,7 +82,7 @@ class PackedLayout:
         return flat if self.is_full else take_rows(flat, self.slots)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Attend within each sequence; see `Attention`."""
+        """Return the attention output of the N tokens, each attending within its sequence; see `Attention.attend`."""
         query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if kernel_fits(query_NHD, value_NKD):
             # Imported inside the function because the import takes 1 s, and a CPU does not need varlen_attn
@@ -137,7 +137,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention in passes with a `packed_layout`. Other passes compute as before.
+    """Switch a model to packed attention in forward passes with a `packed_layout`; other passes compute as before.
 
     Raises:
         ValueError: The model's attention is not transformers' `sdpa`, or cannot be replaced.
@@ -158,7 +158,7 @@ def use_padded_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def padded_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' own attention within the block: it can be compiled, packed attention cannot."""
+    """Use transformers' own attention within the block, because torch cannot compile packed attention."""
     packs = model.config._attn_implementation == NAME
     use_padded_attention(model)
     try:
@@ -190,8 +190,8 @@ def _no_mask(device: torch.device) -> Tensor:
 def place_rows(rows: Tensor, slots: Tensor, *shape: int) -> Tensor:
     """Return a tensor `[*shape, …]` with the first N `rows` at the N given `slots`, and 0 elsewhere.
 
-    A slot is an index into the flattened shape. No slot may occur twice. The result is not a view, because FSDP2 warns
-    about outputs that are views.
+    A slot is an index into the flattened shape. No slot may occur twice. The returned tensor is not a view, because
+    FSDP2 warns about outputs that are views.
     """
     return _PlaceRows.apply(rows, slots, shape)
 
@@ -251,7 +251,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def as_autocast(states: Tensor) -> Tensor:
-    """Cast an argument of attention to autocast's type: rotary positions, for example, turn it into float32."""
+    """Cast queries, keys or values to autocast's dtype: rotary embeddings, for example, may return float32."""
     device = states.device.type
     casts = torch.is_autocast_enabled(device) and states.dtype != torch.float64
     return states.to(torch.get_autocast_dtype(device)) if casts else states
@@ -259,7 +259,10 @@ def as_autocast(states: Tensor) -> Tensor:
 
 @cache
 def _register() -> None:
-    """Register packed attention with transformers. torch.compile skips it, since it reads lengths as Python numbers."""
+    """Register packed attention with transformers.
+
+    torch.compile must skip packed attention, because packed attention reads sequence lengths as Python numbers.
+    """
     AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()[PADDED])
 

@@ -1,4 +1,4 @@
-"""Changes to every loaded model before its use: no dropout, and GELU in one kernel."""
+"""Prepares every loaded model for its use: switches dropout off, and computes GELU in one kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel:
-    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel.
+    """Prepare a model in place and return the model: eval mode, no dropout, GELU in one kernel.
 
     Raises:
         ModelError: A weight is NaN or infinite; `where` says where the model comes from.

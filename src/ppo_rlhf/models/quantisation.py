@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits by bitsandbytes: NF4, doubly quantised (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-Every linear layer except the language-model head is a `bitsandbytes.nn.Linear4bit`. A pass dequantises the weights of
-one layer at a time. bitsandbytes is optional: it is imported only if a setting needs it.
+In a quantised model every linear layer except the language-model head is a `bitsandbytes.nn.Linear4bit`. A forward pass
+dequantises the weights of one layer at a time. bitsandbytes is imported only if a setting needs bitsandbytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NEEDED = Requirement("bitsandbytes>=0.50")
 """The oldest supported bitsandbytes: from this version on the same kernel computes with and without gradients, so that
 PPO's first probability ratio is 1."""
 BLOCK, BLOCK_OF_SCALES = 64, 256
-"""64 weights share a scale of 8 bits, and 256 of these scales share a scale of 32 bits. A weight thus takes
-4 + 8/64 + 32/(64·256) bits."""
+"""`BLOCK` weights share a scale of 8 bits, and `BLOCK_OF_SCALES` 8-bit scales share a scale of 32 bits. A 4-bit weight
+with its scales thus takes 4 + 8/64 + 32/(64·256) bits."""
 
 
 def check_bitsandbytes(settings: str) -> None:
@@ -45,7 +45,7 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def prepare_quantised(model: PreTrainedModel) -> None:
-    """Prepare a model that transformers has quantised, so that adapters can be added to it and to its backbone."""
+    """Prepare a model that transformers has quantised, so that adapters can be added to the model and its backbone."""
     backbone: Any = model.base_model
     # peft reads is_loaded_in_4bit from the backbone, but transformers sets it only on the whole model
     backbone.is_loaded_in_4bit = True
@@ -64,7 +64,10 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def quantisation_states(model: nn.Module) -> list[Any]:
-    """Return bitsandbytes' states (scales, shapes) of all 4-bit weights. Models that share weights share the states."""
+    """Return bitsandbytes' states (scales, shapes) of all 4-bit weights of a model.
+
+    Models that share 4-bit weights share the states.
+    """
     return [cast(Any, layer.weight).quant_state for layer in model.modules() if is_quantised(layer)]
 
 

@@ -1,4 +1,4 @@
-"""Keep the log short: silence other libraries within a block, and log a line only once."""
+"""Keeps the log short: silences other libraries within a `with` block, and logs a line only once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 log = logging.getLogger(__name__)
 
 said: set[str] = set()
-"""The lines that `say_once` has logged. Each pipeline run and each PPOTrainer clears the set, also within one
-process."""
+"""The lines that `say_once` has logged. Each pipeline run and each PPOTrainer clears the logged lines, also if one
+process has several runs."""
 
 
 def say_once(line: str) -> None:
-    """Log a warning only once in a run: the checks before the run and its nodes read the same files."""
+    """Log a warning only once in a run, because the checks before the run and the run's nodes read the same files."""
     if line not in said:
         said.add(line)
         log.warning("%s", line)
@@ -36,7 +36,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def errors_only(logger: str, least: int = logging.ERROR) -> Iterator[None]:
-    """Within the block, drop a logger's records below the level `least` (default: ERROR)."""
+    """Drop a logger's records below the level `least` (default: ERROR) within the `with` block."""
     log = logging.getLogger(logger)
     before = log.level
     log.setLevel(least)

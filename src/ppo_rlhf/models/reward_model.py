@@ -1,11 +1,12 @@
 """Reward models: a scalar head on the backbone of any causal language model, and the scores of whole sequences.
 
-transformers has sequence classifiers for some architectures only (none for BitNet). transformers' classifiers pool at
-the last id that is not pad, which is one position too early if pad and end of text are the same token.
-`CausalLMRewardModel` pools at the last position of the attention mask, in left- and right-padded batches. The head of a
-`CausalLMRewardModel` has a bias, so that a normalisation of the scores can be folded into the weights. A
+transformers has sequence classifiers for some architectures only (none for BitNet). transformers' classifiers score at
+the last token that is not the pad token, which is one position too early if pad token and end of text are the same
+token. `CausalLMRewardModel` scores at the last position of the attention mask, in left- and right-padded batches. The
+head of a `CausalLMRewardModel` has a bias, so that a normalisation of the scores can be folded into the weights. A
 `CausalLMRewardModel` is saved as transformers' classifier if that classifier computes the same scores
-(`to_classifier`). `sequence_scores` gives each sequence of a batch the same score as alone, for both kinds.
+(`to_classifier`). `sequence_scores` gives a sequence the same score in a batch as alone, for `CausalLMRewardModel` and
+transformers' classifiers.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPE = "causal_lm_reward"
 SCORE_MEAN = "score_mean"
-"""A field in the configuration of transformers' classifier: the classifier's scores minus the scores of
-`CausalLMRewardModel`."""
+"""A field in the configuration of transformers' classifier that `CausalLMRewardModel.to_classifier` returns: the
+classifier's scores minus the scores of the `CausalLMRewardModel`."""
 
 
 class CausalLMRewardConfig(PretrainedConfig):
@@ -61,7 +62,7 @@ class CausalLMRewardConfig(PretrainedConfig):
         if isinstance(text_config, dict):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
-        # Otherwise the saved configuration would contain the path of a folder of this machine
+        # Clear the name, because the saved configuration would contain the path of a folder of this machine
         self.text_config.name_or_path = ""
         # With "regression", transformers' pipelines return the score itself instead of its sigmoid
         kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}
@@ -81,7 +82,7 @@ class CausalLMRewardModel(PreTrainedModel):
     config_class = CausalLMRewardConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    # Declare support for every attention: the backbone has a configuration of its own and checks what it supports.
+    # Declare support for every attention, because the backbone's own configuration checks which attention it supports
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -99,7 +100,7 @@ class CausalLMRewardModel(PreTrainedModel):
     def from_causal_lm(cls, model: PreTrainedModel) -> CausalLMRewardModel:
         """Return a reward model with a copy of the language model's backbone and a fresh head.
 
-        The weights of the head come from torch's global generator: seed it before.
+        The weights of the head are drawn from torch's global random number generator, which the caller must seed.
         """
         reward_model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(model.config)))
         reward_model.backbone.load_state_dict(model.base_model.state_dict())
@@ -188,7 +189,8 @@ class CausalLMRewardModel(PreTrainedModel):
 def with_mean(model: PreTrainedModel) -> PreTrainedModel:
     """Convert a classifier that `to_classifier` made back into a `CausalLMRewardModel`; return other models unchanged.
 
-    The bias of the result's head is −`score_mean`, so that its scores are those before the conversion.
+    The head of the returned model has the bias −`score_mean`, so that the returned model gives the same scores as the
+    `CausalLMRewardModel` from which `to_classifier` made the classifier.
     """
     mean, score = getattr(model.config, SCORE_MEAN, None), cast(nn.Linear, getattr(model, "score", None))
     if mean is None:
@@ -200,7 +202,7 @@ def with_mean(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:
-    """Say why a model's class or configuration does not belong to a classifier with one label; None if it is one."""
+    """Return why a class name and a configuration are not a classifier with one label; None if they are."""
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
     if architecture is not None and hasattr(transformers, architecture) and architecture not in classifiers:
         return f"this is a {architecture}"
@@ -210,10 +212,10 @@ def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> s
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
     """Return the scores `[B]` of B sequences of token ids.
 
-    A `CausalLMRewardModel` scores packed sequences if its backbone allows that. Other classifiers run their forward on
-    a padded batch, or on one sequence at a time if padding changes their scores or they have no pad id. The batch is
-    padded with the pad id of the model's configuration, by which transformers' classifiers find the last token, or with
-    `pad_id` if the configuration names none.
+    A `CausalLMRewardModel` scores packed sequences if its backbone can read packed sequences. Other classifiers score a
+    padded batch; if padding changes a classifier's scores or the classifier has no pad id, it scores one sequence at a
+    time. A padded batch is padded with the pad id of the model's configuration, by which transformers' classifiers find
+    the last token, or with `pad_id` if the configuration has no pad id.
     """
     config_pad_id = pad_id_of(model.config)
     packing = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
@@ -228,7 +230,10 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
 
 @torch.no_grad()
 def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
-    """Return whether an end of text after a sequence changes its score. transformers' classifiers skip their pad id."""
+    """Return whether an end-of-text token after a sequence changes the sequence's score.
+
+    An end of text that is also the pad id changes no score of transformers' classifiers, which skip their pad id.
+    """
     if eos is None or pad_id_of(model.config) != eos:
         return True
     ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
@@ -237,7 +242,7 @@ def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
 
 @probed_once
 def _ignores_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model gives the sequences of a padded batch the same scores as one by one."""
+    """Return whether a model gives sequences the same scores in a padded batch as one by one."""
     try:
         with probing(model):
             pad_id = pad_id_of(model.config) or 0

@@ -1,4 +1,4 @@
-"""Adapters that any program saved with peft: read their settings, and merge them into the weights of their base."""
+"""Reads adapters that any program saved with peft, and merges each adapter into the weights of its base model."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class SavedAdapter:
 
     @property
     def base(self) -> str:
-        """The path or hub id (with the revision) of the base, the model that the adapter was trained on.
+        """The path or hub id (with the revision) of the base model, on which the adapter was trained.
 
         Raises:
-            ModelError: The adapter does not name its base.
+            ModelError: The adapter does not name its base model.
         """
         named, revision = self.settings.get("base_model_name_or_path"), self.settings.get("revision")
         if not named:
@@ -81,10 +81,10 @@ class SavedAdapter:
         return next(filter(None, saved), max(_rows(base), *(row + 1 for row in self._replaced), 0))
 
     def fit(self, base: PreTrainedModel) -> None:
-        """Resize the embeddings and the head of a base to the number of tokens that the adapter was trained with.
+        """Resize a base model's embeddings and head to the number of tokens with which the adapter was trained.
 
         Raises:
-            ModelError: The adapter does not hold the rows of new tokens.
+            ModelError: The adapter does not hold the embedding rows or the head rows of new tokens.
         """
         rows, base_rows = self.vocabulary(base), _rows(base)
         if rows == base_rows:
@@ -101,10 +101,10 @@ class SavedAdapter:
             )
 
     def merged_into(self, base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-        """Merge the adapter in a folder into the weights of a base, in place, and return the base.
+        """Merge the adapter in a folder into the weights of a base model, in place, and return the base model.
 
         Raises:
-            ModelError: The adapter does not fit the base.
+            ModelError: The adapter does not fit the base model.
         """
         # Imported inside the function because the import is slow and few models need the module
         from ppo_rlhf.models.adapters import merge_saved
@@ -132,14 +132,14 @@ class SavedAdapter:
 
     @cached_property
     def _replaced(self) -> set[int]:
-        """The rows of the embedding that the adapter replaces one by one."""
+        """Indices of the embedding rows that the adapter replaces one by one."""
         # peft stores the replaced tokens as a list, or as a dict of lists by layer
         indices = [self.settings.get(setting) or [] for setting in _TOKENS]
         by_layer = [each.values() if isinstance(each, dict) else [each] for each in indices]
         return {row for layers in by_layer for rows in layers for row in rows}
 
     def _rows_of(self, base: PreTrainedModel, layer: nn.Module | None) -> int | None:
-        """Return the number of rows of the adapter's own copy of an embedding or head; None if it has no copy."""
+        """Return the rows of the adapter's own copy of an embedding or head; None if the adapter has no copy."""
         path = next((name for name, module in base.named_modules() if module is layer), None)
         saved = (name for name in self._shapes if name.startswith(f"{_PREFIX}{path}.") and _is_whole(name))
         return next((self._shapes[name][0] for name in saved), None)

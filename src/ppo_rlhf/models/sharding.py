@@ -1,9 +1,8 @@
-"""Shard the weights of models over the processes of a run, with torch's FSDP2.
+"""Shards the weights of models over the processes of a run, with torch's FSDP2.
 
-A training pass goes through FSDP2, which gathers the weights of one layer at a time. Every other pass (sampling,
-log-probabilities, values, scores) goes through the model's own modules. The model's modules hold the shards, which
-`transfers.on_device` replaces by whole weights for a block. Within the block each process may run its own number of
-passes. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+A training pass runs in FSDP2's modules, which gather the weights of one layer at a time. Every pass that does not train
+(sampling, log-probabilities, values, scores) runs in the model's own modules, which hold the shards. Within a block of
+`transfers.on_device` the model's own modules hold whole weights, and each process may run its own number of passes. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _shards = WeakTensorKeyDictionary()
 
 
 def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a forward module that trains with FSDP2. Afterwards both modules hold the same shards.
+    """Return a copy of a forward module that trains with FSDP2; `forward` and the copy hold the same shards.
 
     Each transformer layer is an FSDP2 unit; all other weights form one more unit. Gradients are summed over processes.
-    `forward` must hold whole weights, which may be on the host, and its models must have been probed. This process
-    computes on `device`.
+    `forward` must hold whole weights, which may be on the host, and the models in `forward` must have been probed
+    (`capabilities`). `device` is the device of this process.
     """
     whole_tensors = {id(tensor): tensor for tensor in (*forward.parameters(), *forward.buffers())}
     trained = copy.deepcopy(forward, whole_tensors)

@@ -1,4 +1,4 @@
-"""The token ids that end a response."""
+"""Finds the stop token ids, which end a response."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def stop_token_ids(
     stop_token_id: int | None = None,
     vocabulary: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the ids that end a response, ascending.
+    """Return the stop token ids, which end a response, in ascending order.
 
     Args:
         tokenizer: The policy's tokenizer.
         generation_config: The policy's generation config, whose `eos_token_id` may be one id or a list of ids; each of
             the ids ends a response.
-        stop_token: "eos": the generation configuration's ids, the tokenizer's end of text and the chat template's end
-            of turn. "period": the ids of ".". "none": no id.
-        stop_token_id: A single id, which replaces `stop_token`.
-        vocabulary: Number of token ids of the model (`ids_within`); None: unknown.
+        stop_token: "eos" selects the `eos_token_id` of the generation configuration, the tokenizer's end of text and
+            the chat template's end of turn; "period" selects the ids of "."; "none" selects no id.
+        stop_token_id: A single stop token id, which replaces the choice by `stop_token`.
+        vocabulary: Number of token ids of the model; ids outside the vocabulary are left out (`ids_within`). None: the
+            number is unknown.
 
     Raises:
         ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is not one of the three values.
@@ -67,7 +68,7 @@ def stop_token_ids(
 def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
     """Return the stop ids below `vocabulary`, the model's number of token ids, ascending.
 
-    An id outside the vocabulary is no error. A hand-made configuration with a small vocabulary may keep its
+    A stop id outside the vocabulary is no error. A hand-made configuration with a small vocabulary may keep its
     architecture's end of text (GPT-2: 50256), and some configurations use an id outside the vocabulary to switch the
     end of text off.
     """
@@ -77,7 +78,8 @@ def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the special token with which the chat template closes an assistant's turn.
 
-    None: there is no such token or no template, or the template refuses a question and answer or omits the answer.
+    Returns None if the tokenizer has no chat template, if no special token follows the answer, or if the chat template
+    refuses a question with an answer or does not write the answer.
     """
     surroundings = around_answer(tokenizer, [{"role": "user", "content": "question"}])
     if surroundings is None:

@@ -1,7 +1,7 @@
 """Critics on disk: transformers' token classifier whose one label is the value of the state that ends at a token.
 
-verl's critics have this form. transformers has no such classifier for some architectures (BitNet); their critics are
-stored as `CausalLMRewardModel`, whose score of a sequence is the value of the state at its end.
+verl stores critics as token classifiers, too. For architectures without a token classifier in transformers (BitNet), a
+critic is stored as a `CausalLMRewardModel`, whose score of a sequence is the value of the state after the sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
     """Return a token classifier that shares the critic's weights, and whose `.logits [B, S, 1]` are the values.
 
     Raises:
-        ModelError: No token classifier computes the critic's values; the message has the reason.
+        ModelError: No token classifier computes the critic's values; the error message has the reason.
     """
     config = copy.deepcopy(backbone.config)
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
@@ -53,7 +53,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
 
 
 def from_token_classifier(model: PreTrainedModel) -> CausalLMRewardModel:
-    """Return a critic's start that shares a token classifier's backbone and head; the head is named `score`.
+    """Return the model from which a critic starts: it shares a token classifier's backbone and head, named `score`.
 
     Raises:
         ModelError: The classifier has no linear head with one output on its backbone.

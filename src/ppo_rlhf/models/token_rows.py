@@ -1,4 +1,4 @@
-"""Token sequences as inputs of a model: padded, or packed one after the other."""
+"""Turns token sequences into inputs of a model: padded, or packed one after the other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ kernel for each new shape: on an H100 the choice takes 1 ms, and a matrix produc
 class TokenRows:
     """B sequences as inputs of a model, in two forms.
 
-    Padded: `[B, S]`, with padding on either side. Packed: `[1, N]`, one sequence after the other. Packed rows may end
-    with fillers: sequences whose results are not used.
+    Padded token rows are `[B, S]`, with padding on either side. Packed token rows are `[1, N]`, one sequence after the
+    other. Packed token rows may end with fillers, which are sequences whose results are not used.
     """
 
     input_ids: Tensor  # [B, S]
@@ -37,7 +37,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, fill: bool = False) -> TokenRows:
-        """Make both forms from the padded form on the CPU. `fill` adds fillers, so that kernels see few shapes."""
+        """Make padded and packed rows from padded rows on the CPU; `fill` adds fillers, so that few shapes occur."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
@@ -64,7 +64,7 @@ class TokenRows:
 
 
 def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether each new shape costs time to choose a kernel, so that rows should be filled up.
+    """Return whether each new shape costs time to choose a kernel, so that packed rows should get fillers.
 
     New shapes cost time on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
     """
@@ -78,7 +78,7 @@ def filled_size(count: int) -> int:
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:
-    """Return rows of token ids, padded on the right; `fill` is as in `TokenRows.of`."""
+    """Return token rows that are padded on the right; `fill` adds fillers to the packed form, as in `TokenRows.of`."""
     return joined_rows([token_parts(sequences)], pad_id, fill=fill)
 
 

@@ -36,11 +36,9 @@ CONTENT_MARK = "⁂ANSWER⁂"
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a loaded model's configuration the tokenizer's pad id if the configuration has no pad id.
 
-    An end of text is never given as the pad id.
-
-    transformers' classifiers read the last id that is not pad: they would skip an end of text that is also the pad id.
-    Call this after the weights are loaded: a pad id in the configuration of a new model switches the gradient of the
-    pad embedding off (padding_idx).
+    The end-of-text id is never set as the pad id, because transformers' classifiers read the last id that is not the
+    pad id, and would skip an end of text that is also the pad id. `ensure_pad_id` must be called after the weights are
+    loaded: a pad id in the configuration of a new model switches the gradient of the pad embedding off (padding_idx).
     """
     if pad_id_of(model.config) is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -49,12 +47,13 @@ def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:
     """Give the tokenizer a pad token if it has none, without changing its vocabulary.
 
-    The pad token is the first that exists of: the token that the model's configuration names, the unknown token if it
-    does not end texts, the end-of-text token. The pad token is only a filler: masks are made from lengths and never
-    read it.
+    The pad token is the pad token of the model's configuration; if the configuration names no pad token, the unknown
+    token, unless the unknown token is the end of text; else the end-of-text token. The pad token is only a filler:
+    masks are made from lengths, never from token ids.
 
     Raises:
-        ModelError: The tokenizer has none of the three tokens.
+        ModelError: The model's configuration names no pad token, and the tokenizer has no unknown and no end-of-text
+            token.
     """
     if tokenizer.pad_token is not None:
         return
@@ -88,8 +87,8 @@ def around_answer(
 ) -> tuple[str, str] | None:
     """Return the text that the chat template writes before and after the content of an assistant's answer.
 
-    `chat` holds the messages before the answer, and `then` the messages after the answer. None: there is no template,
-    or the template refuses the messages or does not write the content unchanged.
+    `chat` holds the messages before the answer, and `then` the messages after the answer. Returns None if the tokenizer
+    has no chat template, or if the chat template refuses the messages or does not write the answer unchanged.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -104,7 +103,7 @@ def around_answer(
 
 
 def name_slow_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
-    """Log the tokenizer's name if the block takes long: a chat template is a program that may run for ever."""
+    """Log the tokenizer's name if the `with` block takes long: a chat template is a program that may run for ever."""
     owner = tokenizer.name_or_path or "the tokenizer"
     return warn_if_slow(f"The chat template of {owner}", "It may have no end.", seconds=SLOW_TEMPLATE_S)
 
@@ -157,12 +156,13 @@ def printed_dates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], source: str) -> None:
     """Write default values of variables of the chat template, such as `enable_thinking`, at the template's beginning.
 
-    The defaults then hold wherever a chat is rendered, also with the exported model. A caller that renders a chat may
-    pass other values. If there are several templates, each gets the defaults of the variables that it reads.
+    Defaults in the chat template hold wherever a chat is rendered, also with the exported model. A caller that renders
+    a chat may pass other values. If the tokenizer has several chat templates, each chat template gets the defaults of
+    the variables that the template reads.
 
     Raises:
-        ConfigError: No template reads one of the variables.
-        ModelError: As `templates_of`.
+        ConfigError: No chat template reads one of the variables.
+        ModelError: The tokenizer's `chat_template` is neither a text nor named texts with a `default`.
     """
     if not values:
         return
@@ -200,7 +200,7 @@ def without_template_defaults(template: str) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens: named ones (end of text, padding …) and added tokens marked as special."""
+    """Return the ids of special tokens: named tokens (end of text, padding …) and added tokens marked as special."""
     marked = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset([*tokenizer.all_special_ids, *marked])
 
@@ -211,18 +211,18 @@ def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerB
 
 
 def append_end(ids: list[int], eos: int | None) -> list[int]:
-    """Return the ids with an end of text at the end, added if it is missing; `eos` None: the ids unchanged."""
+    """Return token ids that end with the end-of-text id `eos`, added if it is missing; `eos` None: unchanged ids."""
     return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
 
 def encode_texts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_rendered: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """Return the token ids of texts, with the beginning-of-text token that the tokenizer adds, but never two of them.
+    """Return the token ids of texts, with at most one beginning-of-text token, which the tokenizer may add.
 
     An end of text that the tokenizer appends is removed, because a text may be continued. An end of text that is
-    written in the text stays. No token is added to a text that a chat template wrote: `is_rendered` marks these texts;
-    None: no text was rendered by a chat template.
+    written in the text stays. No token is added to a text that a chat template wrote: `is_rendered` is True for texts
+    from a chat template; None: no text was rendered by a chat template.
     """
     begin, eos, end = tokenizer.bos_token, tokenizer.eos_token_id, str(tokenizer.eos_token)
     ids: list[list[int]] = [[] for _ in texts]
@@ -264,7 +264,7 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def drops_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether decoding drops a space before the first token (see `continuations`)."""
+    """Return whether a tokenizer's decoding drops a space before the first token (see `continuations`)."""
     ids = list(tokenizer("a b", add_special_tokens=False)["input_ids"])
     return tokenizer.decode(ids) != "".join(tokenizer.batch_decode([ids[:-1], ids[-1:]]))
 
@@ -297,9 +297,9 @@ def with_first_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:
-    """Return the text that each token adds to the text before it. Joined, the texts are the text of `ids`.
+    """Return the text that each token adds to the text before the token; the joined texts are the text of `ids`.
 
-    If a multi-byte character is split over several tokens, its last token gets the character and the others get "".
+    If a multi-byte character is split over several tokens, the last token gets the character and the other tokens "".
     Bytes that are not UTF-8 become U+FFFD. Special tokens are written out. `context_ids` are the tokens before `ids`,
     needed because many tokenizers drop the space at the start of a text.
     """

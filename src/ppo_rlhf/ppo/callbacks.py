@@ -1,4 +1,4 @@
-"""Calls transformers' TrainerCallbacks in PPO's loop: the user's callbacks, and callbacks that report to W&B and such.
+"""Calls transformers' TrainerCallbacks in PPO's loop: the user's callbacks and reporting callbacks (TensorBoard, W&B).
 
 docs/trainer.md says when each callback event is called and which flags of TrainerControl have an effect.
 """
