@@ -23,6 +23,7 @@ from ppo_rlhf.cli.advise import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
 from tests.advice.support import config, curve, history
+from tests.cli.support import refusal
 
 Kedro = Callable[..., Result]
 FAR = {"objective/kl": curve(30)}
@@ -68,11 +69,7 @@ def advised(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
 
 
 def refused(kedro: Kedro, project: Path, *arguments: str) -> str:
-    result = kedro(project, "advise", *arguments)
-    assert result.exit_code == 1, result.output
-    assert "Traceback" not in result.output
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
-    return line
+    return refusal(kedro, project, "advise", *arguments)
 
 
 def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from kedro.framework.cli.cli import KedroCLI
 from transformers import AutoModelForCausalLM
 
+from tests.cli.support import refusal
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 Kedro = Callable[..., Result]
@@ -40,11 +41,7 @@ def said(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
 
 
 def refused(kedro: Kedro, project: Path, *arguments: str) -> str:
-    result = kedro(project, "generate", *arguments)
-    assert result.exit_code == 1, result.output
-    assert "Traceback" not in result.output
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
-    return line
+    return refusal(kedro, project, "generate", *arguments)
 
 
 def answers(lines: list[str]) -> dict[str, list[str]]:

@@ -302,3 +302,9 @@ def test_a_command_by_the_name_of_its_file_is_read_too(tmp_path: Path):
         "accelerate launch --num_processes 2 ./swift/cli/rlhf.py --rlhf_type=ppo --lam 0.9\n"
     )
     assert convert_files("ms-swift", [tmp_path / "ppo.sh"])[0].parameters["ppo"]["lam"] == 0.9
+
+
+def test_a_path_that_is_not_there_is_no_name_on_modelscopes_hub():
+    conversion = from_swift({"rlhf_type": "ppo", "model": "org/base", "reward_model": "./gone/reward"})
+    assert any("./gone/reward" in remark and "reward_model_path" in remark for remark in conversion.remarks)
+    assert not any("./gone/reward is a name" in remark for remark in conversion.remarks)

@@ -18,6 +18,7 @@ from ppo_rlhf.compat.rows import ALPACA, Rows, Table
 from ppo_rlhf.core.errors import ConfigError, in_one_line
 from ppo_rlhf.data.chats import ASSISTANT, SYSTEM, TOOLS, read_chat, with_system
 from ppo_rlhf.data.sources import load_table
+from ppo_rlhf.models.directories import is_local
 
 SAME = {  # settings that have the same name in ms-swift, TRL and PPOConfig
     "num_ppo_epochs": 4,
@@ -221,9 +222,10 @@ def _carry_models(c: Conversion) -> None:
         elif places:
             branch = _list(c[revision])
             c.carry(target, model, revision, value="@".join([*places, *branch]))
-            if places[0].startswith((".", "/", "~")) and not Path(places[0]).expanduser().exists():
-                c.remarks.append(f"{places[0]} is not there, seen from the current directory; correct {target}.")
-            elif not Path(places[0]).exists() and not c.flag("use_hf"):
+            if is_local(places[0]):
+                if not Path(places[0]).expanduser().exists():
+                    c.remarks.append(f"{places[0]} is not there, seen from the current directory; correct {target}.")
+            elif not c.flag("use_hf"):
                 c.remarks.append(
                     f"{places[0]} is a name on ModelScope's hub; {target} needs a directory or a name on the Hugging "
                     "Face hub, where the model may have another name."

@@ -61,14 +61,11 @@ def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PP
     The result leaves out the epsilon that the normalisation adds to the variance. `moments` are the same as in
     `final_scores_apart`.
     """
-    found = {}
-    for name in scores.apart or ():
-        over = RunningMoments()
-        if config.reward_normalisation == "running":
-            over = copy.copy(moments.get(name, over))
-        over.update(scores.components[name], scores.components[name].isfinite())
-        found[name] = over.std
-    return found
+    before = moments if config.reward_normalisation == "running" else {}
+    return {
+        name: _with_batch(before.get(name, RunningMoments()), scores.components[name]).std
+        for name in scores.apart or ()
+    }
 
 
 def check_normalisation(normalise: str, config: PPOConfig) -> None:
@@ -128,10 +125,16 @@ def _normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> T
     if config.reward_normalisation == "batch":
         return masked_whiten(scores, everything)
     if config.reward_normalisation == "running":
-        so_far = copy.copy(moments)
-        so_far.update(scores, scores.isfinite())
+        so_far = _with_batch(moments, scores)
         return masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
     return scores
+
+
+def _with_batch(moments: RunningMoments, scores: Tensor) -> RunningMoments:
+    """Return a copy of `moments` that also counts the finite scores of this batch."""
+    updated = copy.copy(moments)
+    updated.update(scores, scores.isfinite())
+    return updated
 
 
 def _scaled(scores: Tensor, config: PPOConfig) -> Tensor:
