@@ -61,11 +61,11 @@ def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PP
     The result leaves out the epsilon that the normalisation adds to the variance. `moments` are the same as in
     `final_scores_apart`.
     """
-    before = moments if config.reward_normalisation == "running" else {}
-    return {
-        name: _with_batch(before.get(name, RunningMoments()), scores.components[name]).std
-        for name in scores.apart or ()
-    }
+    deviation = {}
+    for name in scores.apart or ():
+        before = moments.get(name) if config.reward_normalisation == "running" else None
+        deviation[name] = _with_batch(before or RunningMoments(), scores.components[name]).std
+    return deviation
 
 
 def check_normalisation(normalise: str, config: PPOConfig) -> None:
