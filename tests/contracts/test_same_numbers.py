@@ -1,0 +1,72 @@
+"""`scripts/same_numbers.py` names what differs between two records, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "same_numbers.py"
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def a_record() -> dict[str, Any]:
+    numbers = {
+        "mlflow": {"eval/kl": [[2, "0.25"]], "val/loss": [[1, "nan"]]},
+        "history": {"objective/kl": [[1, "0.0"], [2, "0.1"]]},
+        "weights": {"policy/model.safetensors": "ab"},
+    }
+    return {"tree": "1234", "machine": "one", "configurations": {"ppo": numbers, "lora": copy.deepcopy(numbers)}}
+
+
+def compared(script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **records: Any) -> int:
+    for name, record in records.items():
+        (tmp_path / name).write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["same_numbers.py", "compare", *(str(tmp_path / name) for name in records)])
+    status: int = script["main"]()
+    return status
+
+
+def test_equal_records_with_nan_are_the_same_and_the_command_succeeds(script, tmp_path, monkeypatch, capsys):
+    assert compared(script, tmp_path, monkeypatch, first=a_record(), second=a_record()) == 0
+    assert capsys.readouterr().out == "ppo: the same\nlora: the same\n"
+
+
+def test_a_last_bit_a_hash_and_a_missing_metric_are_named_and_the_command_fails(script, tmp_path, monkeypatch, capsys):
+    second = a_record()
+    lora = second["configurations"]["lora"]
+    lora["history"]["objective/kl"][1][1] = "0.10000000000000002"
+    lora["weights"]["policy/model.safetensors"] = "ac"
+    del lora["mlflow"]["eval/kl"]
+    assert compared(script, tmp_path, monkeypatch, first=a_record(), second=second) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ppo: the same",
+        "lora: 3 differences",
+        "    mlflow eval/kl: only in the first",
+        "    history objective/kl: 0.1 at step 2, 0.10000000000000002 at step 2",
+        "    weights policy/model.safetensors: other weights",
+    ]
+
+
+def test_a_configuration_that_one_tree_could_not_run_is_a_difference(script):
+    second = a_record()
+    second["configurations"]["lora"] = {"not run": "Error: no such setting"}
+    del second["configurations"]["ppo"]
+    assert script["compare"](a_record(), second) == {
+        "ppo": ["not run in the second: not recorded"],
+        "lora": ["not run in the second: Error: no such setting"],
+    }
+
+
+def test_the_reason_of_a_failed_run_is_its_last_line_about_an_error(script):
+    said = "Error: ppo has no setting export_dtype\ntorch.distributed.elastic.ChildFailedError:\n  rank: 1\n"
+    assert script["_reason"](said) == "Error: ppo has no setting export_dtype"
