@@ -40,6 +40,7 @@ VARIANTS = [
     pytest.param(
         "llama", {**LORA, "value_model": "shared", "ema_decay": 0.7, "weight_decay": 0.01}, id="lora, shared, average"
     ),
+    pytest.param("gpt2", {"value_model": "shared", "value_learning_rate": 0.01}, id="shared, the head's own rate"),
 ]
 
 

@@ -93,7 +93,6 @@ BROKEN_AND_KEPT = [
     ({"critic_warmup_iterations": 1250}, {"critic_warmup_iterations": 1249}),
     ({"learning_rate": 1e-7, **POLYNOMIAL}, {"learning_rate": 2e-7, **POLYNOMIAL}),
     ({"value_learning_rate": 1e-8, **POLYNOMIAL}, {"value_learning_rate": 1e-8}),
-    ({"value_model": "shared", "value_learning_rate": 1e-5}, {"value_model": "shared", "vf_coef": 0.5}),
     ({"export_value_head": True}, {"export_value_head": True, "value_model": "shared"}),
     ({"lora_r": 8}, {"lora_r": 8, **LORA}),
     ({"export": "adapter"}, {"export": "adapter", **LORA}),

@@ -22,7 +22,6 @@ SETTINGS = {
     "use_peft": "true",
     "lora_r": "4",
     "value_model": "shared",
-    "value_learning_rate": "null",  # the demo's, which a shared trunk has no use for
     "export_value_head": "true",
     "export_critic": "true",
     "ema_decay": "0.9",

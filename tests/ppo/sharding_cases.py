@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"weight_decay": 0.1, "ema_decay": 0.8, "num_ppo_epochs": 2},
     },
     "shared trunk, critic first, checkpointing": {
-        **{"value_model": "shared", "vf_coef": 0.5, "critic_warmup_iterations": 1},
+        **{"value_model": "shared", "vf_coef": 0.5, "critic_warmup_iterations": 1, "value_learning_rate": 3e-3},
         **{"gradient_checkpointing": True, "entropy_coef": 0.01},
     },
     "LoRA": {"use_peft": True, "lora_r": 2},

@@ -99,6 +99,13 @@ def test_a_shared_trunk_has_the_critics_schedule_while_only_the_head_learns_and_
         assert run.state.policy_optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 
+def test_a_rate_of_its_own_gives_the_head_of_a_shared_trunk_the_critics_schedule(make_run):
+    run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, value_model="shared", **RESTING)
+    actual = [rates_of(run, iteration) for iteration in range(1, 7)]
+    assert [rate for rate, _ in actual] == pytest.approx([0.0, 0.0, *(1e-3 * f for f in POLICYS)], rel=1e-12)
+    assert [rate for _, rate in actual] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
+
+
 # --- AdamW -----------------------------------------------------------------------------------------------------------
 
 

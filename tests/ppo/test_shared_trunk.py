@@ -1,4 +1,4 @@
-"""Policy and value head on one trunk: one pass, one loss, one optimiser, and every invariant of the update."""
+"""Policy and value head on one trunk: one pass, one loss, and every invariant of the update."""
 
 import pytest
 import torch
@@ -143,3 +143,39 @@ def test_in_its_warm_up_only_the_head_learns(make_run, snapshot, same_tensors):
         assert metrics["value/grad_norm"] > 0.0
     run.iteration()
     assert not same_tensors(policy, snapshot(run.state.policy))
+
+
+# --- the head's own learning rate ------------------------------------------------------------------------------------
+
+
+def moves(run, snapshot) -> list[float]:
+    """Return the greatest change of a weight in one iteration: of the trunk, and of the value head."""
+    models = run.state.policy, run.state.critic
+    before = [snapshot(model) for model in models]
+    run.iteration()
+    pairs = zip(before, map(snapshot, models), strict=True)
+    return [max(float((new[name] - old[name]).abs().max()) for name in old) for old, new in pairs]
+
+
+def test_the_head_steps_at_its_own_rate_and_the_trunk_at_the_policys(make_run, snapshot):
+    """Adam's first step moves a weight by rate x g / (|g| + 1e-8): by the rate, where the gradient is not tiny."""
+    run = make_run(**{**SHARED, **ONE_STEP}, learning_rate=1e-3, value_learning_rate=4e-3)
+    assert moves(run, snapshot) == pytest.approx([1e-3, 4e-3], rel=1e-4)
+    assert [run.state.history[0][f"lr/{name}"] for name in ("policy", "value")] == [1e-3, 4e-3]
+
+
+def test_the_policys_rate_given_to_the_head_changes_no_bit(make_run, snapshot, same_tensors):
+    """Clipping is on: trunk and head are one gradient, whatever the number of optimisers."""
+    one, two = (make_run(**SHARED, max_grad_norm=0.1, value_learning_rate=rate) for rate in (None, 1e-3))
+    assert (len(one.state.optimizers), len(two.state.optimizers)) == (1, 2)
+    for _ in range(2):
+        assert one.iteration()["policy/grad_norm"] == two.iteration()["policy/grad_norm"]
+    assert same_tensors(snapshot(one.state.policy), snapshot(two.state.policy))
+    assert same_tensors(snapshot(one.state.critic), snapshot(two.state.critic))
+
+
+def test_in_the_warm_up_of_a_head_with_its_own_rate_the_trunk_stays(make_run, snapshot):
+    run = make_run(**SHARED, value_learning_rate=4e-3, critic_warmup_iterations=1, weight_decay=0.1)
+    trunk, head = moves(run, snapshot)
+    assert (trunk, head > 0.0) == (0.0, True)
+    assert min(moves(run, snapshot)) > 0.0

@@ -43,12 +43,8 @@ FROZEN = "frozen_weights.json"
 
 
 def optimizers(state: TrainingState) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimisers by the names of their files.
-
-    If policy and critic share a trunk, they have one optimiser; otherwise policy and critic have an optimiser each.
-    """
-    by_name = {"policy_optimizer": state.policy_optimizer}
-    return by_name if state.shares_trunk else {**by_name, "critic_optimizer": state.critic_optimizer}
+    """Return the optimisers of `TrainingState.optimizers` by the names of their files."""
+    return dict(zip(("policy_optimizer", "critic_optimizer"), state.optimizers, strict=False))
 
 
 def write_models(directory: Path, state: TrainingState) -> None:

@@ -6,7 +6,7 @@
         history.json                    every metric of every iteration so far
         policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
-        critic_optimizer.safetensors    missing with a shared trunk, which has only one optimiser
+        critic_optimizer.safetensors    missing if policy and value head have one optimiser
 
 A checkpoint has no state of random generators: random numbers are a function of seed, iteration and episode. A
 kill while a checkpoint is written leaves no part of the checkpoint.

@@ -159,7 +159,8 @@ class PPOConfig:
     learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE, is_rate=True)] = 3e-6
     """Peak learning rate of the policy's AdamW."""
     value_learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True)] | None = None
-    """Peak learning rate of the critic's AdamW. With None the critic uses `learning_rate`."""
+    """Peak learning rate of the critic's AdamW; with value_model=shared, of the value head's, while the shared trunk
+    follows `learning_rate`. With None the critic uses `learning_rate`."""
     lr_scheduler_type: LearningRateSchedule = "linear"
     """Schedule of both learning rates over iterations, after the warm-up. The schedules are the schedules of
     transformers, to which no arguments can be passed."""
@@ -248,7 +249,7 @@ class PPOConfig:
     """Where the critic comes from. separate: its own backbone, copied from the policy. reward_init: its own backbone
     and head, copied from the reward model. pretrained: its own backbone and head, copied from the critic at
     critic_path, which the pipeline critic_pretraining or `export_critic` stored. shared: a value head on the policy's
-    last hidden states; one optimiser minimises policy loss + vf_coef x value loss. With separate and shared, the value
+    last hidden states; one loss is minimised, policy loss + vf_coef x value loss. With separate and shared, the value
     head starts as the value head in the SFT model's directory (TRL's v_head) if there is one, else at 0."""
     value_freeze: Literal["none", "attention"] = "none"
     """Which weights of a critic with its own backbone stay frozen. attention: the attention layers, so that embeddings,

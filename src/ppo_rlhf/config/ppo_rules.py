@@ -251,10 +251,6 @@ _RULES = (
         "{0} must be at least {1}, and needs a critic that is not shared; raise {0}, or leave out {0}",
     ),
     _clash(
-        {"value_model": "shared", "value_learning_rate": _CHANGED},
-        "one optimiser trains policy and value head; set {1} to null, and weight the value loss by ppo.vf_coef",
-    ),
-    _clash(
         {"value_freeze": "attention", "value_model": "shared"},
         "the critic's attention is the policy's, which trains; set {1} to separate, or leave out {0}",
     ),

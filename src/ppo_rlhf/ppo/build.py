@@ -256,7 +256,9 @@ def build_state(
     policy_forward = wrap(accelerator, PolicyForward(policy, critic, config.temperature))
     critic_forward = None if isinstance(critic, SharedCritic) else wrap(accelerator, CriticForward(critic))
     policy_rate, critic_rate = peak_learning_rates(config)
-    policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
+    # A shared trunk's value head with a rate of its own has its own optimiser; otherwise the policy's has the head
+    is_one = shared and config.value_learning_rate is None
+    policy_optimizer = build_optimizer(policy_forward if is_one else policy, policy_rate, config)
     controller = FixedKLController(config.kl_coef)
     if config.kl_controller == "adaptive":
         controller = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -271,7 +273,7 @@ def build_state(
         policy_forward=policy_forward,
         critic_forward=critic_forward,
         policy_optimizer=policy_optimizer,
-        critic_optimizer=policy_optimizer if shared else build_optimizer(critic, critic_rate, config),
+        critic_optimizer=policy_optimizer if is_one else build_optimizer(critic, critic_rate, config),
         kl_controller=controller,
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),

@@ -126,9 +126,9 @@ def set_learning_rates(
 ) -> None:
     """Set both optimisers' learning rates for an iteration, counted from 1.
 
-    With a shared trunk, policy and critic have one optimiser. The shared optimiser follows the critic's schedule in the
-    first `ppo.critic_warmup_iterations` iterations, in which the policy does not train, and the policy's schedule
-    afterwards.
+    A shared trunk's value head without a rate of its own is in the policy's optimiser, which follows the critic's
+    schedule in the first `ppo.critic_warmup_iterations` iterations, in which the policy does not train, and the
+    policy's schedule afterwards.
     """
     policy_peak, critic_peak = peak_learning_rates(config)
     resting = config.critic_warmup_iterations

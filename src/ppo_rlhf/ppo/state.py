@@ -76,8 +76,9 @@ class TrainingState:
     policy_forward: nn.Module
     # The critic's forward pass, wrapped by DDP for several processes; None with a shared trunk
     critic_forward: nn.Module | None
-    policy_optimizer: torch.optim.Optimizer  # optimiser of the policy, and of the value head on a shared trunk
-    # Optimiser of the critic; with a shared trunk the same object as policy_optimizer
+    policy_optimizer: torch.optim.Optimizer  # optimiser of the policy
+    # Optimiser of the critic, or of the value head on a shared trunk; the same object as policy_optimizer if the value
+    # head on a shared trunk has no learning rate of its own
     critic_optimizer: torch.optim.Optimizer
     kl_controller: FixedKLController  # the KL controller, which holds the current KL coefficient
     reward_moments: RunningMoments  # mean and variance of all scores so far, before reward shaping
@@ -128,7 +129,7 @@ class TrainingState:
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether policy and critic share one model, and so one forward pass, one loss and one optimiser."""
+        """Whether policy and critic share one model, and so one forward pass and one loss."""
         return isinstance(self.critic, SharedCritic)
 
     @property
@@ -143,8 +144,9 @@ class TrainingState:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimisers of policy and critic; a single optimiser with a shared trunk."""
-        return [self.policy_optimizer] + ([] if self.shares_trunk else [self.critic_optimizer])
+        """The optimisers of policy and critic; one, if the value head on a shared trunk has no rate of its own."""
+        is_one = self.critic_optimizer is self.policy_optimizer
+        return [self.policy_optimizer] if is_one else [self.policy_optimizer, self.critic_optimizer]
 
     @property
     def device(self) -> torch.device:

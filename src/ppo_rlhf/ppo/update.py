@@ -309,16 +309,21 @@ def take_step(state: TrainingState, step: StepSums) -> None:
         DivergenceError: `max_skipped_steps` optimiser steps in a row were skipped.
     """
     config, scaler = state.config, state.accelerator.scaler
-    models = {"policy": (state.policy_forward, state.policy_optimizer)}
+    # A shared trunk and its value head are clipped as one gradient, by however many optimisers they are moved
+    models = {"policy": (state.policy_forward, state.optimizers)}
     if state.critic_forward is not None:
-        models["critic"] = state.critic_forward, state.critic_optimizer
+        models = {
+            "policy": (state.policy_forward, [state.policy_optimizer]),
+            "critic": (state.critic_forward, [state.critic_optimizer]),
+        }
     learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}
     policy_learns = _has_gradients(state.policy)  # the policy has no gradients while only the critic warms up
     clipped = []
-    for model, optimizer in learners.values():
+    for model, optimizers in learners.values():
         if scaler is not None:
             # Unscale directly, because accelerate unscales only optimisers that accelerate prepared
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
     # Reading the gradient norms is the only device sync of the optimiser step
     values = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []
@@ -327,8 +332,9 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
     non_finite = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if step.tokens and not non_finite:
-        for _, optimizer in learners.values():
-            optimizer.step()
+        for _, optimizers in learners.values():
+            for optimizer in optimizers:
+                optimizer.step()
         if state.policy_average is not None and policy_learns:
             state.policy_average.update(state.policy)
         state.optimiser_steps += 1

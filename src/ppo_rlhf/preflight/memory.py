@@ -314,7 +314,7 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),
     ("frozen models and activations in 16 bits", lambda c: {} if c.dtype == "float16" else {"dtype": "bfloat16"}),
-    ("another critic: a value head on the policy", lambda c: {"value_model": "shared", "value_learning_rate": None}),
+    ("another critic: a value head on the policy", lambda c: {"value_model": "shared"}),
     (
         "adapters train instead of all weights, at higher learning rates",
         lambda c: {"use_peft": True, "offload_reference_policy": False},
