@@ -198,7 +198,7 @@ def test_a_sharded_value_head_of_sixteen_bits_is_read_in_float32(tmp_path):
     save_file({WEIGHT: HEAD[WEIGHT].bfloat16()}, tmp_path / "one.safetensors")
     save_file({BIAS: HEAD[BIAS].bfloat16()}, tmp_path / "two.safetensors")
     shards = {WEIGHT: "one.safetensors", BIAS: "two.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     head = read_value_head(weight_files(tmp_path))
     assert head.weight.dtype == torch.float32
     assert torch.equal(head.weight, HEAD[WEIGHT].bfloat16().float())

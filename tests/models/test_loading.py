@@ -40,6 +40,7 @@ from tests.tiny_models import (
     KINDS,
     VOCABULARY,
     draw_weights,
+    named_model,
     not_causal_models,
     save,
     tiny_model,
@@ -181,8 +182,24 @@ def _only_index(text: str) -> Callable[[Path], None]:
     return damage
 
 
+def _config(**values: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
+def _weight(tensor: torch.Tensor) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors") | {"model.layers.1.mlp.up_proj.weight": tensor}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
 NESTED = "[" * 100_000  # deeper than Python's json parser can read
-INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
 
@@ -203,6 +220,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         (lambda f: (f / "config.json").write_text(NESTED), "configuration"),
         (_drop_a_layer, "9 weights"),
         (_diverge, "up_proj.weight.*NaN"),
+        (_weight(torch.zeros(3, 4)), r"layers\.1\.mlp\.up_proj\.weight has the shape \(3, 4\), .* \(24, 16\)$"),
+        (_weight(torch.zeros(0)), r"layers\.1\.mlp\.up_proj\.weight has the shape \(0,\), .* \(24, 16\) .*ZeRO-3"),
+        (_config(vocab_size=30), r"\(25, 16\), .* \(30, 16\), and 1 more"),
+        (_config(num_hidden_layers=1_000_000), "num_hidden_layers=1000000, the folder has 21 weights"),
+        (_config(num_hidden_layers=0), "num_hidden_layers=0"),
+        (_config(rms_norm_eps=float("nan")), "rms_norm_eps=NaN"),
+        (_only_index(json.dumps({"metadata": 3, "weight_map": {}})), "not an index"),
     ],
 )
 def test_a_broken_directory_is_refused_in_one_line(tmp_path, damage, message):
@@ -212,6 +236,18 @@ def test_a_broken_directory_is_refused_in_one_line(tmp_path, damage, message):
         PretrainedHandle(source).causal_lm()
     assert source in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_of_an_expert_that_does_not_fit_is_named_with_both_shapes(tmp_path):
+    """transformers stacks the experts' weights while it loads them."""
+    source = save(tmp_path / "model", named_model("Mixtral", num_local_experts=2))
+    tensors = load_file(Path(source, "model.safetensors"))
+    tensors["model.layers.0.block_sparse_moe.experts.0.w1.weight"] = torch.zeros(3, 4)
+    save_file(tensors, Path(source, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts.*\[3, 4\].*\[24, 16\]") as refused:
+        PretrainedHandle(source).causal_lm()
+    assert "\n" not in str(refused.value)
+    assert "above report" not in str(refused.value)
 
 
 def test_an_index_that_an_older_save_left_is_not_read_as_transformers_does_not_read_it(tmp_path):

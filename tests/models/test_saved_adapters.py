@@ -1,5 +1,6 @@
 """Adapters of other programs, in place of a whole model. Oracle: peft, which loads each onto its base."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
-from ppo_rlhf.models.directories import ADAPTER_WEIGHTS
+from ppo_rlhf.models.directories import ADAPTER_WEIGHTS, check_model_directory
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.pipelines.ppo.nodes import load_sft_policy
@@ -116,6 +117,84 @@ def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):
     adapter_of(tiny_model(), tmp_path / "adapter", "/no/such/base")
     with pytest.raises(ModelError, match="/no/such/base"):
         PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
+
+
+def _shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = dict.fromkeys(load_file(folder / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+WHOLE_WEIGHTS = {
+    "one file": (lambda folder: None, "model.safetensors"),
+    "shards": (_shard, "model.safetensors.index.json"),
+    "pickled": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin",
+    ),
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), "model.safetensors"),
+    "no adapter's weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE_WEIGHTS)
+def test_merged_weights_beside_their_adapter_are_refused_in_one_line(tmp_path, form):
+    change, name = WHOLE_WEIGHTS[form]
+    source = save(tmp_path / "both", tiny_model())
+    adapter_of(tiny_model(), tmp_path / "both", source)
+    change(tmp_path / "both")
+    adapter_of(tiny_model(), tmp_path / "on it", source)  # whose base is that folder
+    handle, ways_out = PretrainedHandle(source), rf"{name} lies .* remove adapter_config\.json .* a folder of its own"
+    reads = (handle.tokenizer, handle.check_causal_lm, handle.check_reward_model, handle.check_critic, handle.causal_lm)
+    for read in (*reads, lambda: check_model_directory(source), PretrainedHandle(str(tmp_path / "on it")).tokenizer):
+        with pytest.raises(ModelError, match=ways_out) as refused:
+            read()
+        assert "\n" not in str(refused.value)
+        assert str(refused.value).count(source) == 1 or read == reads[-1]
+
+
+def test_a_merged_model_beside_its_adapter_on_the_hub_is_refused(on_the_hub):
+    folder = on_the_hub("org/both", "main", "0")
+    adapter_of(tiny_model(), folder, save(folder, tiny_model()))
+    with pytest.raises(ModelError, match=r"^org/both: model\.safetensors lies beside an adapter"):
+        PretrainedHandle("org/both").tokenizer()
+
+
+def test_an_adapter_with_a_config_json_or_a_pickled_value_head_is_an_adapter(tmp_path):
+    """axolotl saves the base's config.json beside an adapter, TRL 0.11 a pytorch_model.bin with the value head."""
+    path = save(tmp_path / "base", tiny_model())
+    adapted = adapter_of(tiny_model(), tmp_path / "axolotl", path)
+    adapter_of(tiny_model(), tmp_path / "trl", path)
+    tiny_model().config.save_pretrained(tmp_path / "axolotl")
+    torch.save({"v_head.summary.weight": torch.zeros(1, 16)}, tmp_path / "trl" / "pytorch_model.bin")
+    for name in ("axolotl", "trl"):
+        handle = PretrainedHandle(str(tmp_path / name))
+        assert_close(handle.causal_lm()(IDS).logits, adapted(IDS).logits)
+        assert handle.value_head() is None
+        check_model_directory(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "adapter_config.json is not valid JSON"),
+        ("[]", "adapter_config.json holds a list"),
+        ('{"peft_type": ["LORA"]}', "peft_type=.*must be a text"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": 3}', "base_model_name_or_path=3"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": "adapter"}', "the adapter itself"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": "./x/../other"}', "the adapter itself"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": "base", "token_indices": 7}', "no token ids"),
+    ],
+)
+def test_a_broken_adapter_configuration_is_refused_in_one_line(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    adapter_of(tiny_model(), tmp_path / "other", "adapter")
+    adapter_of(tiny_model(), tmp_path / "adapter", save(tmp_path / "base", tiny_model()))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError, match=message) as refused:
+        PretrainedHandle("adapter").tokenizer()
+    assert "\n" not in str(refused.value)
 
 
 # --- new tokens, and embeddings that are tied ------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, file_exists, get_session
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
@@ -54,6 +56,7 @@ def check_model_directory(source: str | Path) -> None:
     folder = Path(source).expanduser()
     if not os.path.isdir(folder):  # os.path.isdir, because Path.is_dir raises an error for a name that is too long
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
+    check_one_model(str(source), lambda name: (folder / name).is_file())
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
@@ -70,9 +73,24 @@ def check_model_directory(source: str | Path) -> None:
             ) from error
 
 
+def check_one_model(source: str, has: Callable[[str], bool]) -> None:
+    """Raise `ModelError` if whole weights lie beside an adapter: transformers would apply the adapter to the weights.
+
+    `has` tells whether `source` has the file of a name. An adapter alone may have a config.json, as axolotl saves one,
+    or, without config.json, a `pytorch_model.bin` with a value head alone, as TRL 0.11 saves one.
+    """
+    names = (WEIGHTS, WEIGHTS_INDEX, *(PICKLED if has(CONFIG) else ())) if has(ADAPTER_CONFIG) else ()
+    if (weights := next(filter(has, names), None)) is not None:
+        raise ModelError(
+            f"{source}: {weights} lies beside an adapter ({ADAPTER_CONFIG}), which would be applied to these weights. "
+            f"If it is merged into them already, remove {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}; if not, give the "
+            "adapter in a folder of its own, whose base_model_name_or_path names the folder of the weights."
+        )
+
+
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds a LoRA adapter and not a whole model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+    """Return whether a folder holds a LoRA adapter."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -91,9 +109,20 @@ def weight_files(folder: Path) -> list[Path]:
     if whole.is_file() or not index.is_file():
         return [whole, *head]
     try:
-        return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()}) + head
+        content = json.loads(index.read_bytes())
+        content["metadata"].keys()  # transformers needs this mapping, which may be empty
+        return sorted({folder / shard for shard in content["weight_map"].values()}) + head
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
+
+
+def number_of_weights(folder: Path) -> int:
+    """Return the number of weights in a model directory, by the headers of its weights files."""
+    total = 0
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as weights:
+            total += len(weights.keys())
+    return total
 
 
 def ends_of_weights(folder: Path) -> Iterator[bytes]:
@@ -147,6 +176,13 @@ def find_file(place: str, revision: str, name: str, *, local_files_only: bool = 
     return None if path is None else Path(path)
 
 
+def has_file(place: str, revision: str, name: str) -> bool:
+    """Return whether a model has a file, without downloading the file."""
+    if find_file(place, revision, name, local_files_only=True) is not None:
+        return True
+    return not Path(place).is_dir() and hub_answers() and file_exists(place, name, revision=revision)
+
+
 def check_on_hub(place: str, revision: str) -> None:
     """Raise `OSError` if neither the hub nor the local cache has a model's configuration."""
     if not any(find_file(place, revision, name, local_files_only=True) for name in (CONFIG, ADAPTER_CONFIG)):
@@ -161,4 +197,24 @@ def why_unreadable(error: Exception) -> str:
             "Python code in the model's repository would have to run. If you trust that code, give "
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
-    return in_one_line(error) or type(error).__name__
+    return _first_misfit(error) or in_one_line(error) or type(error).__name__
+
+
+def _first_misfit(error: Exception) -> str | None:
+    """Return the first weight whose shape does not fit; None if transformers' error has another cause.
+
+    transformers prints the shapes in a report, and its error only points at the report. The report is a local variable
+    of the function that raised the error.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        report = frame.f_locals.get("loading_info")
+        if misfits := sorted(getattr(report, "mismatched_keys", ())):
+            name, saved, expected = misfits[0]
+            rest = f", and {len(misfits) - 1} more weights do not fit" if len(misfits) > 1 else ""
+            why = " (DeepSpeed ZeRO-3 saves empty weights: gather them with zero_to_fp32.py)" if 0 in saved else ""
+            return f"{name} has the shape {tuple(saved)}, its {CONFIG} needs {tuple(expected)}{why}{rest}"
+        if problems := sorted(getattr(report, "conversion_errors", {}).items()):
+            name, text = problems[0]
+            # The last lines of the text are the cause, and what was done with which weight
+            return f"{name}: {in_one_line(' '.join(text.strip().splitlines()[-2:]))}"
+    return None

@@ -71,7 +71,7 @@ def rows_of_head(find: Callable[[str], Path | None]) -> int | None:
         return None
     with safe_open(file, framework="pt") as weights:
         names = [name for name in SCORE_HEADS if name in set(weights.keys())]
-        return weights.get_slice(names[0]).get_shape()[0] if names else None
+        return next(iter(weights.get_slice(names[0]).get_shape()), None) if names else None
 
 
 @cache

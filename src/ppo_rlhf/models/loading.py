@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -43,11 +44,14 @@ from ppo_rlhf.models.directories import (
     WEIGHTS_INDEX,
     check_model_directory,
     check_on_hub,
+    check_one_model,
     ends_of_weights,
     find_file,
     follow_umask,
+    has_file,
     hub_answers,
     is_local,
+    number_of_weights,
     weight_files,
     why_unreadable,
 )
@@ -76,6 +80,8 @@ RECORD = "ppo_rlhf.json"
 (`checkpoints.training_record`)."""
 # Maximum size of a weights file: the hub recommends 5 GB, and an interrupted upload repeats only one file
 SHARD = "5GB"
+# transformers writes NaN as {"__float__": "NaN"}
+_NAN = re.compile(r'"(\w+)": (?:NaN|{\s*"__float__": "NaN"\s*})')
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
@@ -103,6 +109,15 @@ class PretrainedHandle:
         if self._adapter is None:
             return None
         base = PretrainedHandle(self._adapter.base, self.trust_remote_code, self.chat_template_kwargs)
+        handle, seen = base, {self._identity}
+        while handle._adapter is not None:  # the base may be an adapter, too
+            if handle._identity in seen:
+                raise ModelError(
+                    f"{self.source}: the base of this adapter (base_model_name_or_path) is, in the end, the adapter "
+                    f"itself ({handle.source}). Name the model that it was trained on."
+                )
+            seen.add(handle._identity)
+            handle = PretrainedHandle(handle._adapter.base)
         try:
             base.config()
         except ModelError as error:
@@ -117,6 +132,7 @@ class PretrainedHandle:
         """
         if self._adapter is None or self.base is None:
             config = self._read("configuration", AutoConfig.from_pretrained)
+            self._check_numbers(config)
             if is_classifier(config):
                 rows = rows_of_head(partial(self._file, local_files_only=True))
                 asks_hub = rows is None and config.num_labels != 1 and not is_local(self.source)
@@ -130,6 +146,22 @@ class PretrainedHandle:
         if self._vocabulary is not None:
             config.get_text_config().vocab_size = self._vocabulary
         return config
+
+    def _check_numbers(self, config: PretrainedConfig) -> None:
+        """Raise `ModelError` for a NaN in the configuration, or if a local model has fewer weights than layers.
+
+        Building a model of a million layers would take for ever.
+        """
+        if odd := _NAN.search(config.to_json_string()):
+            raise ModelError(f"{self.source}: {CONFIG} has {odd[1]}=NaN, which must be a number. Copy the model again.")
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if isinstance(layers, int) and is_local(self.source):
+            weights = number_of_weights(Path(self._place))
+            if not 0 < layers <= weights:
+                raise ModelError(
+                    f"{self.source}: {CONFIG} has num_hidden_layers={layers}, the folder has {weights} weights: they "
+                    "do not belong together. Copy the model again."
+                )
 
     @cached_property
     def _vocabulary(self) -> int | None:
@@ -151,8 +183,10 @@ class PretrainedHandle:
                 check_on_hub(self._place, self._revision)
             except OSError as error:
                 raise self._unreadable("configuration", error) from None
-        path = None if self._file(CONFIG) else self._file(ADAPTER_CONFIG)
-        return None if path is None else SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
+        if (path := self._file(ADAPTER_CONFIG)) is None:
+            return None
+        check_one_model(self.source, partial(has_file, self._place, self._revision))
+        return SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, made from the model's configuration if the model has none."""
@@ -286,7 +320,7 @@ class PretrainedHandle:
             ModelError: The directory cannot be read, or the value head is not a linear layer with one output.
         """
         check_model_directory(self.source)
-        is_adapter = self._file(CONFIG, local_files_only=True) is None
+        is_adapter = self._file(ADAPTER_CONFIG, local_files_only=True) is not None
         names = (ADAPTER_WEIGHTS,) if is_adapter else (WEIGHTS, WEIGHTS_INDEX)
         file = next(filter(None, (self._file(name, local_files_only=True) for name in names)), None)
         return None if file is None else read_value_head(weight_files(file.parent))
@@ -363,6 +397,10 @@ class PretrainedHandle:
         if (weights := self._file(ADAPTER_WEIGHTS)) is None:
             raise ModelError(f"{self.source}: this adapter has no {ADAPTER_WEIGHTS}. Save it as safetensors.")
         return weights.parent
+
+    @property
+    def _identity(self) -> str:
+        return str(Path(self._place).resolve()) if is_local(self.source) else self.source
 
     @property
     def _revision(self) -> str:

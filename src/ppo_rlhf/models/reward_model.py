@@ -195,6 +195,8 @@ def with_mean(model: PreTrainedModel) -> PreTrainedModel:
     mean, score = getattr(model.config, SCORE_MEAN, None), cast(nn.Linear, getattr(model, "score", None))
     if mean is None:
         return model
+    if not isinstance(mean, int | float):
+        raise ModelError(f"{model.name_or_path}: config.json has {SCORE_MEAN}={mean!r:.60}, which must be a number.")
     head = nn.Linear(score.in_features, 1).to(score.weight)
     head.weight = score.weight
     nn.init.constant_(head.bias, -mean)
@@ -204,7 +206,7 @@ def with_mean(model: PreTrainedModel) -> PreTrainedModel:
 def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:
     """Return why a class name and a configuration are not a classifier with one label; None if they are."""
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
-    if architecture is not None and hasattr(transformers, architecture) and architecture not in classifiers:
+    if isinstance(architecture, str) and hasattr(transformers, architecture) and architecture not in classifiers:
         return f"this is a {architecture}"
     return None if config.num_labels == 1 else f"this model has {config.num_labels}"
 

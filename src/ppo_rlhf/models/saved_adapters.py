@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
-from ppo_rlhf.models.directories import is_local
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, is_local
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model
 
@@ -41,9 +41,19 @@ class SavedAdapter:
         # Imported inside the function because the import is slow and few models need the module
         from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
-        adapter = cls(source, json.loads(config.read_text(encoding="utf-8")), weights)
-        kind: Any = adapter.settings.get("peft_type")
-        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
+        try:
+            settings = json.loads(config.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{source}: {ADAPTER_CONFIG} is not valid JSON ({in_one_line(error)}).") from error
+        if not isinstance(settings, dict):
+            raise ModelError(
+                f"{source}: {ADAPTER_CONFIG} holds a {type(settings).__name__}, not an adapter's settings."
+            )
+        texts = ("peft_type", "base_model_name_or_path", "revision")
+        if odd := [name for name in texts if not isinstance(settings.get(name), str | None)]:
+            raise ModelError(f"{source}: {ADAPTER_CONFIG} has {odd[0]}={settings[odd[0]]!r:.60}, which must be a text.")
+        adapter, kind = cls(source, settings, weights), settings.get("peft_type")
+        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(cast(Any, kind)), "merge_and_unload"):
             raise ModelError(
                 f"{source}: an adapter of the kind {kind} cannot be merged into the weights of a model, as LoRA can. "
                 "Give a whole model or a LoRA adapter."
@@ -136,7 +146,12 @@ class SavedAdapter:
         # peft stores the replaced tokens as a list, or as a dict of lists by layer
         indices = [self.settings.get(setting) or [] for setting in _TOKENS]
         by_layer = [each.values() if isinstance(each, dict) else [each] for each in indices]
-        return {row for layers in by_layer for rows in layers for row in rows}
+        try:
+            return {int(row) for layers in by_layer for rows in layers for row in rows}
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self.source}: {ADAPTER_CONFIG} lists no token ids in {' or '.join(_TOKENS)}."
+            ) from error
 
     def _rows_of(self, base: PreTrainedModel, layer: nn.Module | None) -> int | None:
         """Return the rows of the adapter's own copy of an embedding or head; None if the adapter has no copy."""
