@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from nltk.metrics.agreement import AnnotationTask
 
 from ppo_rlhf.supervised.answers import agreement, majority
 
@@ -40,7 +43,21 @@ def test_agreement_is_that_of_the_tables_which_krippendorff_worked_by_hand() -> 
     assert agreement(by_pair(four)) == pytest.approx(0.743, abs=5e-4)
 
 
-def test_agreement_of_all_is_one_and_without_a_pair_answered_twice_there_is_none() -> None:
-    assert agreement(by_pair(["AAAA", "AAAA"])) == 1.0
+def test_agreement_equals_nltks_to_the_bit() -> None:
+    drawn = random.Random(0)
+    for _ in range(300):
+        people, pairs, values = drawn.randint(2, 6), drawn.randint(1, 40), "ABtb"[: drawn.randint(2, 4)] + "*" * 2
+        table = by_pair(["".join(drawn.choices(values, k=pairs)) for _ in range(people)])
+        several = [pair for pair in table if len(pair) > 1]
+        if len({value for pair in several for value in pair.values()}) < 2:
+            assert agreement(table) is None
+            continue
+        task = AnnotationTask([(who, row, value) for row, pair in enumerate(several) for who, value in pair.items()])
+        assert agreement(table) == task.alpha()
+
+
+def test_agreement_is_undefined_where_all_answers_are_equal_and_without_a_pair_answered_twice() -> None:
+    assert agreement(by_pair(["AAAA", "AAAA"])) is None
+    assert agreement(by_pair(["AAAAB", "AAAA*"])) is None
     assert agreement(by_pair(["AB**", "**AB"])) is None
     assert agreement([{}, {}]) is None

@@ -24,13 +24,18 @@ def agreement(answers: Sequence[Mapping[str, str]]) -> float | None:
     """Return Krippendorff's alpha of people's answers: 1 is perfect agreement, 0 is agreement by chance.
 
     `answers` has one mapping of person to answer for each pair. Answers are nominal (unordered), and people may skip
-    pairs of responses. Return None if no pair has answers of two people. Source: Krippendorff 2011, Computing
-    Krippendorff's Alpha-Reliability.
+    pairs of responses. Return None where alpha is undefined: no pair has answers of two people, or all answers to such
+    pairs are equal. Source: Krippendorff 2011, Computing Krippendorff's Alpha-Reliability.
     """
-    several = [values for values in answers if len(values) > 1]
-    if not several:
+    several = [Counter(values.values()) for values in answers if len(values) > 1]
+    expected = _disagreement(sum(several, Counter()))
+    if not expected:
         return None
-    from nltk.metrics.agreement import AnnotationTask  # imported inside the function because the import is slow
+    observed = sum(_disagreement(counts) * counts.total() for counts in several) / sum(map(Counter.total, several))
+    return 1.0 - observed / expected
 
-    triples = [(person, pair, value) for pair, values in enumerate(several) for person, value in values.items()]
-    return float(AnnotationTask(triples).alpha())
+
+def _disagreement(counts: Counter[str]) -> float:
+    """Return the share of unequal answers among all ordered pairs of two answers; 0 without such a pair."""
+    total = counts.total()
+    return (total**2 - sum(count**2 for count in counts.values())) / max(1, total * (total - 1))
