@@ -40,11 +40,16 @@ def written(monkeypatch):
     return iterations
 
 
-def after(iteration: int, *, stopping: bool = False, **settings) -> SimpleNamespace:
+def after(iteration: int, *, stopping: bool = False, timed: tuple[int, ...] = (), **settings) -> SimpleNamespace:
     """The state after an iteration."""
     config = PPOConfig(**{"save_interval": 10, "save_total_limit": 2, **settings})
     state = SimpleNamespace(
-        iteration=iteration, config=config, finished=iteration == 60, stopping=stopping, save_asked=False
+        iteration=iteration,
+        config=config,
+        finished=iteration == 60,
+        stopping=stopping,
+        save_timed=iteration in timed,
+        save_asked=False,
     )
     state.checkpoint_due = TrainingState.checkpoint_due.fget(state)
     return state
@@ -86,7 +91,19 @@ def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there
     ],  # the newest, the best, one being written
 )
 def test_a_run_has_as_many_checkpoints_at_once_as_are_counted(iterations, keep, most):
-    assert checkpoints.most_checkpoints(PPOConfig(save_interval=10, save_total_limit=keep), iterations) == most
+    config = PPOConfig(save_interval=10, save_total_limit=keep, save_interval_minutes=None)
+    assert checkpoints.most_checkpoints(config, iterations) == most
+
+
+def test_with_checkpoints_by_time_each_iteration_may_be_saved():
+    """The 6 newest and the best of 10 iterations would be 7; of 3 iterations, the 3 and one being written."""
+    config = PPOConfig(save_interval=10, save_total_limit=5)
+    assert [checkpoints.most_checkpoints(config, iterations) for iterations in (10, 3)] == [7, 4]
+
+
+def test_a_checkpoint_by_time_counts_among_the_newest(tmp_path, written):
+    assert saved_through(tmp_path, {}, timed=(41, 57)) == [57, 60]
+    assert written == [10, 20, 30, 40, 41, 50, 57, 60]
 
 
 def test_checkpoints_are_written_only_when_due(tmp_path, written):

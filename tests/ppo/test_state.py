@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -42,6 +43,59 @@ def test_a_clock_adds_up_what_a_part_takes_and_forgets_it_with_the_next_iteratio
     assert clock.seconds == {"update": 7.0}
     clock.restart()
     assert (clock.started, clock.seconds) == (40.0, {})
+
+
+class FakeClock:
+    """A clock that only the test moves on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr("ppo_rlhf.ppo.state.time.perf_counter", lambda: self.now)
+
+
+def saved_at(now: FakeClock, minutes: float | None, seconds: float, writes: float = 0.0, iterations: int = 100):
+    """Return the iterations, of so many seconds each, that time asks to save; a checkpoint takes `writes` seconds."""
+    clock, saved = Clock(), []
+    for iteration in range(1, iterations + 1):
+        clock.restart()
+        now.now += seconds
+        if clock.asks_to_save(minutes, iteration):
+            saved.append(iteration)
+            with clock.saving():
+                now.now += writes
+    return saved
+
+
+def test_time_asks_for_a_checkpoint_every_ten_minutes_and_after_a_first_iteration_of_more_than_one(monkeypatch):
+    now = FakeClock(monkeypatch)
+    assert saved_at(now, 10.0, seconds=60.0, iterations=35) == [10, 20, 30]
+    assert saved_at(now, 10.0, seconds=61.0, iterations=25) == [1, 11, 21]  # 10 iterations are 610 s
+    assert saved_at(now, 10.0, seconds=700.0, iterations=3) == [1, 2, 3]
+    assert saved_at(now, 0.5, seconds=7.0, iterations=12) == [5, 10]
+    assert saved_at(now, None, seconds=700.0, iterations=3) == []
+
+
+def test_checkpoints_by_time_take_at_most_a_twentieth_of_the_time(monkeypatch):
+    """A checkpoint of 190 s waits 3610 s for the next, 37 iterations of 100 s: 190 of 3890 s are 4.9 %."""
+    now = FakeClock(monkeypatch)
+    assert saved_at(now, 10.0, seconds=100.0, writes=190.0) == [1, 38, 75]
+
+
+def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(make_run, monkeypatch, tmp_path):
+    now, state = FakeClock(monkeypatch), make_run(save_interval=100, total_episodes=1200).state
+    scores = SimpleNamespace(total=torch.zeros(12), apart=None)
+
+    def due_after(seconds: float) -> bool:
+        now.now += seconds
+        state.advance(scores, {"objective/kl": 0.0, "objective/kl_coef": 0.05})
+        return state.checkpoint_due
+
+    assert [due_after(59.0), due_after(540.0), due_after(1.0), due_after(1.0)] == [False, False, True, True]
+    write_checkpoint(tmp_path, state)
+    assert [due_after(599.0), due_after(1.0)] == [False, True]
+    for decides in (True, False):
+        monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)])
+        assert due_after(0.0) is decides
 
 
 def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):

@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset(
         "total_episodes",
         "eval_interval",
         "save_interval",
+        "save_interval_minutes",
         "save_total_limit",
         "sample_interval",
         "max_time",

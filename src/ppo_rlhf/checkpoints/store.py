@@ -43,7 +43,8 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     state.check_whole()
     target = run_directory / checkpoint_name(state.iteration)
     try:
-        write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
+        with state.clock.saving():
+            write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         # Keep the first line of safetensors' error, because its list of overlapping weights fills many lines
         reason = str(error).strip().partition("\n")[0]

@@ -338,6 +338,11 @@ class PPOConfig:
     """Iterations between evaluations on the held-out prompts."""
     save_interval: Count = 10
     """Iterations between checkpoints. The last iteration is always saved."""
+    save_interval_minutes: Annotated[float, Field(gt=0.0)] | None = 10.0
+    """Minutes between checkpoints, in addition to `save_interval`: the iteration that ends so many minutes after the
+    last checkpoint is saved. After a checkpoint that took s seconds the next waits at least 19 s seconds, so that
+    checkpoints by time take at most 5 % of the time. The first iteration of a run is saved if it took longer than a
+    minute. With None time saves no checkpoint."""
     save_total_limit: Count = 2
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
     max_time: Annotated[float, Field(gt=0.0)] | None = None

@@ -34,7 +34,8 @@ class _RunDataset(AbstractDataset[Saved, Loaded]):
 
 def most_checkpoints(config: PPOConfig, iterations: int) -> int:
     """Return the largest number of checkpoints that a run has on disk at once."""
-    return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
+    at_intervals = math.ceil(iterations / config.save_interval)
+    return min(config.save_total_limit + 1, at_intervals if config.save_interval_minutes is None else iterations) + 1
 
 
 class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):

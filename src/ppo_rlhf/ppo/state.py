@@ -40,11 +40,22 @@ SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "
 """Names of the timed parts of an iteration, which are the keys of `Clock.seconds`."""
 
 
+SAVED_FIRST_S = 60.0
+"""The first iteration of a run is saved if it took longer than `SAVED_FIRST_S` seconds."""
+SAVING_SHARE = 0.05
+"""Greatest share of the time that checkpoints by time take."""
+
+
 class Clock:
-    """Measures how many seconds each part of an iteration takes, and stores when the iteration began."""
+    """Measures how many seconds each part of an iteration takes, and stores when the iteration began.
+
+    `Clock` also says when time asks for a checkpoint.
+    """
 
     def __init__(self) -> None:
         self.restart()
+        self.saved_at = self.started  # when the last checkpoint was complete; before the first, when the run began
+        self.save_seconds = 0.0  # how long the last checkpoint took
 
     def restart(self) -> None:
         """Reset the clock at the beginning of an iteration."""
@@ -58,6 +69,23 @@ class Clock:
         entered = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - entered
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Store when the `with` block, which writes a checkpoint, ended, and how many seconds it took."""
+        entered = time.perf_counter()
+        yield
+        self.saved_at = time.perf_counter()
+        self.save_seconds = self.saved_at - entered
+
+    def asks_to_save(self, minutes: float | None, iteration: int) -> bool:
+        """Return whether an iteration that ends now is saved, with `ppo.save_interval_minutes` at `minutes`."""
+        if minutes is None:
+            return False
+        now = time.perf_counter()
+        is_long_first = iteration == 1 and now - self.started > SAVED_FIRST_S
+        wait = max(60.0 * minutes, (1.0 / SAVING_SHARE - 1.0) * self.save_seconds)
+        return is_long_first or now - self.saved_at >= wait
 
 
 @dataclass
@@ -103,6 +131,7 @@ class TrainingState:
     stop_requested: bool = False  # True if this process was asked to stop, for example by a signal
     stopping: bool = False  # True if any process was asked to stop: all processes save the current iteration and stop
     ended: bool = False  # True if a callback ended training: no further iteration runs
+    save_timed: bool = False  # True if time asks for a checkpoint of the current iteration
     save_asked: bool = False  # True if a callback asked for a checkpoint of the current iteration
     evaluation_asked: bool = False  # True if a callback asked for an evaluation in the current iteration
     # Fingerprints of the models, reward and prompts that a user's script passed
@@ -122,10 +151,11 @@ class TrainingState:
     def checkpoint_due(self) -> bool:
         """Whether to save a checkpoint now.
 
-        A checkpoint is due every `save_interval` iterations, when the run ends or is asked to stop, and when a callback
-        asks for a checkpoint.
+        A checkpoint is due every `save_interval` iterations, when the run ends or is asked to stop, and when time or a
+        callback asks for a checkpoint.
         """
-        return self.finished or self.stopping or self.save_asked or self.iteration % self.config.save_interval == 0
+        is_asked = self.finished or self.stopping or self.save_timed or self.save_asked
+        return is_asked or self.iteration % self.config.save_interval == 0
 
     @property
     def shares_trunk(self) -> bool:
@@ -183,8 +213,12 @@ class TrainingState:
             log.warning(line)
         self.captures.say_once()
         self.updating = False
-        # Ask all processes whether to stop, because a signal may have reached only one process
-        self.stopping = any(from_all(self.stop_requested))
+        # Ask all processes whether to stop, because a signal may have reached only one. The main process's clock
+        # decides whether to save.
+        is_timed = self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration)
+        answers = from_all((self.stop_requested, is_timed))
+        self.stopping = any(is_requested for is_requested, _ in answers)
+        self.save_timed = answers[0][1]
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""
