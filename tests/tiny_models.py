@@ -88,6 +88,81 @@ def byte_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, **options})
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's chat template without the system prompt that it adds."""
+
+
+def write_gguf(path: Path, *, quantised: str = "Q4_1", architecture: str = "llama", seed: int = 0) -> LlamaForCausalLM:
+    """Write a Llama with a byte-level BPE tokenizer and a chat template as a GGUF file; return the model in the file.
+
+    As llama.cpp does, matrices have the type `quantised`, the embedding is Q8_0 and norms are F32, and the rows of
+    queries and keys are stored in another order. The returned model has the numbers that the file holds.
+    """
+    import gguf  # imported here: few tests need it
+
+    letters = sorted(ByteLevel.alphabet())
+    merges = ["t h", "th e", "Ġ a"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *(merge.replace(" ", "") for merge in merges)]
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+    )
+    model = draw_weights(LlamaForCausalLM(config), 0.3, seed=seed).eval()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("Tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(CHATML)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.named_parameters():
+        kind = "F32" if weight.dim() == 1 else "Q8_0" if "embed" in name else quantised
+        stored, n = weight.detach(), next((n for layer, n in heads.items() if layer in name), None)
+        if n is not None:  # the two halves of a head's rows alternate
+            stored = stored.reshape(n, 2, -1, stored.shape[1]).transpose(1, 2).reshape(stored.shape)
+        qtype = gguf.GGMLQuantizationType[kind]
+        blocks = gguf.quantize(stored.contiguous().numpy(), qtype)
+        writer.add_tensor(names.get_name(name, (".weight",)), blocks, raw_dtype=qtype)
+        held = torch.from_numpy(gguf.dequantize(blocks, qtype).copy()).reshape(stored.shape)
+        if n is not None:
+            held = held.reshape(n, -1, 2, held.shape[1]).transpose(1, 2).reshape(held.shape)
+        with torch.no_grad():
+            weight.copy_(held)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
 def set_today(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
     """Set the date that transformers' chat templates see to this day of May 2031."""
     today = SimpleNamespace(now=lambda: datetime(2031, 5, day, 12, 0))

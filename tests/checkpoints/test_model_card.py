@@ -14,7 +14,7 @@ from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.datasets import ModelCardDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from tests.tiny_models import CHAT_TEMPLATE, save, vision_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, save, vision_model, word_tokenizer, write_gguf
 
 CARD = "README.md"
 
@@ -60,6 +60,19 @@ def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_
     assert "Left out" not in render_card(state, [])
     state.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
     assert "- Left out: vision of the source model: only the text part" in render_card(state, [])
+
+
+def test_a_card_says_from_which_types_a_gguf_file_was_dequantised(make_run, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    state = make_run().state
+    state.policy.config._name_or_path = str(tmp_path / "tiny.gguf")
+    types = "Q4_1 (14 tensors), F32 (5), Q8_0 (1)"
+    line = f"- Started from: `tiny.gguf`, a GGUF file, whose weights of the types {types} were dequantised\n"
+    metadata, text = parts(render_card(state, []))
+    assert line in text
+    assert "base_model" not in metadata
+    (tmp_path / "tiny.gguf").unlink()
+    assert "- Started from: `tiny.gguf`\n" in render_card(state, [])
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -123,7 +123,7 @@ def test_without_yes_everything_is_listed_with_its_size_and_nothing_is_deleted(k
     assert f"       1.0 MB  data/06_models/sft_policy/{VERSIONS[0]}" in lines
     assert f"       0.0 MB  data/06_models/ppo_checkpoints/{old}" in lines
     assert f"       0.0 MB  mlartifacts/{old}" in lines
-    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: kedro clean --yes deletes them.", "Kept: 1 newest."]
+    assert lines[-2:] == ["1 runs, 0 caches, 1.0 MB: kedro clean --yes deletes them.", "Kept: 1 newest."]
     assert "kedro clean --env demo --yes deletes them." in cleaned(kedro, recorded.folder, "--env", "demo")[-2]
 
 
@@ -138,8 +138,8 @@ def test_the_newest_finished_runs_stay_and_of_older_ones_all_goes(kedro: Kedro, 
     assert len(list((recorded.folder / "mlartifacts" / "models").iterdir())) == 1
     [version] = recorded.client.search_model_versions("name = 'aligned'")
     assert version.run_id == newer
-    assert lines[-2:] == ["1 runs, 0 cached tables, 1.0 MB: deleted.", "Kept: 2 newest."]
-    assert cleaned(kedro, recorded.folder, "--keep", "2")[0].startswith("0 runs, 0 cached tables, 0.0 MB")
+    assert lines[-2:] == ["1 runs, 0 caches, 1.0 MB: deleted.", "Kept: 2 newest."]
+    assert cleaned(kedro, recorded.folder, "--keep", "2")[0].startswith("0 runs, 0 caches, 0.0 MB")
 
 
 def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: Recorded):
@@ -404,19 +404,21 @@ def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(ke
 
 
 @pytest.mark.slow
-def test_cached_tables_of_files_go_if_no_run_read_them_for_a_day(kedro: Kedro, recorded: Recorded):
+def test_caches_go_if_no_run_read_them_for_a_day(kedro: Kedro, recorded: Recorded):
     tables, days_ago = recorded.folder / "data/02_intermediate/tables", time.time() - 2 * 86_400
-    for folder in ("json/default-old", "json/default-new", "owner___name/default"):
+    for folder in ("json/default-old", "json/default-new", "owner___name/default", "../gguf/old", "../gguf/new"):
         (tables / folder / "0.0.0").mkdir(parents=True)
         table = tables / folder / "0.0.0" / "train.arrow"
         table.write_bytes(bytes(2_000_000))
-        if folder != "json/default-new":
+        if not folder.endswith("new"):
             os.utime(table, (days_ago, days_ago))
     lines = cleaned(kedro, recorded.folder)
     assert "       2.0 MB  data/02_intermediate/tables/json/default-old" in lines
-    assert "0 runs, 1 cached tables, 2.0 MB: kedro clean --yes deletes them." in lines
+    assert "       2.0 MB  data/02_intermediate/gguf/old" in lines
+    assert "0 runs, 2 caches, 4.0 MB: kedro clean --yes deletes them." in lines
     cleaned(kedro, recorded.folder, "--yes")
     assert {folder.name for folder in tables.glob("*/*")} == {"default-new", "default"}
+    assert {folder.name for folder in (tables.parent / "gguf").iterdir()} == {"new"}
 
 
 def test_without_a_tracking_database_there_is_nothing_to_clean(kedro: Kedro, project: Path):

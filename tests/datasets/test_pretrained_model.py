@@ -6,13 +6,14 @@ import pytest
 import torch
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, DatasetError
+from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.runtime.paths import last_name
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import save, tiny_model, word_tokenizer, write_gguf
 
 CONF = Path(__file__).parents[2] / "conf"
 IDS = torch.tensor([[4, 5, 6]])
@@ -34,6 +35,19 @@ def test_what_was_saved_is_loaded(tmp_path):
     model = dataset.load().causal_lm()
     assert torch.equal(model(IDS).logits, tiny_model()(IDS).logits)
     assert dataset.load().tokenizer().get_vocab() == word_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("named", ["folder", "folder/tiny.gguf"])
+def test_a_gguf_file_or_its_folder_is_a_model_that_is_never_overwritten(tmp_path, named):
+    (tmp_path / "folder").mkdir()
+    model = write_gguf(tmp_path / "folder" / "tiny.gguf")
+    dataset = PretrainedModelDataset(str(tmp_path / named), gguf_cache={"path": str(tmp_path / "kept")})
+    assert dataset.exists()
+    assert_close(dataset.load().causal_lm()(IDS).logits, model(IDS).logits, rtol=0.0, atol=1e-5)
+    assert [path.parent for path in tmp_path.rglob("*.safetensors")] == [*(tmp_path / "kept").iterdir()]
+    assert not PretrainedModelDataset(str(tmp_path / "other.gguf")).exists()
+    with pytest.raises(DatasetError, match="never overwritten"):
+        dataset.save(trained())
 
 
 def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):

@@ -19,7 +19,7 @@ from ppo_rlhf.preflight.memory import PROCESS_BYTES, MemoryPlan, RunShape, Sugge
 from ppo_rlhf.preflight.memory_plan import Planned, graphs_line
 from tests.cli.test_doctor import own as own
 from tests.own_code import save_with_own_code
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import save, tiny_model, word_tokenizer, write_gguf
 
 Kedro = Callable[..., Result]
 PLENTY, NOTHING = (2**40, 2**40), (2**20, 2**20)
@@ -112,6 +112,17 @@ def test_an_adapter_is_planned_as_its_base(kedro: Kedro, own: Path, tmp_path: Pa
     lines = said(kedro, own, "--params", f"sft_model_path={tmp_path / 'adapter'}")
     assert lines[0] == f"{tmp_path / 'adapter'}: LlamaConfig, float32, on cpu"
     assert lines[1:] == said(kedro, own)[1:]
+
+
+def test_a_gguf_file_is_planned_from_its_header_which_is_kept(kedro: Kedro, own: Path, tmp_path: Path):
+    write_gguf(tmp_path / "tiny.gguf")
+    lines = said(kedro, own, "--params", f"sft_model_path={tmp_path / 'tiny.gguf'}")
+    assert lines[0] == f"{tmp_path / 'tiny.gguf'}: LlamaConfig, float32, on cpu"
+    assert lines[-1] == "No problem found."
+    (kept,) = (own / "data/02_intermediate/gguf").iterdir()
+    assert (kept / "config.json").is_file()
+    assert not list(kept.glob("*.safetensors"))
+    assert said(kedro, own, "--model", str(tmp_path / "tiny.gguf"))[0] == lines[0]
 
 
 @pytest.mark.slow

@@ -28,13 +28,14 @@ from ppo_rlhf.datasets import (
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
+from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code
-from tests.tiny_models import CHAT_TEMPLATE, not_causal_models, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, not_causal_models, save, tiny_model, word_tokenizer, write_gguf
 
 CONTEXT = 32
 ROOM = CONTEXT - 4  # of a prompt: a response has 4 tokens
@@ -636,6 +637,21 @@ def test_an_adapter_that_ppo_cannot_start_from_as_asked_is_found_before_the_run(
     user.set_ppo(use_peft=True, load_in_4bit=True)
     refused = [problem for problem in user.problems() if "ppo.load_in_4bit=false" in problem]
     assert [problem.partition(": ")[0] for problem in refused] == [f"{user.folder}/adapter"]
+
+
+def test_a_gguf_file_is_checked_without_its_weights_and_refused_where_it_cannot_serve(user: User, monkeypatch):
+    write_gguf(user.folder / "tiny.gguf")
+    user.paths["sft_policy"] = str(user.folder / "tiny.gguf")
+    user.made = ["training_state"]
+    monkeypatch.setattr(GGUFFile, "dequantise", lambda file: pytest.fail("weights were read"))
+    assert user.problems() == []
+    user.set_ppo(use_peft=True, export="adapter")
+    (problem,) = user.problems()
+    assert problem.startswith(f"ppo.export=adapter: {user.folder}/tiny.gguf is a GGUF file")
+    user.set_ppo()
+    user.paths["reward_model"] = str(user.folder / "tiny.gguf")
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    assert f"{user.folder}/tiny.gguf: a GGUF file has no score head, so it is no reward model" in user.problems()[0]
 
 
 def test_a_reward_model_to_offload_that_is_not_there_is_found_before_the_run(user: User, monkeypatch):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training import PPOConfig, PPOTrainer
-from tests.tiny_models import END, PAD, VOCABULARY, adapter_of, draw_weights, save, tiny_model
+from tests.tiny_models import END, PAD, VOCABULARY, adapter_of, draw_weights, save, tiny_model, write_gguf
 
 IDS = torch.tensor([[4, 5, 6, 7]])
 KINDS = ["whole model", "adapter", "adapter on an adapter", "hub revision", "adapter with a whole layer"]
@@ -54,6 +54,18 @@ def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adap
     trainer.save_pretrained(str(tmp_path / "trained"))
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")(IDS).logits
     assert (after - trainer.policy(IDS).logits).abs().max() < 1e-4 < (after - begin).abs().max()
+
+
+def test_a_gguf_file_is_a_start_and_its_export_an_ordinary_directory(tmp_path):
+    begin = write_gguf(tmp_path / "tiny.gguf")(IDS).logits
+    trainer = trainer_of(str(tmp_path / "tiny.gguf"), use_peft=False)
+    assert (trainer.policy(IDS).logits - begin).abs().max() < 1e-5
+    [metrics] = trainer.train()
+    assert metrics["objective/kl"] == 0.0
+    trainer.save_pretrained(str(tmp_path / "trained"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")(IDS).logits
+    assert (after - trainer.policy(IDS).logits).abs().max() < 1e-4 < (after - begin).abs().max()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.gguf", "trained"]
 
 
 def test_a_mixture_of_experts_trains_its_attention_by_default_and_one_line_says_so(tmp_path, caplog):

@@ -61,7 +61,7 @@ def render_card(
     base = state.policy.config.name_or_path or ""
     library = "peft" if state.config.export == "adapter" else "transformers"
     origin = {
-        "Started from": f"`{place(base) or 'a model without a name'}`",
+        "Started from": _started_from(base),
         "Left out": _left_out(state.policy),
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
@@ -98,7 +98,7 @@ def render_reward_card(
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     of_a_chat = OF_A_CHAT if has_template else ""
-    facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
+    facts = {"Started from": _started_from(base), **facts, "Versions": _versions()}
     return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
 # A reward model
 
@@ -134,7 +134,7 @@ def render_critic_card(
     """
     base = state.policy.config.name_or_path or ""
     facts = {
-        "Of a policy that started from": f"`{place(base) or 'a model without a name'}`",
+        "Of a policy that started from": _started_from(base),
         "Kind (`ppo.value_model`)": state.config.value_model,
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
@@ -233,6 +233,15 @@ def place(source: str) -> str:
     """
     path = Path(shown(source)).expanduser()
     return path.name if path.is_absolute() else shown(source)
+
+
+def _started_from(base: str) -> str:
+    """Return the model that training started from, as a path or hub id, and of a GGUF file also the weights' types."""
+    gguf = PretrainedHandle(base).gguf if base else None
+    name = f"`{place(base) or 'a model without a name'}`"
+    if gguf is None or not gguf.path.is_file():
+        return name
+    return f"{name}, a GGUF file, whose weights of the types {gguf.types} were dequantised"
 
 
 def _left_out(policy: PreTrainedModel) -> str | None:

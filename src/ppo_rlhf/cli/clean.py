@@ -54,8 +54,8 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
 
     Only runs of this project on this host are deleted. Kept are the newest N finished runs, champions, the run with
     the best win rate, runs that are running or can be resumed, runs that collected pairs for people, and each run whose
-    model or checkpoint a kept run reads. People's answers in MLflow are never deleted. Cached tables of your files that
-    were not read for a day are deleted, too.
+    model or checkpoint a kept run reads. People's answers in MLflow are never deleted. Caches (tables of your files,
+    unpacked GGUF files) that were not read for a day are deleted, too.
     """
     context, lines = context_here(env), list[str]()
     try:
@@ -96,17 +96,18 @@ def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Ite
             yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
         if yes:
             _delete(runs, run_id, inside[run_id], why_kept)
-    caches = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
-    tables = sorted(filter(runs.is_inside, _old_tables(caches)))
-    if tables:
-        yield "Cached tables that were not read for a day (a run that needs a table caches it again)"
-    for folder in tables:
+    tables = {Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}
+    unpacked = {entry.gguf_cache for entry in entries if is_model(entry) and entry.gguf_cache}
+    caches = sorted(filter(runs.is_inside, _old_caches(tables, unpacked)))
+    if caches:
+        yield "Caches that were not read for a day (a run that needs a table or a GGUF file caches it again)"
+    for folder in caches:
         total += (size := _size(folder))
         yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
         if yes:
             shutil.rmtree(folder)
     done = "deleted" if yes else f"kedro clean{env_option(context.env)} --yes deletes them"
-    yield f"{len(deletable)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
+    yield f"{len(deletable)} runs, {len(caches)} caches, {total / 1e6:,.1f} MB: {done}."
     yield from _what_is_kept(runs, folders, why_kept)
 
 
@@ -183,16 +184,17 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _old_tables(caches: set[Path]) -> set[Path]:
-    """Return the folders of cached tables that were not read for a day.
+def _old_caches(tables: set[Path], unpacked: set[Path]) -> set[Path]:
+    """Return the folders of cached tables and of unpacked GGUF files that were not read for a day.
 
     Cached tables from the hub are left out, because a run may need them offline.
     """
-    tables = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
+    cached = {folder for cache in tables for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
+    cached |= {folder for cache in unpacked for folder in cache.glob("*")}
     begin = time.time() - DAY
     return {
         folder
-        for folder in tables
+        for folder in cached
         if all(max(file.stat().st_atime, file.stat().st_mtime) < begin for file in folder.rglob("*") if file.is_file())
     }
 

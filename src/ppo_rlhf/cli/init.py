@@ -30,7 +30,7 @@ GLOBALS = "conf/base/globals.yml"
 
 @click.command(cls=Command)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--model", metavar="NAME", help="The SFT model: a directory, or a name on the hub.")
+@click.option("--model", metavar="NAME", help="The SFT model: a directory, a GGUF file, or a name on the hub.")
 @click.option(
     "--reward",
     metavar="NAME",

@@ -8,14 +8,14 @@ from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG, gguf_file
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.whole_files import drafted, publish
 
 
 class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], PretrainedHandle | None]):
-    """A model directory (configuration, safetensors, tokenizer) or a hub id.
+    """A model directory (configuration, safetensors, tokenizer), a hub id, or a GGUF file.
 
     Loading returns a handle; weights are read only when a node needs them. If the directory `filepath` has a
     config.json, the model in `filepath` itself is loaded; otherwise the newest version below `filepath`, or the version
@@ -31,6 +31,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         pinned: The version to load, even if another run writes a newer version meanwhile. `pinned` is the version that
             this session wrote, or the version that `--load-versions` names. None loads the newest version.
         chat_template_kwargs: Values for names that the model's chat template reads.
+        gguf_cache: The folder below which GGUF files are unpacked, or None.
     """
 
     versioned = True  # a versioned dataset gets its version of `kedro run --load-versions` from Kedro
@@ -40,6 +41,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         filepath: str | None,
         trust_remote_code: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        gguf_cache: dict[str, str] | None = None,
         metadata: dict[str, Any] | None = None,
         version: Version | None = None,
     ) -> None:
@@ -47,7 +49,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
 
         A catalog entry without a `filepath` is an optional input that was not given, and loads as None.
         `chat_template_kwargs` are values for names that the model's chat template reads. `version.load` is the version
-        to load; `version.save` is ignored.
+        to load; `version.save` is ignored. `gguf_cache["path"]` is the folder below which a GGUF file is unpacked;
+        without `gguf_cache` each process unpacks the file to a temporary folder.
 
         Raises:
             ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` is not a mapping, or the
@@ -59,6 +62,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         if not isinstance(chat_template_kwargs or {}, dict):
             raise ConfigError(f"chat_template_kwargs: expected names with values, got {chat_template_kwargs!r}")
         self.chat_template_kwargs = chat_template_kwargs or {}
+        path = (gguf_cache or {}).get("path")
+        self.gguf_cache = None if path is None else Path(path)
         self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self.pinned: Path | None = None
@@ -78,7 +83,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
         if self._source is None:
             return None
         place = str(self.pinned or newest_version(self._source))
-        return PretrainedHandle(place, self._trust_remote_code, self.chat_template_kwargs)
+        return PretrainedHandle(place, self._trust_remote_code, self.chat_template_kwargs, self.gguf_cache)
 
     def save(self, data: TrainedModel | dict[str, object]) -> None:
         """Write the model and its tokenizer as a new version. A node that has no model to save saves `{}`, which writes
@@ -123,7 +128,8 @@ def _versions(folder: Path) -> list[Path]:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file()
+    file = gguf_file(folder)
+    return (folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file() or (file is not None and file.is_file())
 
 
 def _next_version(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The checks and warnings before a run. A run that the checks refuse has written nothing but cached tables."""
+"""The checks and warnings before a run. A run that the checks refuse has written nothing but caches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ChecksHook:
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
     """Return the problems that stop the run, the warnings about the run, and a line that describes the run's parts.
 
-    The line about the run's parts is empty if there are problems. The function writes only the cache of tables. If the
+    The line about the run's parts is empty if there are problems. The function writes only caches. If the
     run reads a trained policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was
     trained with.
     """

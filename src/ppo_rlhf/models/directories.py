@@ -1,10 +1,13 @@
 """Checks model directories (config.json, and safetensors in one file or in shards with an index) and finds their files.
 
+Also finds and checks GGUF files, which `gguf` turns into model directories.
+
 For a model on the hub, `find_file` reads single files from the hub or from the local cache.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -23,10 +26,13 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 
 log = logging.getLogger(__name__)
 
+PART = re.compile(r"-\d{5}-of-\d{5}$")
+"""The end of the name of one part of a GGUF file that llama.cpp has split."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+GGUF = ".gguf"
 MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
@@ -43,22 +49,60 @@ def is_local(source: str) -> bool:
     configuration and a split, and no file extension. Kedro changes hub names of models and data sets, so
     `paths.restore_hub_name` must be called before `is_local` and before `is_hub_name`.
     """
-    if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source):
+    if os.path.exists(Path(source).expanduser()) or not HUB_ID.fullmatch(source) or source.endswith(GGUF):
         return True
     first, _, rest = source.partition("/")
     return bool(rest) and os.path.isdir(first)
 
 
+def gguf_file(source: str | Path) -> Path | None:
+    """Return the GGUF file that `source` names: the file, or a folder with this one and no other kind of model.
+
+    The function returns None if `source` is anything else, for example a folder that also has safetensors.
+    """
+    place = Path(source).expanduser()
+    if place.suffix == GGUF and not os.path.isdir(place):
+        return place
+    files = list(place.glob(f"*{GGUF}")) if os.path.isdir(place) else []
+    return files[0] if len(files) == 1 and not any(place.glob("*.safetensors*")) else None
+
+
+def check_gguf(path: Path) -> None:
+    """Raise `ModelError` unless `path` is a whole GGUF file, and the package that reads GGUF files is installed."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"{path}: this GGUF file cannot be read ({error.strerror}). Correct the path.") from None
+    if magic != b"GGUF":
+        raise ModelError(
+            f"{path}: this is no GGUF file but perhaps a Git LFS pointer. Copy it again, or run git lfs pull."
+        )
+    if PART.search(path.stem):
+        raise ModelError(f"{path}: this is one part of a model. Join the parts with llama-gguf-split --merge.")
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f'{path}: the package gguf, which reads GGUF files, is missing: pip install "ppo_rlhf[gguf]"')
+
+
 def check_model_directory(source: str | Path) -> None:
-    """Raise `ModelError` unless a local `source` has a configuration and readable safetensors. Hub ids always pass."""
+    """Raise `ModelError` unless a local `source` has a configuration and readable safetensors, or is a GGUF file.
+
+    Hub ids always pass.
+    """
     if not is_local(str(source)):
         return
+    if (file := gguf_file(source)) is not None:
+        return check_gguf(file)
     folder = Path(source).expanduser()
     if not os.path.isdir(folder):  # os.path.isdir, because Path.is_dir raises an error for a name that is too long
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
     check_one_model(str(source), lambda name: (folder / name).is_file())
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
+        if files := sorted(folder.glob(f"*{GGUF}")):
+            raise ModelError(
+                f"{source}: {len(files)} GGUF files and no whole model. Give one, such as {files[0].name}."
+            )
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):

@@ -1,4 +1,6 @@
-"""Loads and checks models and tokenizers from a local directory or the hub; reads weights from safetensors only.
+"""Loads and checks models and tokenizers from a local directory, a GGUF file or the hub.
+
+Weights are read from safetensors only, so a GGUF file is unpacked to a directory with safetensors first.
 
 A `PretrainedHandle` reads a model's weights only when a node asks for the model, so a run whose rewards are Python
 functions needs no reward model on disk. No code in `models.loading` writes into the directory of a model that a user
@@ -56,6 +58,7 @@ from ppo_rlhf.models.directories import (
     why_unreadable,
 )
 from ppo_rlhf.models.forward import width_of_states
+from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
@@ -93,10 +96,11 @@ class PretrainedHandle:
     trust_remote_code: bool = False  # whether Python code in the model's repository may be executed
     # Values for the chat template's variables
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    gguf_cache: Path | None = None  # folder that keeps what GGUF files were unpacked to; None: a temporary folder
 
     def card(self) -> str | None:
         """Return the text of a local model's README.md; None for a hub id, or if there is no README.md."""
-        path = Path(self._place) / CARD
+        path = Path(self.place) / CARD
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     @cached_property
@@ -108,7 +112,7 @@ class PretrainedHandle:
         """
         if self._adapter is None:
             return None
-        base = PretrainedHandle(self._adapter.base, self.trust_remote_code, self.chat_template_kwargs)
+        base = replace(self, source=self._adapter.base)
         handle, seen = base, {self._identity}
         while handle._adapter is not None:  # the base may be an adapter, too
             if handle._identity in seen:
@@ -117,7 +121,7 @@ class PretrainedHandle:
                     f"itself ({handle.source}). Name the model that it was trained on."
                 )
             seen.add(handle._identity)
-            handle = PretrainedHandle(handle._adapter.base)
+            handle = replace(self, source=handle._adapter.base)
         try:
             base.config()
         except ModelError as error:
@@ -136,7 +140,7 @@ class PretrainedHandle:
             if is_classifier(config):
                 rows = rows_of_head(partial(self._file, local_files_only=True))
                 asks_hub = rows is None and config.num_labels != 1 and not is_local(self.source)
-                rows = rows_on_hub(self._place, self._revision) if asks_hub else rows
+                rows = rows_on_hub(self.place, self._revision) if asks_hub else rows
                 config.num_labels = rows or config.num_labels
             return config
         check_model_directory(self.source)
@@ -156,7 +160,7 @@ class PretrainedHandle:
             raise ModelError(f"{self.source}: {CONFIG} has {odd[1]}=NaN, which must be a number. Copy the model again.")
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
         if isinstance(layers, int) and is_local(self.source):
-            weights = number_of_weights(Path(self._place))
+            weights = number_of_weights(Path(self.place))
             if not 0 < layers <= weights:
                 raise ModelError(
                     f"{self.source}: {CONFIG} has num_hidden_layers={layers}, the folder has {weights} weights: they "
@@ -180,12 +184,12 @@ class PretrainedHandle:
         """
         if not is_local(self.source):
             try:
-                check_on_hub(self._place, self._revision)
+                check_on_hub(self.place, self._revision)
             except OSError as error:
                 raise self._unreadable("configuration", error) from None
         if (path := self._file(ADAPTER_CONFIG)) is None:
             return None
-        check_one_model(self.source, partial(has_file, self._place, self._revision))
+        check_one_model(self.source, partial(has_file, self.place, self._revision))
         return SavedAdapter.read(self.source, path, self._file(ADAPTER_WEIGHTS))
 
     def generation_config(self) -> GenerationConfig:
@@ -207,9 +211,11 @@ class PretrainedHandle:
         # An adapter's directory may have its own tokenizer, which is preferred to the base model's
         if self.base and not self._file("tokenizer_config.json"):
             return self.base.tokenizer()
-        if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
+        if is_local(self.source) and not any(any(Path(self.place).glob(names)) for names in TOKENIZER_FILES):
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
+        if self.gguf:
+            tokenizer.name_or_path = self.source  # messages name the user's file, not the unpacked directory
         ensure_pad_token(tokenizer, config)
         check_vocabulary(tokenizer, config, self.source)
         templates_of(tokenizer, self.source)
@@ -327,6 +333,7 @@ class PretrainedHandle:
 
     def check_reward_model(self) -> None:
         """Raise `ModelError` unless the model is a sequence classifier with one label or has a value head's file."""
+        self._refuse_gguf("reward model")
         if (why := self._why_no_classifier()) and self._head_beside() is None:
             raise ModelError(
                 f"{self.source}: a reward model is a sequence classifier with num_labels=1, {why}. Give such a model, "
@@ -335,6 +342,7 @@ class PretrainedHandle:
 
     def check_critic(self, what: str = "critic") -> None:
         """Raise `ModelError` unless the model is a classifier with one label; `what` names its use in the error."""
+        self._refuse_gguf(what)
         config = self.config()
         if is_token_classifier(config):
             why = None if config.num_labels == 1 else f"this model has {config.num_labels}"
@@ -344,6 +352,13 @@ class PretrainedHandle:
             raise ModelError(
                 f"{self.source}: a {what} is a token or sequence classifier with num_labels=1, {why}. Give such a "
                 "model, or train one (critic_pretraining, or PPO with ppo.export_critic=true)."
+            )
+
+    def _refuse_gguf(self, what: str) -> None:
+        if self.gguf:
+            raise ModelError(
+                f"{self.source}: a GGUF file has no score head, so it is no {what}. Give a sequence classifier's "
+                "directory or hub id."
             )
 
     def _why_no_classifier(self) -> str | None:
@@ -370,13 +385,15 @@ class PretrainedHandle:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.
 
         The fingerprint of a directory covers config.json and each weights file's name, size, first and last mebibyte.
-        The fingerprint of a hub id covers the id and the configuration. The fingerprint of an adapter, local or on the
-        hub, covers the adapter's files and the fingerprint of the base.
+        The fingerprint of a GGUF file covers the whole file, of a hub id the id and the configuration. The fingerprint
+        of an adapter, local or on the hub, covers the adapter's files and the fingerprint of the base.
         """
         check_model_directory(self.source)
         folder = self._folder
         if self.base:
             digest = hashlib.sha256(self.base.fingerprint().encode() + (folder / ADAPTER_CONFIG).read_bytes())
+        elif self.gguf:
+            return folder.name
         elif not is_local(self.source):
             return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
         else:
@@ -385,22 +402,34 @@ class PretrainedHandle:
             digest.update(part)
         return digest.hexdigest()[:16]
 
+    @cached_property
+    def gguf(self) -> GGUFFile | None:
+        """The GGUF file at the source; None if the source is another model."""
+        return GGUFFile.at(self.source, self.gguf_cache)
+
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
+        """The directory of a local model, which for a GGUF file is the unpacked directory, or the name on the hub.
+
+        Raises:
+            ModelError: The GGUF file cannot be read.
+        """
+        if self.gguf:
+            return str(self.gguf.directory)
         return str(Path(self.source).expanduser()) if is_local(self.source) else self.source.partition("@")[0]
 
     @property
     def _folder(self) -> Path:
         """The model's local folder; for an adapter on the hub, the folder of its files in the cache."""
         if not self.base or is_local(self.source):
-            return Path(self._place)
+            return Path(self.place)
         if (weights := self._file(ADAPTER_WEIGHTS)) is None:
             raise ModelError(f"{self.source}: this adapter has no {ADAPTER_WEIGHTS}. Save it as safetensors.")
         return weights.parent
 
     @property
     def _identity(self) -> str:
-        return str(Path(self._place).resolve()) if is_local(self.source) else self.source
+        return str(Path(self.place).resolve()) if is_local(self.source) else self.source
 
     @property
     def _revision(self) -> str:
@@ -408,7 +437,7 @@ class PretrainedHandle:
         return "main" if is_local(self.source) else self.source.partition("@")[2] or "main"
 
     def _file(self, name: str, *, local_files_only: bool = False) -> Path | None:
-        return find_file(self._place, self._revision, name, local_files_only=local_files_only)
+        return find_file(self.place, self._revision, name, local_files_only=local_files_only)
 
     def _unreadable(self, what: str, error: Exception) -> ModelError:
         where = "its" if is_local(self.source) else "there is no such directory, and as a hub id its"
@@ -419,14 +448,14 @@ class PretrainedHandle:
             # transformers draws a random head, which the adapter's own head replaces: hide the warning
             if self._adapter.brings_head(self.base.config()):
                 with errors_only("transformers"):
-                    return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True))
+                    return self._merged(self.base._weights(what, load, dtype=dtype))
             return self._merged(self.base._model(what, load, dtype))
         # Keep transformers from asking an unreachable hub whether the model has an adapter
         if not is_local(self.source) and not hub_answers():
             load = partial(load, adapter_kwargs={"local_files_only": True})
         # Keep transformers from printing a table of the weights that the model ignores
         with errors_only("transformers"):
-            model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
+            model, report = self._weights(what, load, dtype=dtype, output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
             raise ModelError(
                 f"{self.source}: as a {what} it lacks {len(missing)} weights ({_some(missing)}), which would be "
@@ -442,17 +471,23 @@ class PretrainedHandle:
         return self._named(prepare(merged, self.source))
 
     def _named(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set a model's name to its source: transformers records neither a revision nor a merged adapter."""
-        if self.base or "@" in self.source:
-            model.name_or_path = model.config.name_or_path = self._place if is_local(self.source) else self.source
+        """Set a model's name to its source: transformers records no revision, merged adapter or GGUF file."""
+        if self.base or self.gguf or "@" in self.source:
+            name = str(Path(self.source).expanduser()) if is_local(self.source) else self.source
+            model.name_or_path = model.config.name_or_path = name
         return model
+
+    def _weights(self, what: str, load: Callable[..., T], **options: Any) -> T:
+        if self.gguf:
+            self.gguf.dequantise()
+        return self._read(what, load, use_safetensors=True, **options)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         check_model_directory(self.source)
         try:
             with quiet_transformers():
                 return load(
-                    self._place,
+                    self.place,
                     revision=self._revision,
                     trust_remote_code=self.trust_remote_code,
                     local_files_only=is_local(self.source) or not hub_answers(),

@@ -307,8 +307,14 @@ def check_export(name: str | None, config: PPOConfig) -> None:
 
     `name` is the directory or hub id that the policy was loaded from.
     """
-    if config.export == "adapter" and (not name or PretrainedHandle(name).base is not None):
-        why = f"{name} is an adapter itself" if name else "the policy is an object without a name (name_or_path)"
+    if config.export != "adapter":
+        return
+    why = None if name else "the policy is an object without a name (name_or_path)"
+    if name and (handle := PretrainedHandle(name)).gguf:
+        why = f"{name} is a GGUF file"
+    elif name and handle.base is not None:
+        why = f"{name} is an adapter itself"
+    if why:
         raise ModelError(f"ppo.export=adapter: {why}, so peft could not load its base; set ppo.export=merged")
 
 

@@ -22,7 +22,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError, TrainingError, in_one_line
 from ppo_rlhf.models.adapters import merged_parameters
-from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.engines import Responses, SamplingSettings, responses_of
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator
@@ -162,9 +161,8 @@ class VLLMEngine:
         else:
             # vLLM reads the model's architecture from `name_or_path`, which for an adapter must name the base model
             source = policy.name_or_path or ""
-            base = PretrainedHandle(source, trusted).base if source else None
-            source = source if base is None else base.source
-            weights.name_or_path = source if is_local(source) else source.partition("@")[0]
+            handle = PretrainedHandle(source, trusted) if source else None
+            weights.name_or_path = "" if handle is None else (handle.base or handle).place
         # TRL's names of the options have no prefix vllm_
         options = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}
         options["server_timeout"] = 0.0  # TRL does not wait for a server, because `_with_retries` waits

@@ -196,7 +196,8 @@ def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
     if given:
         path = Path(given).expanduser()
         source = str(path.parent) if path.name == "config.json" else given
-        return PretrainedHandle(source, run.catalog["sft_policy"]._describe()["trust_remote_code"])
+        start = run.catalog["sft_policy"]
+        return PretrainedHandle(source, start._describe()["trust_remote_code"], gguf_cache=start.gguf_cache)
     for entry in (run.start, "sft_policy"):
         if run.source(entry) is not None and run.catalog[entry].exists():
             handle: PretrainedHandle = run.catalog[entry].load()
@@ -207,7 +208,7 @@ def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
 def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     """Return a model's configuration. A directory may lack weights."""
     folder = Path(model.source)
-    if not folder.is_dir() or is_adapter(folder):
+    if model.gguf or not folder.is_dir() or is_adapter(folder):
         return model.config()
     trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:

@@ -223,7 +223,6 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     if run.source(name) is None:  # base_model_path is null, so the policy starts from random weights
         return
     handle = run.catalog[name].load()
-    tokenizer = handle.tokenizer()
     if name == "reward_model":
         handle.check_reward_model()
     elif name == "pretrained_critic":
@@ -234,7 +233,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     for output, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
         if run.writes(output):
             yield f"{handle.source} has Python code of its own, which is not saved with a {output} trained on it. {fix}"
-    run.models[name], run.tokenizers[name] = handle, tokenizer
+    run.models[name], run.tokenizers[name] = handle, handle.tokenizer()
 
 
 def check_model_options(run: RunRequest) -> None:
