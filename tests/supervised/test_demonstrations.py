@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.data.chats import read_chat
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import RecordsDataset, TableDataset
 from ppo_rlhf.models.quiet import said
@@ -182,6 +183,68 @@ def test_of_chats_the_assistants_turns_are_learnt_where_the_template_marks_them(
     assert rows.input_ids == [whole]
     expected = [token if token == C else IGNORED for token in whole] if marks else whole
     assert rows.labels == [expected]
+
+
+LEARNT_TURNS = (
+    "{% for m in messages %}{{ m['role'][0] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + ' <s>' }}{% endgeneration %}{% else %}{{ m['content'] + ' <s>' }}{% endif %}"
+    "{{ ' ' }}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def learnt_of(rows, template):
+    trained, held_out = split_demonstrations(pd.DataFrame(rows), DataPreparationConfig())
+    tokenizer = word_tokenizer(chat_template=LEARNT_TURNS)
+    found = tokenise_demonstrations(pd.concat([trained, held_out]), tokenizer, None, template=template)
+    return {" ".join(tokenizer.decode([label]) for label in labels if label != IGNORED) for labels in found.labels}
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"trainable": False}, {"loss_mask": 0}]
+)
+def test_an_answer_that_is_marked_as_not_learnt_is_not_learnt(mark):
+    chats = [TURNS[0], TURNS[1] | mark, *TURNS[2:]], [*TURNS[:3], TURNS[3] | mark], TURNS
+    (key,) = mark
+    whole = [turn | {key: 1} for turn in TURNS[:2]]
+    learnt = learnt_of({"messages": [*chats, whole]}, LEARNT_TURNS)
+    assert learnt == {"d <s>", "b <s>", "b <s> d <s>"}
+
+
+def test_an_answer_that_is_marked_as_not_learnt_is_refused_where_all_is_learnt():
+    marked = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
+    with pytest.raises(DataError, match="value 0 or false, but SFT learns whole chats here"):
+        learnt_of({"messages": [marked, TURNS]}, None)
+    completions = [[TURNS[1] | {"weight": 0}, *TURNS[2:]], TURNS[1:]]
+    with pytest.raises(DataError, match="value 0 or false, but SFT learns completions here"):
+        learnt_of({"prompt": [TURNS[:1]] * 2, "completion": completions}, None)
+    with pytest.raises(DataError, match="marks 0 parts for 2 turns of the assistant"):
+        learnt_of({"messages": [marked, TURNS]}, CHAT_TEMPLATE)
+    # A prompt's messages are not learnt in any case
+    rows = {"prompt": [marked[:3], TURNS[:3]], "completion": [[TURNS[3]], [TURNS[1]]]}
+    assert learnt_of(rows, None) == {"a d <s>", "a b <s>"}
+
+
+def test_a_tool_call_of_sharegpt_keeps_the_mark_and_turns_that_differ_are_refused():
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', "loss": False}
+    rows = [{"from": "human", "value": "a"}, call]
+    assert read_chat(rows, "row 0")[1]["loss"] is False
+    with pytest.raises(DataError, match=r"message 2 and the message before it are one turn .* differ in `loss`"):
+        read_chat([rows[0], {"from": "gpt", "value": "b"}, call], "row 0")
+
+
+def test_marks_that_are_not_followed_are_named(caplog):
+    said.clear()
+    chat = [TURNS[0] | {"train": True}, TURNS[1] | {"weight": 0.5, "train_detail": []}]
+    with caplog.at_level(logging.WARNING):
+        split_demonstrations(pd.DataFrame({"messages": [chat, TURNS]}), DataPreparationConfig())
+    for part in ("`weight` other than 0 and 1", "`train` of messages of the role `user`", "`train_detail` is not used"):
+        assert part in caplog.text
 
 
 def test_trls_training_template_marks_what_the_models_own_does_not():

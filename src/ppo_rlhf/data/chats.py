@@ -21,6 +21,8 @@ ASSISTANT = "assistant"
 # A message with one of these keys calls tools, so a message with such a key may have no content
 CALLS = ("tool_calls", "function_call")
 
+LEARNT = ("weight", "loss", "train", "trainable", "loss_mask")
+"""Keys with which OpenAI, Mistral, ms-swift, axolotl and verl say whether SFT learns a message."""
 CONVERSATIONS = ("messages", "conversations")
 """Columns of whole conversations; `conversations` is ShareGPT's name."""
 TOOLS, SYSTEM = "tools", "system"
@@ -67,9 +69,15 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
         read = _read_message(message, f"{where}: message {number}")
         if read["role"] in _CALLING_ROLES:
             calls = _read_calls(read["content"], f"{where}: message {number}")
+            others = {key: item for key, item in read.items() if key not in ("role", "content")}
             # Add the tool calls to the chat's last message if the last message is the assistant's
             if not chat or chat[-1]["role"] != ASSISTANT:
-                chat.append({"role": ASSISTANT, "content": None})
+                chat.append({"role": ASSISTANT, "content": None, **others})
+            elif differ := [key for key in LEARNT if chat[-1].get(key, 1) != others.get(key, 1)]:
+                raise DataError(
+                    f"{where}: message {number} and the message before it are one turn of the assistant, but differ in "
+                    f"`{differ[0]}`. Give both the same value."
+                )
             chat[-1]["tool_calls"] = [*chat[-1].get("tool_calls", []), *calls]
         else:
             chat.append(read)

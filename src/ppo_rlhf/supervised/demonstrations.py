@@ -7,8 +7,9 @@ tokenizer's chat template renders).
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any
 
 import pandas as pd
@@ -19,7 +20,9 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, in_one_line
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import (
+    ASSISTANT,
     CONVERSATIONS,
+    LEARNT,
     SYSTEM,
     TOOLS,
     Chat,
@@ -36,6 +39,7 @@ from ppo_rlhf.data.chats import (
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
+from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, templates_of, without_template_defaults
 
 logger = logging.getLogger(__name__)
@@ -118,14 +122,16 @@ def tokenise_demonstrations(
 ) -> TokenisedDemonstrations:
     """Return the token sequences and labels of a table from `split_demonstrations`.
 
+    An assistant's message with a key of `LEARNT` that is 0 or false is not learnt.
+
     Texts and completions end in the end-of-text token. SFT learns only the completions of tables with prompts. In chats
     without a prompt SFT learns only the assistant's turns if `template` marks the assistant's turns, and the whole chat
     otherwise. Texts are learnt whole. Sequences are truncated to `max_length` tokens; a truncated sequence has no
     end-of-text token. `name` names the table in messages; `template` is from `training_template`.
 
     Raises:
-        DataError: The tokenizer has no chat template for chats, the chat template leaves a message out, or no row has a
-            learnt token within `max_length`.
+        DataError: The tokenizer has no chat template for chats, the chat template leaves a message out, a message is
+            marked as not learnt but cannot be left out, or no row has a learnt token within `max_length`.
     """
     encoded = (
         _encode_chats(frame, tokenizer, template, name)
@@ -252,11 +258,37 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         pairs = enumerate(zip(table[start], frame[SYSTEM], strict=True))
         table[start] = [with_system(*pair, f"demonstrations: row {row}") for row, pair in pairs]
     if start == "prompt":
+        # No message of a prompt is learnt, so only the messages of completions keep the keys that say so
+        table["prompt"] = [[_without_marks(message) for message in chat] for chat in table["prompt"]]
         table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
         table = table[["messages", "prompt"]]
+    _name_unused_marks(message for chat in table["messages"] for message in chat)
     if TOOLS in frame:
         table[TOOLS] = [read_tools(value, f"demonstrations: row {row}") for row, value in enumerate(frame[TOOLS])]
     return table.map(as_json)
+
+
+def _without_marks(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in LEARNT}
+
+
+def _name_unused_marks(messages: Iterable[dict[str, Any]]) -> None:
+    """Log once each key of `LEARNT` that SFT does not follow: a part of a weight, or a weight of another role."""
+    for message in messages:
+        for key in LEARNT:
+            value, role = message.get(key, 0), message["role"]
+            if value not in (0, 1):
+                say_once(f"demonstrations: `{key}` other than 0 and 1 is not used: such messages are learnt.")
+            elif value and role != ASSISTANT:
+                say_once(f"demonstrations: `{key}` of messages of the role `{role}` is not used.")
+        if "train_detail" in message:
+            say_once("demonstrations: `train_detail` is not used: messages are learnt whole.")
+
+
+def _unlearnt(messages: Chat) -> list[bool]:
+    """Return for each turn of the assistant whether a key of `LEARNT` says that SFT must not learn it."""
+    turns = [message for message in messages if message["role"] == ASSISTANT]
+    return [any(turn.get(key, 1) == 0 for key in LEARNT) for turn in turns]
 
 
 def _chat_of(record: dict[str, str]) -> tuple[Chat, Tools]:
@@ -282,6 +314,12 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, templ
         if template is not None and "prompt" not in record:
             yield _marked(messages, tools, tokenizer, template, where)
             continue
+        if any(_unlearnt(messages)):
+            whole = "completions" if "prompt" in record else "whole chats"
+            raise DataError(
+                f"{where}: a message has one of {', '.join(LEARNT)} with the value 0 or false, but SFT learns {whole} "
+                "here. Give whole chats and a chat template that marks the assistant's turns, or remove the key."
+            )
         ids, prompt = chat_ids(messages, tokenizer, where, tools=tools), []
         if "prompt" in record:
             prompt = chat_ids(json.loads(record["prompt"]), tokenizer, where, to_answer=True, tools=tools)
@@ -300,7 +338,10 @@ def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
 def _marked(
     messages: Chat, tools: Tools, tokenizer: PreTrainedTokenizerBase, template: str, where: str
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat, and labels for the tokens of the assistant's turns only."""
+    """Return the tokens of a chat, and labels for the tokens of the assistant's turns only.
+
+    Turns that must not be learnt have no labels: the n-th run of marked tokens is the n-th turn.
+    """
     try:
         encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
@@ -309,4 +350,13 @@ def _marked(
         raise DataError(f"{where}: the chat template refuses a chat: {in_one_line(error)}") from error
     ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     check_shown(messages, tokenizer, where, str(tokenizer.decode(ids)), tools=tools)
+    if any(unlearnt := _unlearnt(messages)):
+        runs = [[*run] for is_marked, run in groupby(range(len(mask)), mask.__getitem__) if is_marked]
+        if len(runs) != len(unlearnt):
+            raise DataError(
+                f"{where}: one of {', '.join(LEARNT)} says that a message is not learnt, but the chat template marks "
+                f"{len(runs)} parts for {len(unlearnt)} turns of the assistant. Remove the key, or split the chat."
+            )
+        left_out = {token for run, is_unlearnt in zip(runs, unlearnt, strict=True) if is_unlearnt for token in run}
+        mask = [learnt and token not in left_out for token, learnt in enumerate(mask)]
     return list(ids), [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
