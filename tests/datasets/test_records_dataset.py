@@ -151,18 +151,19 @@ def test_an_input_that_was_not_given_is_none():
             r"line 2 is not an object with named columns: [1, 2]",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is damaged: it is not UTF-8 text"),
-        ("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}\n', "row 1, column `a`: the text is not UTF-8"),
         ("a.csv", b"a,b\nx,y\nx,\xff\n", "line 3 is damaged: it is not UTF-8 text"),
         ("a.jsonl", b'{"a": 1}\n{"a": ' + b"[" * 100_000, "line 2 cannot be read: maximum recursion depth"),
         ("a.jsonl", b"", "this data file is empty"),
         ("a.jsonl", b"\n\n", "this data file has no rows"),
+        ("a.jsonl", b'{"a": {"b": 1, "c": 2, "b": 3}}', "line 1 cannot be read: an object has the key `b` twice"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08no gzip", "this data file is damaged"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "line 2 is damaged: it is not valid JSON"),
         ("a.json", b"[]", "this data file has no rows"),
         ("a.json", b'[{"a": 1}, 2]', "row 1 is not an object with named columns: 2"),
         ("a.csv", b'a,b\n1,2\n1,2,3\n"', "this CSV file is damaged"),
-        ("a.csv", b"a,b\n", "this data file has no rows"),
+        ("a.csv", b"a,b\n", "this table has no rows"),
         ("a.parquet", b"PAR1 not really", "Parquet magic bytes not found in footer"),
-        ("a.txt", b"\n \n", "this data file has no rows"),
+        ("a.txt", b"\n \n", "this table has no rows"),
         ("a.xlsx", b"x", "files ending in .xlsx cannot be read"),
     ],
 )
@@ -189,8 +190,8 @@ def test_one_byte_that_is_not_utf8_far_inside_a_chat_is_named_with_file_row_and_
             pyarrow.parquet.write_table(pyarrow.table({"id": [1] * count, "prompt": chats}), path)
     with pytest.raises(DatasetError) as caught:
         RecordsDataset(str(tmp_path)).load()
-    place = f"{tmp_path / 'b'}.{ending}: row 2041, column `prompt`: the text is not UTF-8."
-    assert str(caught.value.__cause__).startswith(place)
+    place = "row 2041, column `prompt`: the text is" if ending == "parquet" else "line 2042 is damaged: it is"
+    assert str(caught.value.__cause__).startswith(f"{tmp_path / 'b'}.{ending}: {place} not UTF-8")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.sources import HUB, is_hub_name
+from ppo_rlhf.data.files import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel

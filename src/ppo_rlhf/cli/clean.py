@@ -19,7 +19,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, existing_store
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.data.sources import FORMATS
+from ppo_rlhf.data.files import FORMATS
 from ppo_rlhf.hooks.run_description import CHECKPOINTS, HOST, NONE, PROJECT_PATH, place_of
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors

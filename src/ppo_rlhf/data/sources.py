@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import glob
-import json
 import logging
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ppo_rlhf.core.errors import DataError, in_one_line
+from ppo_rlhf.data.csv_tables import read_csv, read_text
+from ppo_rlhf.data.files import FORMATS, HUB_NAME, find, kind_of
 
 # Imported here only for type checkers: `datasets` takes two seconds to import, so functions that use it import it
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
-FORMATS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-"""Maps endings of files to the builder of `datasets` that reads the file."""
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-HUB = "hf://datasets/"
-_ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
-_NO_ROWS = "this data file has no rows; a data file needs at least one row."
-_HUB_NAME = re.compile(
-    r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
-)
-_HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
 LONG = 10_000
 """A progress bar is shown for tables with more rows than this."""
 _LARGE = 10_000_000  # a progress bar is shown when reading more than this many bytes
-_TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 
 
 def load_table(
@@ -60,21 +42,24 @@ def load_table(
         DataError: The source does not exist or cannot be reached, its ending is unknown, a line is damaged (the error
             has the line number), a text is not UTF-8, or the table has no rows.
     """
-    options = load_args or {}
-    files = files_of(source)
-    if files is None:
+    options = dict(load_args or {})
+    found = find(source, options.get("split"))
+    if found is None:
         table = _load_from_hub(source, cache, options)
-    elif isinstance(files, Path):
-        table = _load_saved(files, options.get("split"))
+    elif found.saved is not None:
+        table = _load_saved(found.saved, found.split)
     else:
-        table = _load_files(source, files, text_column, cache, options)
+        options.pop("split", None)
+        table = _load_files(source, found.files, text_column, cache, options)
+    if found is not None and found.part:
+        table = _part(table, found.part, source)
     if not len(table):
-        raise DataError(f"{source}: {_NO_ROWS}")
+        raise DataError(f"{source}: this table has no rows; a table needs at least one row.")
     try:
         check_texts(table, source)
     except DataError:
         # Check each file separately, so that the error names the damaged file and its row
-        for file in files if isinstance(files, list) else ():
+        for file in found.files if found is not None and found.saved is None else ():
             check_texts(_load_files(str(file), [file], text_column, cache, options), str(file))
         raise
     return table
@@ -101,8 +86,6 @@ def check_texts(table: Dataset, source: str) -> None:
 
 
 def _is_valid(table: Dataset) -> bool:
-    import pyarrow as pa
-
     try:
         table.data.table.validate(full=True)
     except pa.ArrowInvalid:
@@ -118,78 +101,11 @@ def _is_readable(column: Dataset, rows: slice) -> bool:
     return True
 
 
-def is_hub_name(source: str) -> bool:
-    """Return whether a source that is not a file can be the name of a dataset on the hub.
-
-    `folder/name` is no name on the hub if `folder` exists: a mistyped path must not be looked up on the hub.
-    """
-    match = _HUB_NAME.fullmatch(source)
-    return (
-        match is not None and _kind(Path(source)) not in FORMATS and not os.path.isdir(os.path.dirname(match["path"]))
-    )
-
-
-def files_of(source: str) -> list[Path] | Path | None:
-    """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a dataset on the hub."""
-    if source.startswith(HUB):
-        return [_downloaded(source)]
-    path = Path(source).expanduser()
-    try:
-        exists = path.exists()
-    except OSError as error:  # the operating system refuses the path, for example because the name is too long
-        raise DataError(f"{source}: this path cannot be looked up: {error.strerror}. Give {_ENDINGS}.") from error
-    if "::" in source and exists:
-        raise DataError(
-            f"{source}: `datasets` and fsspec read :: in a path as a file inside an archive. Rename the file."
-        )
-    if path.is_file():
-        files = [path]
-    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return path
-    elif path.is_dir():
-        files = sorted(file for file in path.iterdir() if _kind(file) in FORMATS)
-        if not files:
-            raise DataError(f"{source}: this folder has no file of a supported kind. Give {_ENDINGS}.")
-    else:
-        files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
-        if not files and is_hub_name(source):
-            return None
-        if not files:
-            raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
-    kinds = {_kind(file) for file in files}
-    if len({FORMATS.get(kind, kind) for kind in kinds}) > 1:
-        raise DataError(f"{source}: files of several kinds ({', '.join(sorted(kinds))}). Give files of one kind.")
-    if not kinds <= FORMATS.keys():
-        (kind,) = kinds
-        raise DataError(f"{source}: files ending in {kind or 'nothing'} cannot be read. Give {_ENDINGS}.")
-    return files
-
-
-def _kind(file: Path) -> str:
-    return (Path(file.stem) if file.suffix in COMPRESSIONS else file).suffix.lower()
-
-
-def _downloaded(source: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    address = _HUB_FILE.fullmatch(source)
-    if address is None:
-        raise DataError(
-            f"{source}: a file on the hub is named {HUB}<owner>/<name>/<file>, or …<name>@<revision>/<file>."
-        )
-    try:
-        repository, revision, file = address.group("repo_id", "revision", "filename")
-        return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
-    # The hub, the network, the local cache or HF_HUB_OFFLINE can make the download fail
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from None
-
-
 def _load_from_hub(source: str, cache: str | None, load_args: dict[str, Any]) -> Dataset:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
-    address = _HUB_NAME.fullmatch(source)
+    address = HUB_NAME.fullmatch(source)
     assert address is not None
     named = {key: value for key, value in address.groupdict().items() if value is not None}
     if both := named.keys() & load_args.keys():
@@ -239,6 +155,17 @@ def _one_split(loaded: Any, source: str, split: str | None = None) -> Dataset:
     return loaded[chosen]
 
 
+def _part(table: Dataset, part: str, source: str) -> Dataset:
+    """Return the rows that a part of a split such as [:10%] names."""
+    from datasets import ReadInstruction
+
+    try:
+        (rows,) = ReadInstruction.from_spec(f"rows{part}").to_absolute({"rows": len(table)})
+    except (ValueError, AssertionError) as error:
+        raise DataError(f"{source}: the part {part} of the split cannot be read: {in_one_line(error)}") from error
+    return table.select(range(rows.from_ or 0, len(table) if rows.to is None else rows.to))
+
+
 def _load_files(
     source: str, files: list[Path], text_column: str, cache: str | None, load_args: dict[str, Any]
 ) -> Dataset:
@@ -247,26 +174,41 @@ def _load_files(
     # Imported inside the function because the module imports transformers, which is slow
     from ppo_rlhf.models.quiet import errors_only
 
-    builder = FORMATS[_kind(files[0])]
+    builder = FORMATS[kind_of(files[0])]
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"{files[0]}: this data file is empty; a data file needs at least one row.")
     if builder == "csv" and not load_args:
-        return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
-    options = {"encoding": "utf-8-sig"} if builder == "text" else {}
-    try:
+        return read_csv(files, text_column)
+    shown = sum(file.stat().st_size for file in files) > _LARGE
+    if builder == "json" and not load_args:
+        from ppo_rlhf.data.json_tables import read_json
+
+        with bars(shown):
+            return read_json(files, cache)
+    options: dict[str, Any] = {"encoding": "utf-8-sig"} if builder == "text" else {}
+    if builder in ("parquet", "arrow") and len(files) > 1:
+        options["features"] = _joint_features(files, builder)
+
+    def load(files: list[Path], **given: Any) -> Dataset:
         # Silence the log of `datasets`, because the DataError below already reports a damaged file
-        with errors_only("datasets", logging.CRITICAL), bars(sum(file.stat().st_size for file in files) > _LARGE):
-            table = datasets.load_dataset(
+        with errors_only("datasets", logging.CRITICAL), bars(shown):
+            return datasets.load_dataset(
                 builder,
-                **{**options, "split": "train", **load_args},
+                **{**options, "split": "train", **load_args, **given},
                 # Escape the paths, because `datasets` reads them as glob patterns
                 data_files=[glob.escape(str(file)) for file in files],
                 cache_dir=cache,
             )
+
+    try:
+        table = load(files)
     # The builders of `datasets` raise errors of many libraries, for example StopIteration for an empty file
     except Exception as error:
-        rows = [row for file in files for row in _read_by_line(file, builder)]
-        if not rows:
-            raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
-        table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        for file in files if len(files) > 1 else ():
+            _check_file(file, load, options.get("features"))
+        if builder == "text":
+            read_text(files[0])
+        raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
     if builder != "text":
         return table
     with bars(len(table) > LONG):
@@ -274,92 +216,49 @@ def _load_files(
     return table.rename_column("text", text_column) if text_column != "text" else table
 
 
-def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSON file that `datasets` cannot read, for example because of mixed types and empty lines.
+def _joint_features(files: list[Path], builder: str) -> Features | None:
+    """Return features that fit the columns of all files; None if the files have the same columns."""
+    from datasets import Features
 
-    Return no rows for a file that is not JSON. The error names the line that cannot be read.
-    """
-    if file.stat().st_size == 0:
-        raise DataError(f"{file}: this data file is empty; a data file needs at least one row.")
-    if builder not in ("json", "text"):
-        return []
-    text = _text(file)
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise DataError(f"{file}: {_NO_ROWS}")
-    if builder == "text":
-        return []
-    if text.lstrip().startswith("["):
-        rows = [(f"row {row}", value) for row, value in enumerate(_parsed(file, 1, text))]
-    else:
-        rows = [(f"line {number}", _parsed(file, number, line)) for number, line in lines]
-    if not rows:
-        raise DataError(f"{file}: {_NO_ROWS}")
-    for place, value in rows:
-        if not isinstance(value, dict):
-            raise DataError(f"{file}: {place} is not an object with named columns: {json.dumps(value)[:40]}")
-    return [value for _, value in rows]
+    schemas = [_schema(file, builder) for file in files]
+    joint = schemas[0]
+    for file, schema in zip(files, schemas, strict=True):
+        try:
+            joint = pa.unify_schemas([joint, schema], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(
+                f"{file}: its columns do not fit those of the files before it: {in_one_line(error)}. Write the column "
+                "with one type in all files."
+            ) from error
+    return None if all(schema.equals(joint) for schema in schemas) else Features.from_arrow_schema(joint)
 
 
-def _text(file: Path) -> str:
+def _schema(file: Path, builder: str) -> pa.Schema:
     try:
         with fsspec.filesystem("file").open(str(file), "rb", compression="infer") as opened:
-            content = opened.read()
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: this data file is damaged: {in_one_line(error)}") from error
+            if builder == "parquet":
+                return pq.read_schema(opened).remove_metadata()
+            try:
+                return pa.ipc.open_stream(opened).schema.remove_metadata()
+            except pa.ArrowInvalid:
+                return pa.ipc.open_file(opened).schema.remove_metadata()
+    except (OSError, ValueError, EOFError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{file}: cannot be loaded: {in_one_line(error)}") from error
+
+
+def _check_file(file: Path, load: Callable[..., Dataset], features: Features | None) -> None:
+    """Raise `DataError` if one of several files cannot be read, or a column's values do not fit `features`."""
+    from datasets.table import table_cast
+
+    place = str(file)
     try:
-        return str(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        number = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{file}: line {number} is damaged: it is not UTF-8 text.") from error
-
-
-def _parsed(file: Path, number: int, text: str) -> Any:
-    """Return the value of a JSON text; `number` is the line of the file in which the text begins."""
-    try:
-        value = json.loads(text)
-        # Encoding as UTF-8 fails if the JSON escapes only half of a surrogate pair (`\ud83d` alone)
-        json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        line = number + error.lineno - 1
-        raise DataError(f"{file}: line {line} is damaged: it is not valid JSON ({error.msg}).") from error
-    except UnicodeEncodeError as error:
-        raise DataError(f"{file}: line {number} is damaged: it has half of a surrogate pair.") from error
-    # Python's json refuses numbers with thousands of digits, and fails at thousands of nested brackets
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: line {number} cannot be read: {error}.") from error
-    return value
-
-
-def _read_csv(file: Path, text_column: str) -> Dataset:
-    """Return the table of a CSV file.
-
-    Only an empty cell is a missing value, and a column of whole numbers with a missing value keeps whole numbers.
-    """
-    import datasets
-
-    surplus = "Rows have more cells than the header; quote texts that contain commas."
-    try:
-        frame = pd.read_csv(
-            file,
-            encoding="utf-8-sig",
-            dtype=dict.fromkeys((*_TEXT_COLUMNS, text_column), "string"),
-            dtype_backend="numpy_nullable",
-            keep_default_na=False,
-            na_values=[""],
-        )
-    # pandas' ParserError is a ValueError, and its message names the line
-    except (OSError, EOFError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            _text(file)  # `_text` decodes the file again and raises an error that names the undecodable line
-        reason = in_one_line(error)
-        raise DataError(
-            f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
-        ) from error
-    # If the rows have more cells than the header, pandas takes the first cells as row labels
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise DataError(f"{file}: this CSV file is damaged: {surplus}")
-    return datasets.Dataset.from_pandas(frame, preserve_index=False)
+        table = load([file], features=None)
+        schema = table.data.schema if features is None else features.arrow_schema
+        for name in table.column_names:
+            place = f"{file}: column `{name}`"
+            table_cast(table.data.table.select([name]), pa.schema([schema.field(name)]))
+    except Exception as error:
+        raise DataError(f"{place}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
 
 
 def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:

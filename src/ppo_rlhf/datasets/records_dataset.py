@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError, kind_and_text
+from ppo_rlhf.data.files import HUB, Found, find, is_hub_name
 from ppo_rlhf.data.prompt_dataset import as_json
-from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
+from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets.answers import SCHEME, load_answers
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
@@ -31,7 +31,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     `filepath` is one of:
 
     - a file, a glob or a folder of .jsonl, .json, .csv, .parquet, .arrow or .txt files (one row per line), plain or
-      compressed;
+      compressed; of a folder with splits the split `train`, or the split in `<folder>:<split>`, is read;
     - a folder that `save_to_disk` wrote;
     - the name of a dataset on the hub, with `@<revision>`, `#<configuration>` and `:<split>` where needed;
     - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
@@ -104,23 +104,27 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             self.load()
             assert self._answers is not None
             return hashlib.sha256(as_json(self._answers.to_list()).encode("utf-8", "surrogatepass")).hexdigest()
-        files = files_of(str(self._source)) if self._exists() else None
-        if files is None:
+        found = self._found()
+        if found is None:
             return None
-        paths = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
         digests = []
-        for file in paths:
+        for file in found.files:
             with file.open("rb") as opened:
                 digests.append(hashlib.file_digest(opened, "sha256"))
-        combined = digests[0] if len(paths) == 1 else hashlib.sha256(b"".join(digest.digest() for digest in digests))
+        combined = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digest.digest() for digest in digests))
         return combined.hexdigest()
 
     def _exists(self) -> bool:
+        return self._found() is not None
+
+    def _found(self) -> Found | None:
+        """Return the table's files on this machine; None for other sources, and for a source that cannot be found."""
+        if self._source is None or self._source.startswith((HUB, SCHEME)):
+            return None
         try:
-            is_remote = self._source is None or self._source.startswith((HUB, SCHEME))
-            return not is_remote and bool(files_of(str(self._source)))
+            return find(self._source, (self._load_args or {}).get("split"))
         except DataError:
-            return False
+            return None
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source}

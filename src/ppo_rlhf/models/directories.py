@@ -45,7 +45,7 @@ _HUB_TIMEOUT_S = 10.0
 def is_local(source: str) -> bool:
     """Return whether `source` is, or looks like, a path rather than a hub id (`[organisation/]name[@revision]`).
 
-    Names of data sets on the hub follow another rule, `data.sources.is_hub_name`: a data set's name has an owner, a
+    Names of data sets on the hub follow another rule, `data.files.is_hub_name`: a data set's name has an owner, a
     configuration and a split, and no file extension. Kedro changes hub names of models and data sets, so
     `paths.restore_hub_name` must be called before `is_local` and before `is_hub_name`.
     """

@@ -1,0 +1,180 @@
+"""No column, nested key, type or digit of a table's files is lost without a word."""
+
+import csv
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.sources import load_table
+
+LARGE = 10_500_000  # bytes; `datasets` takes the columns of JSON from the first 10 MiB
+
+
+def rows_of(path, cache):
+    return [*load_table(str(path), cache=str(cache))]
+
+
+def write_json(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+USER = {"role": "user", "content": "a"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, "y"]}}}]}
+TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "integer", "enum": [1, 2]}}}}
+OTHER_TOOL = {"name": "g", "parameters": {"properties": {"y": {"type": "string", "default": None}}}}
+
+
+PLAIN = {"messages": [{"role": "user", "content": "x" * 7_000}], "answer": 0.5}
+OTHERS = [
+    {"messages": [USER], "answer": "x", "tools": [TOOL], "system": "Be brief."},
+    {"messages": [USER, CALL], "answer": None},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "5"}]}, {"role": "user", "content": "5"}]},
+    {"messages": "a text in place of a chat", "answer": 3},
+    {"messages": [{**USER, "weight": 0}], "answer": 2**53 + 1},
+    {"messages": [USER], "answer": 10**30},
+    {"messages": [USER], "answer": ["a"]},
+]
+
+
+def test_what_stands_behind_the_first_block_comes_through(tmp_path):
+    rows = [*[PLAIN] * (LARGE // 7_000), *OTHERS]
+    table = load_table(str(write_json(tmp_path / "a.jsonl", rows)), cache=str(tmp_path / "cache"))
+    nothing = dict.fromkeys(("messages", "answer", "tools", "system"))
+    assert [table[0], *table.select(range(len(rows) - len(OTHERS), len(rows)))] == [
+        nothing | row for row in (PLAIN, *OTHERS)
+    ]
+
+
+@pytest.mark.parametrize("last", OTHERS)
+def test_what_only_the_second_file_has_comes_through(tmp_path, last):
+    write_json(tmp_path / "a-1.jsonl", [PLAIN] * 2)
+    write_json(tmp_path / "a-2.jsonl.gz", [last])
+    first, _, second = rows_of(tmp_path / "a-*", tmp_path / "cache")
+    assert (first, second) == (dict.fromkeys(last) | PLAIN, dict.fromkeys(PLAIN) | last)
+
+
+def test_objects_with_different_keys_come_back_with_their_own_keys(tmp_path):
+    rows = [{"tools": [TOOL, OTHER_TOOL]}, {"tools": []}, {"tools": None}]
+    assert rows_of(write_json(tmp_path / "a.jsonl", rows), tmp_path) == rows
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["5", 5],
+        ["true", {"a": 1}],
+        ['{"a": 1}', [1]],
+        ["null", 1.5],
+        [0.8474337369372327, 1e-17, "x"],
+        [2**64, 1],
+        [2**63 - 1, -(2**63)],
+        [2**53 + 1, 0.5],
+        [True, 1],
+        [{}, {"a": None}],
+        [[], ["a"], None],
+        ["2020-01-01", "2021-01-01"],
+        ["2020-01-01", "soon"],
+        [[[1], ["a"]]],
+    ],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_values_of_json_are_what_stands_there_with_their_types(tmp_path, values, ending):
+    path = tmp_path / f"a.{ending}"
+    rows = [{"x": value, "y": [{"z": value}]} for value in values]
+    path.write_text(json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    found = rows_of(path, tmp_path / "cache")
+    assert found == rows
+    assert repr([row["x"] for row in found]) == repr(values)
+
+
+def test_objects_that_are_spread_over_lines_are_read(tmp_path):
+    rows = [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]
+    path = tmp_path / "a.json"
+    for text in ("\n".join(json.dumps(row, indent=2) for row in rows), json.dumps(rows, indent=1)):
+        path.write_text("\n" + text)
+        assert rows_of(path, tmp_path / "cache") == rows
+
+
+def write_table(path, rows):
+    columns = dict.fromkeys(name for row in rows for name in row)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "csv"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a": "x"}, {"a": "y", "b": "z"}),
+        ({"a": "x", "b": None}, {"a": "y", "b": "z"}),
+        ({"a": "x", "b": None}, {"a": "y", "b": 3}),
+        ({"a": 1}, {"a": 0.5}),
+        ({"a": None, "b": "x"}, {"b": "y"}),
+    ],
+)
+def test_files_of_one_table_have_the_columns_of_all_files(tmp_path, ending, first, second):
+    write_table(tmp_path / f"part-1.{ending}", [first])
+    write_table(tmp_path / f"part-2.{ending}", [second])
+    names = first | second
+    expected = [{name: row.get(name) for name in names} for row in (first, second)]
+    assert rows_of(tmp_path, tmp_path / "cache") == expected
+
+
+def test_nested_columns_of_parquet_have_the_keys_of_all_files(tmp_path):
+    write_table(tmp_path / "1.parquet", [{"m": [{"role": "user"}]}])
+    write_table(tmp_path / "2.parquet", [{"m": [{"role": "assistant", "calls": [{"name": "f"}]}]}])
+    first, second = (row["m"][0] for row in rows_of(tmp_path, tmp_path / "cache"))
+    assert first == {"role": "user", "calls": None}
+    assert second == {"role": "assistant", "calls": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize(("first", "second"), [(1, "two"), ("two", 1), (0.5, 2**53 + 1), (["a"], "a"), (True, 1)])
+def test_files_of_one_table_whose_types_differ_are_refused_with_file_and_column(tmp_path, ending, first, second):
+    write_table(tmp_path / f"part-1.{ending}", [{"a": "x", "score": first}])
+    write_table(tmp_path / f"part-2.{ending}", [{"a": "x", "score": second}])
+    with pytest.raises(DataError) as refused:
+        rows_of(tmp_path, tmp_path / "cache")
+    assert str(refused.value).startswith(str(tmp_path / "part-2"))
+    assert "score" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("1", "two"), ("0.5", str(2**53 + 1)), ("true", "1"), (str(2**63), "-1"), ("1", str(2**64))]
+)
+def test_a_column_of_csv_whose_types_differ_between_files_is_text_as_in_one_file(tmp_path, first, second):
+    (tmp_path / "1.csv").write_text(f"a,score\nx,{first}\n")
+    (tmp_path / "2.csv").write_text(f"a,score\nx,{second}\n")
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both/both.csv").write_text(f"a,score\nx,{first}\nx,{second}\n")
+    expected = [{"a": "x", "score": first}, {"a": "x", "score": second}]
+    assert rows_of(tmp_path / "?.csv", tmp_path / "cache") == expected
+    assert rows_of(tmp_path / "both", tmp_path / "cache") == expected
+
+
+def test_one_damaged_file_of_several_is_named(tmp_path):
+    write_table(tmp_path / "1.parquet", [{"a": "x"}])
+    (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"2\.parquet: cannot be loaded"):
+        rows_of(tmp_path, tmp_path / "cache")
+
+
+def test_a_column_of_floats_with_large_values_stays_a_column_of_floats(tmp_path):
+    (tmp_path / "1.csv").write_text(f"a\n1e300\n{2**60}\n0.5\n")
+    assert rows_of(tmp_path / "1.csv", tmp_path) == [{"a": 1e300}, {"a": 2.0**60}, {"a": 0.5}]
