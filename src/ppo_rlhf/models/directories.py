@@ -260,5 +260,5 @@ def _first_misfit(error: Exception) -> str | None:
         if problems := sorted(getattr(report, "conversion_errors", {}).items()):
             name, text = problems[0]
             # The last lines of the text are the cause, and what was done with which weight
-            return f"{name}: {in_one_line(' '.join(text.strip().splitlines()[-2:]))}"
+            return f"{name}: {' '.join(text.strip().splitlines()[-2:])}"
     return None
