@@ -23,6 +23,7 @@ from ppo_rlhf.models.tokenizers import (
     template_defaults,
     templates_of,
     train_word_tokenizer,
+    unused_ids,
     with_first_space,
     without_template_defaults,
 )
@@ -274,3 +275,11 @@ def test_a_continuation_of_bytes_is_their_text_wherever_they_stand():
     first, second = tokenizer("é")["input_ids"]
     assert continuations(tokenizer, [[first]], [[second, *rows[0]]]) == ["é c"]
     assert not drops_first_space(tokenizer)
+
+
+def test_ids_without_a_token_are_the_gaps_of_the_vocabulary_below_the_rows_of_the_embedding():
+    tokenizer = word_tokenizer(vocabulary=VOCABULARY[:6])
+    assert unused_ids(tokenizer, 6) == ()
+    assert unused_ids(tokenizer, 4) == ()
+    assert unused_ids(tokenizer, 9) == (range(6, 9),)
+    assert unused_ids(tokenizer, 12, used=(7, 40)) == (range(6, 7), range(8, 12))

@@ -234,10 +234,13 @@ def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weight
     assert captures.held[DECODING] is not sampler
 
 
+CHANGES = (*OPTIONS[:2], {"pad_token_id": 7}, {"unused_ids": (range(4), range(15, 25))}, {})
+
+
 @torch.no_grad()
 def test_each_way_to_sample_has_graphs_of_its_own(graphs_on_cpu):
     model, captures = make("gpt2").double(), Captures(CPU)
-    for how in (settings(response_length=12, **options) for options in (*OPTIONS[:2], {"pad_token_id": 7}, {})):
+    for how in (settings(response_length=12, **options) for options in CHANGES):
         actual = decode_captured(model, prompts(), noise(37, 12), how, captures)
         expected = decode_packed(model, prompts(), noise(37, 12), how)
         assert torch.equal(responses_of(*actual, how).response_ids, responses_of(*expected, how).response_ids)

@@ -1,12 +1,16 @@
 """All decoding engines against a slow oracle: no cache, no padding, no mask, one row and one token at a time."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, MambaConfig, OpenAIGPTConfig
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.ppo import engines
@@ -46,6 +50,7 @@ def next_token(logits: np.ndarray, uniform: float, how: SamplingSettings, step: 
     probabilities = np.exp(logits / how.temperature - np.max(logits / how.temperature))
     probabilities /= probabilities.sum()
     kept = probabilities.copy()
+    kept[[index for ids in how.unused_ids for index in ids]] = 0.0
     if step + 1 < how.min_response_length:
         kept[list(how.stop_token_ids)] = 0.0
     order = np.argsort(-kept)
@@ -238,6 +243,9 @@ def test_no_prompts_give_no_responses(make_model):
         {"stop_token_ids": ()},
         {"stop_token_ids": tuple(range(23))},
         {"response_length": 1},
+        {"unused_ids": (range(15, 23),)},
+        {"unused_ids": (range(1), range(6, 12), range(20, 23)), "top_k": 1},
+        {"unused_ids": (range(3, 15),), "top_p": 0.5, "min_response_length": 4, "temperature": 0.7},
     ],
     ids=str,
 )
@@ -246,6 +254,40 @@ def test_every_sampling_setting_agrees_with_the_oracle(make_model, engine, chang
     how = settings(**changes)
     actual = check_against_the_oracle(make_model("llama"), UNEVEN, how, engine=engine, batch_size=4)
     assert int(actual.lengths.min()) >= how.min_response_length
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}], ids=str)
+def test_without_unused_ids_a_step_runs_the_operations_of_sampling_alone(filters):
+    logits, uniforms = torch.randn(4, 23, generator=torch.Generator().manual_seed(0)), noise(4, 1)[:, 0]
+    with Operations() as expected:
+        tokens, logprobs = sample_tokens(logits, uniforms, temperature=0.7, **filters)
+    with Operations() as actual:
+        drawn = engines.sample_step(logits, uniforms, settings(temperature=0.7, **filters), may_stop=True)
+    assert actual.names == expected.names
+    assert torch.equal(drawn[0], tokens)
+    assert torch.equal(drawn[1], logprobs)
+
+
+def test_an_unused_id_that_has_all_probability_is_not_drawn_and_the_others_keep_their_shares():
+    """Beside logits of 200 the other weights would vanish in float32."""
+    logits, how = torch.zeros(1000, 4), settings(unused_ids=(range(3, 4),), stop_token_ids=())
+    logits[:, 0], logits[:, 3] = math.log(2), 200.0
+    tokens, logprobs = engines.sample_step(logits, noise(1000, 1)[:, 0], how, may_stop=True)
+    shares = tokens.bincount(minlength=4) / 1000
+    assert_close(shares, torch.tensor([0.5, 0.25, 0.25, 0.0]), rtol=0.0, atol=0.05)
+    assert_close(logprobs, logits.gather(1, tokens[:, None])[:, 0] - 200.0, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

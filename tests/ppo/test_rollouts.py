@@ -1,11 +1,17 @@
 """Rollouts: log-probabilities equal those of single unpadded rows, and sampling changes no state."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.randomness import episode_prompts
-from tests.ppo_runs import batch_of
+from ppo_rlhf.rewards.scorers import ModelScorer, check_room
+from ppo_rlhf.rewards.scoring import RewardScorer
+from tests.ppo_runs import batch_of, build_tokenizer
+from tests.tiny_models import draw_weights
 
 KINDS = ["gpt2", "llama", "bitnet"]
 
@@ -40,6 +46,38 @@ def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make
 def test_the_samplers_logprobs_are_those_of_the_trained_forward_up_to_rounding(make_run):
     rollouts = make_run("llama", top_k=5, top_p=0.9).rollouts()
     assert_close(rollouts.responses.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
+
+
+def padded_run(make_run, **settings):
+    """Return a run whose embedding has 40 rows for 23 tokens; the other rows have most of the probability."""
+    reward = draw_weights(GPT2ForSequenceClassification(GPT2Config(**REWARD_SHAPE)), 0.3).double()
+    scorer = RewardScorer([("model", 1.0, ModelScorer(reward, build_tokenizer(), build_tokenizer()))])
+    return make_run(model={"vocab_size": 40, "tie_word_embeddings": False}, scorer=scorer, **settings)
+
+
+REWARD_SHAPE = {"vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "num_labels": 1}
+REWARD_SHAPE |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("settings", [{}, {"rollout_engine": "hf"}, {"min_response_length": 4}], ids=str)
+def test_rows_of_the_embedding_without_a_token_are_never_sampled_and_losses_use_the_whole_distribution(
+    make_run, settings
+):
+    """A reward model that has 23 rows reads the responses."""
+    run = padded_run(make_run, **settings)
+    assert run.state.sampling.unused_ids == (range(23, 40),)
+    rollouts = run.rollouts()
+    assert int(rollouts.responses.response_ids.max()) < 23
+    assert float(rollouts.logprob_gap) < 1e-5
+    row, length = 0, int(rollouts.responses.lengths[0])
+    ids = rollouts.prompts.prompt_ids[row] + rollouts.responses.response_ids[row, :length].tolist()
+    with torch.no_grad():
+        logits = run.state.policy(torch.tensor([ids])).logits[0, -length - 1 : -1] / run.config.temperature
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[-length:])[:, None])[:, 0]
+    assert_close(rollouts.old_logprobs[row, :length], expected, rtol=0.0, atol=1e-9)
+    assert float(logits.softmax(-1)[:, 23:].sum(-1).mean()) > 0.2
+    check_room(run.scorer, run.prompts.lengths, 8, run.state.sampling.stop_token_ids)
+    assert all(math.isfinite(value) for value in run.iteration().values())
 
 
 def test_padding_is_zero_and_the_mask_is_true_on_response_tokens_only(make_run):

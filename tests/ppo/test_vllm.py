@@ -86,6 +86,16 @@ def test_what_is_asked_for_is_what_the_settings_say(stand_in):
     assert engine.options.items() >= {**own, "logprobs_mode": "processed_logprobs", "trust_remote_code": False}.items()
     expected = {"temperature": 0.6, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
     assert engine.asked.items() >= {**expected, "max_tokens": 8, "stop_token_ids": [2], "min_tokens": 0}.items()
+    assert "logit_bias" not in engine.asked
+
+
+@pytest.mark.parametrize("settings", [{}, SERVER], ids=["colocate", "server"])
+def test_ids_without_a_token_are_asked_away(monkeypatch, settings):
+    """The embedding has 26 rows for 23 tokens. vLLM's server takes no bias below -100."""
+    engine = StandIn(build_model(dtype=torch.float32, vocab_size=26)).install(monkeypatch)
+    run = run_of(**settings, **VLLM, model={"vocab_size": 26})
+    run.rollouts()
+    assert engine.asked["logit_bias"] == {23: -100.0, 24: -100.0, 25: -100.0}
 
 
 @pytest.mark.parametrize("settings", [{}, SERVER], ids=["colocate", "server"])

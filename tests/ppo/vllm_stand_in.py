@@ -76,6 +76,7 @@ class StandIn:
             tuple(asked["stop_token_ids"]),
             0,
             asked["min_tokens"] + 1,
+            unused_ids=tuple(range(index, index + 1) for index in asked.get("logit_bias", {})),
         )
         noise = episode_uniforms(SEED, "rollout", self.answers, of, asked["max_tokens"])[first : first + len(prompts)]
         actual = generate_responses(self.model, prompts, noise, how, batch_size=AT_A_TIME)

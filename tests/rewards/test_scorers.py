@@ -41,10 +41,10 @@ PERIOD = VOCABULARY.index(".")
 class Recorder(nn.Module):
     """A reward model that records its input; the score is the sum of the ids."""
 
-    def __init__(self, context: int = 32, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, context: int = 32, dtype: torch.dtype = torch.float32, rows: int = len(VOCABULARY)) -> None:
         super().__init__()
         self.sequences: list[list[int]] = []
-        self.config = SimpleNamespace(max_position_embeddings=context, pad_token_id=None)
+        self.config = SimpleNamespace(max_position_embeddings=context, pad_token_id=None, vocab_size=rows)
         self.config.get_text_config = lambda: self.config
         self.dtype, self.device = dtype, torch.device("cpu")
 
@@ -119,6 +119,25 @@ def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one(
     for context, stop_token in ((4, END), (5, PERIOD)):
         with pytest.raises(ModelError, match=rf" {context + 1}, .*reward model.* {context}\."):
             check(context, stop_token)
+
+
+def test_a_reward_model_without_a_row_for_an_id_that_can_be_sampled_is_refused():
+    """The tokenizer has 25 tokens; a configuration may name a stop token of a row without a token."""
+
+    def check(rows: int, stop_token: int, tokenizer=None) -> None:
+        model = ModelScorer(Recorder(rows=rows), tokenizer or word_tokenizer(), word_tokenizer())
+        check_room(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
+
+    check(25, END)
+    check(30, 29)
+    check(3, 29, word_tokenizer(vocabulary=VOCABULARY[:3]))  # with another vocabulary it reads the text
+    for rows, stop_token, message in (
+        (24, END, "id 24 but .* 24 rows"),
+        (29, 29, "id 29, a stop token, but .* 29 rows"),
+    ):
+        with pytest.raises(ModelError, match=rf"^the policy can sample the token {message}") as refused:
+            check(rows, stop_token)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_sequence_longer_than_the_reward_models_context_is_refused():

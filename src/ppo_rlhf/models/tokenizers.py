@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, meta
@@ -80,6 +81,16 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
             f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows. Use the tokenizer "
             "that the model was trained with."
         )
+
+
+def unused_ids(tokenizer: PreTrainedTokenizerBase, rows: int, used: Iterable[int] = ()) -> tuple[range, ...]:
+    """Return the ids below `rows` that no token has, as ascending ranges; the ids in `used` count as tokens.
+
+    Embeddings are often padded to a multiple of 64 or 128 rows: Qwen 2.5 has 151,936 rows for 151,665 tokens.
+    """
+    tokens = sorted({index for index in (*tokenizer.get_vocab().values(), *used) if index < rows})
+    gaps = (range(before + 1, after) for before, after in pairwise([-1, *tokens, rows]))
+    return tuple(gap for gap in gaps if gap)
 
 
 def around_answer(

@@ -35,6 +35,7 @@ from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.stop_tokens import stop_token_ids
+from ppo_rlhf.models.tokenizers import unused_ids
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
 from ppo_rlhf.ppo.engines import SamplingSettings
@@ -325,13 +326,15 @@ def sampling_settings(
     environment = None
     if config.environment is not None:
         environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
+    stops = stops_of(config, tokenizer, policy)
     return SamplingSettings(
         engine=vllm_engine(config, tokenizer) if config.rollout_engine == "vllm" else None,
         response_length=config.response_length,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        stop_token_ids=stops_of(config, tokenizer, policy),
+        stop_token_ids=stops,
+        unused_ids=unused_ids(tokenizer, policy.config.get_text_config().vocab_size, stops),
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,
         environment=environment,

@@ -243,4 +243,5 @@ def _autocast_without_cache(dtype: torch.dtype | None, device: torch.device) -> 
 
 def _settings_key(settings: SamplingSettings) -> tuple[object, ...]:
     """Return the sampling settings on which the operations of a step depend."""
-    return settings.temperature, settings.top_k, settings.top_p, settings.stop_token_ids, settings.pad_token_id
+    filters = settings.temperature, settings.top_k, settings.top_p, settings.unused_ids
+    return *filters, settings.stop_token_ids, settings.pad_token_id

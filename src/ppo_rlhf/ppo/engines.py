@@ -67,6 +67,8 @@ class SamplingSettings:
     environment: Environment | None = None
     turn_length: int | None = None
     engine: Engine | None = None
+    unused_ids: tuple[range, ...] = ()
+    """Ids of rows of the model's embedding that have no token (`tokenizers.unused_ids`), which are never drawn."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class Responses:
     policy_mask: Tensor | None = None
     sampler_logprobs: Tensor | None = None
     """`[N, T]`, the sampler's log-probabilities at the sampling temperature. `generate_responses` computes the
-    log-probabilities before top-k, top-p and the exclusion of stop tokens, an `Engine` such as vLLM afterwards. None if
-    the user's script sampled the responses."""
+    log-probabilities before top-k, top-p and the exclusion of stop tokens and unused ids, an `Engine` such as vLLM
+    afterwards. None if the user's script sampled the responses."""
 
     @property
     def mask(self) -> Tensor:
@@ -310,11 +312,12 @@ def may_stop(step: int, settings: SamplingSettings) -> bool:
 def sample_step(logits: Tensor, noise: Tensor, settings: SamplingSettings, may_stop: bool) -> tuple[Tensor, Tensor]:
     """Draw a token for each row; return the tokens, and their log-probabilities under the unfiltered distribution."""
     wide, temperature = logits.to(compute_dtype(logits)), settings.temperature
-    if may_stop or not settings.stop_token_ids:
+    stops = () if may_stop else (range(index, index + 1) for index in settings.stop_token_ids)
+    if not (excluded := (*settings.unused_ids, *stops)):
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
-    continuing = wide.clone()
-    # Compare with one stop token at a time, because indexing with a list copies the list to the device
-    for stop_token_id in settings.stop_token_ids:
-        continuing[:, stop_token_id].fill_(-torch.inf)
-    tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+    kept = wide.clone()
+    # Slice one range after the other, because indexing with a list copies the list to the device
+    for ids in excluded:
+        kept[:, ids.start : ids.stop].fill_(-torch.inf)
+    tokens, _ = sample_tokens(kept, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]

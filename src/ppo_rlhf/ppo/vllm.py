@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,7 +108,10 @@ class VLLMEngine:
         generation.model = weights
         generation.sync_weights()
         # ignore_eos, because stop_token_ids already contains the end-of-text token if that token ends a response
-        stops = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}
+        stops: dict[str, Any] = {"stop_token_ids": list(settings.stop_token_ids), "ignore_eos": True}
+        if unused := list(chain(*settings.unused_ids)):
+            # The lowest bias that vLLM's server takes
+            stops["logit_bias"] = dict.fromkeys(unused, -100.0)
         how: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_k": settings.top_k,

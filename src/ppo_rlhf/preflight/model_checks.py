@@ -20,7 +20,6 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.capabilities import check_causal, gradient_of_later_tokens
-from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.critic import check_start
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -66,8 +65,7 @@ def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None
         return
     longest = max(PromptDataset.of_table(reader.fit(training, "training prompts")).lengths)
     rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-    context = context_length(run.models["reward_model"].config())
-    check_context(rendering, context, longest, ppo.response_length, _stops(run, ppo))
+    check_context(rendering, run.models["reward_model"].config(), longest, ppo.response_length, _stops(run, ppo))
 
 
 def check_adapter(run: RunRequest) -> None:

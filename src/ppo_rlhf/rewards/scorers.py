@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.data.chats import TOOLS
@@ -159,13 +159,25 @@ def check_room(
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        check_context(model.rendering, model.context, longest, response_length, stop_token_ids)
+        check_context(model.rendering, model.model.config, longest, response_length, stop_token_ids)
 
 
 def check_context(
-    rendering: Rendering, context: int | None, longest: int, response_length: int, stop_token_ids: Sequence[int]
+    rendering: Rendering, config: PretrainedConfig, longest: int, response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
-    """Raise `ModelError` if a prompt of `longest` tokens with its response could exceed the reward model's context."""
+    """Raise `ModelError` if a prompt of `longest` tokens with its response could exceed the reward model's context.
+
+    Raise `ModelError`, too, if the reward model, whose configuration is `config`, has no embedding for an id that the
+    policy can sample: a token of its tokenizer, or a stop token id without a token.
+    """
+    context, rows = context_length(config), config.get_text_config().vocab_size
+    highest = max(*rendering.policy_tokenizer.get_vocab().values(), *stop_token_ids)
+    if rendering.reads_policy_ids and highest >= rows:
+        stop = ", a stop token," if highest in stop_token_ids else ""
+        raise ModelError(
+            f"the policy can sample the token id {highest}{stop} but the reward model's embedding has {rows} rows. Use "
+            "a reward model with as many rows as the policy, or set ppo.stop_token_id to a token of the tokenizer"
+        )
     # An end-of-text token follows a stop token that is not one of the rendering's `special_ids`
     closes = not rendering.special_ids.issuperset(stop_token_ids)
     needed = longest + response_length + closes

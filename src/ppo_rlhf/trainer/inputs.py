@@ -24,7 +24,14 @@ from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import check_texts, table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, printed_dates, same_vocabulary, templates_of
+from ppo_rlhf.models.tokenizers import (
+    check_vocabulary,
+    ensure_pad_id,
+    ensure_pad_token,
+    printed_dates,
+    same_vocabulary,
+    templates_of,
+)
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.ppo.build import stops_of
 from ppo_rlhf.ppo.engines import Responses, SamplingSettings
@@ -151,6 +158,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             to_host(model)
         if tokenizer is None:
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
+        check_vocabulary(model_tokenizer, model.config, "PPOTrainer: the reward model")
         templates_of(model_tokenizer, "PPOTrainer: the reward model's tokenizer")
         ensure_pad_token(model_tokenizer, model.config)
         ensure_pad_id(model, model_tokenizer)
