@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from ppo_rlhf.checkpoints import files, store
 from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run
@@ -224,6 +225,82 @@ def test_the_newest_whole_checkpoint_is_the_one_before_a_damaged_one_which_is_na
     (saved / "state.json").unlink()
     assert newest_whole_checkpoint(saved.parent) is None
     assert newest_whole_checkpoint(saved.parent / "nothing") is None
+
+
+def sealed(directory: Path) -> Path:
+    """Write the manifest of the files as they are now, as a program would that changes a checkpoint."""
+    iteration = files.read_json(directory / files.MANIFEST)["iteration"]
+    content = directory.parent / "content"
+    shutil.copytree(directory, content, ignore=lambda *_: [files.MANIFEST])
+    files.write_directory(directory, iteration, lambda draft: shutil.copytree(content, draft, dirs_exist_ok=True))
+    shutil.rmtree(content)
+    verify_checkpoint(directory)
+    return directory
+
+
+def _tensors(file: str, name: str, value: torch.Tensor | None):
+    def damage(directory: Path) -> None:
+        tensors = load_file(directory / file)
+        name_of = next(each for each in tensors if each.endswith(name))
+        old = tensors.pop(name_of)
+        if value is not None:
+            tensors[name_of] = value.to(old.dtype) if value.dim() else torch.full_like(old, float(value))
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+
+    return damage
+
+
+def _state(**values: object):
+    def damage(directory: Path) -> None:
+        state = files.read_json(directory / "state.json")
+        (directory / "state.json").write_text(json.dumps({**state, **values}))
+
+    return damage
+
+
+def _moments(mean: float):
+    extra = {"kl_controller": {"kl_coef": 0.1}, "reward_moments": {"count": 1, "mean": mean, "m2": 0.0}}
+    return _state(extra={**extra, "early_stops": 0})
+
+
+NAN, EMPTY = torch.tensor(float("nan")), torch.zeros(2, 3)
+UNFIT = {
+    "moment's shape": (_tensors("policy_optimizer.safetensors", ".exp_avg", EMPTY), r"exp_avg has shape \(2, 3\), not"),
+    "critic's moment": (
+        _tensors("critic_optimizer.safetensors", ".exp_avg_sq", EMPTY),
+        r"exp_avg_sq has shape \(2, 3\)",
+    ),
+    "step's shape": (_tensors("policy_optimizer.safetensors", ".step", EMPTY), r"step has shape \(2, 3\), not \(\)"),
+    "lost moment": (_tensors("policy_optimizer.safetensors", ".exp_avg", None), "has the moments exp_avg_sq, step"),
+    "NaN moment": (_tensors("critic_optimizer.safetensors", ".exp_avg", NAN), "moment .*exp_avg holds NaN"),
+    "NaN critic": (
+        _tensors("critic.safetensors", "value_head.weight", NAN),
+        r"critic\.safetensors: .*value_head.* NaN",
+    ),
+    "NaN policy": (_tensors("policy/model.safetensors", "norm.weight", NAN), r"/policy: the weight .*norm.* NaN"),
+    "lost weight": (_tensors("policy/model.safetensors", "norm.weight", None), r"/policy: the weight .*norm.* missing"),
+    "billion": (_state(iteration=1_000_000_000), "iteration=1000000000, but manifest.json is of iteration 1"),
+    "negative": (_state(episode=-12), "episode=-12 is no number"),
+    "text": (_state(optimiser_steps="4"), "optimiser_steps='4' is no number"),
+    "no history": (lambda directory: (directory / "history.json").write_text("[]"), "history.json has 0 iterations"),
+    "NaN mean": (_moments(float("nan")), "mean is NaN"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_checkpoint_whose_content_does_not_fit_is_refused_in_one_line(saved, make_run, what):
+    damage, message = UNFIT[what]
+    damage(saved)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        restore(make_run().state, sealed(saved))
+    assert str(refused.value).startswith(str(saved))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_that_was_only_sealed_again_is_read(saved, trained, make_run):
+    fresh = make_run()
+    restore(fresh.state, sealed(saved))
+    assert_same(everything(fresh.state), everything(trained.state))
 
 
 def test_a_damaged_checkpoint_is_not_read_into_the_state(saved, make_run):

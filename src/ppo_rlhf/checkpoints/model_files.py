@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
@@ -28,6 +30,7 @@ from ppo_rlhf.core.errors import CheckpointError, ModelError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import RECORD, TrainedModel
+from ppo_rlhf.models.preparation import not_finite
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import whole
@@ -74,7 +77,8 @@ def read_models(directory: Path, state: TrainingState) -> None:
     """Copy the models that `write_models` wrote into the models of a new state.
 
     Raises:
-        CheckpointError: The adapters were trained on other frozen weights than the weights of `state`.
+        CheckpointError: The adapters were trained on other frozen weights than the weights of `state`, or a weight is
+            missing, NaN or infinite.
         OSError, RuntimeError, ValueError: The checkpoint was made for other models.
     """
     with refilled(state.policy, state.critic):
@@ -83,17 +87,38 @@ def read_models(directory: Path, state: TrainingState) -> None:
             load_adapter(state.policy, directory / POLICY)
         else:
             # Loading by the policy's own class needs no trust_remote_code for a model with custom code
+            load: Any = type(state.policy).from_pretrained
             with quiet_transformers():
-                policy = type(state.policy).from_pretrained(
-                    directory / POLICY, dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
+                policy, report = load(
+                    directory / POLICY,
+                    dtype=state.policy.dtype,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
                 )
+            if missing := sorted(report["missing_keys"]):
+                raise CheckpointError(f"{directory / POLICY}: the weight {missing[0]} is missing")
             state.policy.load_state_dict(policy.state_dict())
         if has_adapter(state.critic):
             copy_tensors(load_file(directory / CRITIC), {**trained_parameters(state.critic)})
         else:
             load_model(state.critic, directory / CRITIC)
+        average = {} if state.policy_average is None else load_file(directory / AVERAGE)
+        saved: dict[str, Mapping[str, Tensor]] = {
+            POLICY: _saved_weights(state.policy),
+            CRITIC: _saved_weights(state.critic),
+            AVERAGE: average,
+        }
+        for file, weights in saved.items():
+            if (name := not_finite(weights.items())) is not None:
+                raise CheckpointError(f"{directory / file}: the weight {name} holds NaN or infinity")
     if state.policy_average is not None:
-        copy_tensors(load_file(directory / AVERAGE), state.policy_average.weights)
+        copy_tensors(average, state.policy_average.weights)
+
+
+def _saved_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of a model that a checkpoint holds."""
+    return trained_parameters(model) if has_adapter(model) else dict(model.named_parameters())
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

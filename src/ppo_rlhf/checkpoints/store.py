@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
+from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
@@ -59,9 +61,11 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     so the files may be deleted afterwards.
 
     Raises:
-        CheckpointError: The checkpoint was made for other models.
+        CheckpointError: The checkpoint was made for other models, a weight or a moment of an optimiser is missing, NaN,
+            infinite or of another shape, or the counters do not agree.
     """
-    values = read_json(directory / STATE)
+    values, history = read_json(directory / STATE), read_json(directory / HISTORY)
+    _check_numbers(directory, values, history)
     state.updating = True
     try:
         read_models(directory, state)
@@ -70,14 +74,36 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         state.load_extra_state(values["extra"])
         for name in _COUNTERS:
             setattr(state, name, values[name])
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        where = "" if str(directory) in str(error) else f"{directory}: "
+        raise CheckpointError(f"{where}{error}") from error
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
     state.ended, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
-    state.history = read_json(directory / HISTORY)
+    state.history = history
     state.updating = False
+
+
+def _check_numbers(directory: Path, values: Any, history: Any) -> None:
+    """Raise `CheckpointError` if counters, controllers or reward moments are no numbers, or the counters do not agree.
+
+    `values` is the content of state.json, `history` the content of history.json.
+    """
+    if not isinstance(values, dict) or not isinstance(history, list):
+        raise CheckpointError(f"{directory}: {STATE} or {HISTORY} has another form than a checkpoint's")
+    for name in _COUNTERS:
+        if type(count := values.get(name)) is not int or count < 0:
+            raise CheckpointError(f"{directory / STATE}: {name}={count!r:.60} is no number of a run")
+    manifest, iteration = read_json(directory / MANIFEST)["iteration"], values["iteration"]
+    if not iteration == manifest == len(history):
+        raise CheckpointError(
+            f"{directory / STATE}: iteration={iteration}, but {MANIFEST} is of iteration {manifest} and {HISTORY} has "
+            f"{len(history)} iterations. Resume from another checkpoint"
+        )
+    for name in ("extra", "policy_optimizer", "critic_optimizer"):
+        if odd := re.search(r'"(\w+)": \[?(NaN|-?Infinity)', json.dumps(values.get(name))):
+            raise CheckpointError(f"{directory / STATE}: {odd[1]} is {odd[2]}. Resume from another checkpoint")
 
 
 def _write_state(directory: Path, state: TrainingState) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable
+
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import NewGELUActivation
 
@@ -17,7 +19,8 @@ def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel
     Raises:
         ModelError: A weight is NaN or infinite; `where` says where the model comes from.
     """
-    _check_finite(model, where)
+    if (name := not_finite(model.named_parameters())) is not None:
+        raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
     disable_dropout(model)
     fuse_activations(model)
     return model.eval()
@@ -46,12 +49,11 @@ def fuse_activations(model: nn.Module) -> None:
                 setattr(module, name, nn.GELU(approximate="tanh"))
 
 
-def _check_finite(model: PreTrainedModel, where: str) -> None:
-    for name, parameter in model.named_parameters():
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity; None if all tensors are finite."""
+    for name, tensor in tensors:
         # torch.aminmax returns NaN if any number is NaN; isfinite() would allocate a tensor as large as the weight.
-        if (
-            parameter.numel()
-            and parameter.is_floating_point()
-            and not all(bool(extreme.isfinite()) for extreme in parameter.detach().aminmax())
-        ):
-            raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
+        extremes = tensor.detach().aminmax() if tensor.numel() and tensor.is_floating_point() else ()
+        if not all(bool(extreme.isfinite()) for extreme in extremes):
+            return name
+    return None

@@ -13,7 +13,8 @@ from torch.optim import AdamW
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import CheckpointError, ModelError
+from ppo_rlhf.models.preparation import not_finite
 from ppo_rlhf.models.sharding import local_shard_of
 
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
@@ -72,21 +73,44 @@ def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], 
     return moments, saved["param_groups"]
 
 
+_TABLES = {"qmap1", "qmap2", "absmax1", "absmax2"}
+_MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"step", "state1", "state2"}, {"step", "state1", "state2", *_TABLES})
+"""Names of the moments of one parameter: torch's, and bitsandbytes' in 32 and in 8 bits."""
+
+
+def _shape_of_moment(key: str, parameter: Tensor) -> tuple[int, ...]:
+    if key == "step":
+        return ()
+    if key in _TABLES:
+        return (256,) if key.startswith("qmap") else (math.ceil(parameter.numel() / BLOCK),)
+    return tuple(parameter.shape)
+
+
 def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
     """Load the moments and parameter groups that `saved_moments` returned.
 
     Raises:
+        CheckpointError: A moment is NaN or infinite.
         LookupError, RuntimeError, ValueError: The moments are not the moments of the optimiser's parameters.
     """
+    if (odd := not_finite(moments.items())) is not None:
+        raise CheckpointError(f"the optimiser's moment {odd} holds NaN or infinity")
     rows: dict[int, dict[str, Any]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in moments.items():
         index, key = name.split(".", 1)
+        # AdamW's kernel would read beyond the end of a moment of another shape
+        expected = _shape_of_moment(key, parameters[int(index)])
+        if value.shape != expected:
+            raise ValueError(f"the optimiser's moment {name} has shape {tuple(value.shape)}, not {tuple(expected)}")
         # An int64 value is bitsandbytes' step count; torch's step count is float32
         is_count = value.dtype == torch.int64
         rows.setdefault(int(index), {})[key] = (
             value.item() if is_count else local_shard_of(value, parameters[int(index)])
         )
+    for number, row in rows.items():
+        if row.keys() not in _MOMENTS:
+            raise ValueError(f"the optimiser's parameter {number} has the moments {', '.join(sorted(row))}")
     optimizer.load_state_dict({"state": rows, "param_groups": groups})
 
 
