@@ -122,6 +122,8 @@ def test_a_given_head_is_copied_and_must_fit():
 def test_a_critic_from_a_reward_model_gives_its_score_at_the_last_token(make):
     torch.manual_seed(0)
     reward_model = make().double().eval()
+    if reward_model.score.bias is not None:
+        nn.init.constant_(reward_model.score.bias, 0.7)
     critic = Critic.from_reward_model(reward_model, tiny_model().double())
     for row in ROWS:
         score = reward_model(input_ids=torch.tensor([row])).logits[0, 0]

@@ -216,3 +216,14 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
     assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
     assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]
     assert cut([], 4, 10) == []
+
+
+def test_ddp_keeps_each_gradient_twice_and_fsdp_and_a_single_process_once(make_run, monkeypatch):
+    """DDP's communication buckets are as large as the gradients."""
+    state = make_run().state
+    trained = [*state.policy.parameters(), *state.critic.parameters()]
+    for processes, shards, copies in ((1, False, 1), (2, False, 2), (2, True, 1)):
+        monkeypatch.setattr(cuts, "process_count", lambda count=processes: count)
+        monkeypatch.setattr(cuts, "shards_models", lambda is_so=shards: is_so)
+        expected = copies * sum(8 * parameter.numel() for parameter in trained)  # float64
+        assert cuts._update_bytes(state, 64).gradients == expected
