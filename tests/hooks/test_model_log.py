@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 import torch
+import yaml
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import GenerationConfig, PreTrainedModel
@@ -182,7 +183,7 @@ def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_
     request = {"messages": [{"role": "user", "content": "b c"}], "top_k": 1}
     expected = greedy(model, CHAT, 5)
     (answer,) = served.predict(request)
-    assert answer["object"] == "chat.completion"
+    assert (answer["object"], answer["model"]) == ("chat.completion", "ppo_policy")
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": as_text(expected)}
     assert choice["finish_reason"] == "length"  # as many as PPO's responses may have
@@ -192,7 +193,22 @@ def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_
     word = word_tokenizer().convert_ids_to_tokens(expected[1])
     (answer,) = served.predict({**request, "stop": [word]})
     assert answer["choices"][0]["message"]["content"] == as_text(expected[: expected.index(expected[1]) + 1])
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert (answer["model"], answer["choices"][0]["finish_reason"]) == ("ppo_policy", "stop")
+
+
+def test_a_logged_policy_names_no_path_of_this_machine_and_is_served_where_it_was_copied(store: Path, tmp_path: Path):
+    """Its artifacts are moved, so that a stop text works only if the tokenizer is read from the copy."""
+    uri, model = logged_policy(tmp_path, TEMPLATE)
+    there = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(tmp_path / "there")))
+    (tmp_path / "a").rename(tmp_path / "moved")
+    flavors = yaml.safe_load((there / "MLmodel").read_text())["flavors"]
+    assert str(tmp_path) not in json.dumps(flavors)
+    request = {"messages": [{"role": "user", "content": "b c"}], "top_k": 1}
+    expected = greedy(model, CHAT, 2)
+    word = word_tokenizer().convert_ids_to_tokens(expected[1])
+    (answer,) = mlflow.pyfunc.load_model(str(there)).predict({**request, "stop": [word]})
+    assert answer["model"] == "ppo_policy"
+    assert answer["choices"][0]["message"]["content"] == as_text(expected[: expected.index(expected[1]) + 1])
 
 
 def logged_model() -> str:

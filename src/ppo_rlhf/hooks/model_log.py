@@ -25,6 +25,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
+from ppo_rlhf.hooks import served_chat
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.models.context import context_length
@@ -78,18 +79,23 @@ def log_policy(
         if not templates_of(tokenizer):
             tokenizer = with_first_space(tokenizer)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
-        ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
         model.generation_config = generation_config
-        # If a request has stop texts, MLflow's server loads the tokenizer again, from the path in model.name_or_path.
-        model.name_or_path = f"{logged.artifact_location.removeprefix('file://')}/components/tokenizer"
+        # A path, because MLflow would ask the hub for the model card of a name
+        model.name_or_path = str(directory.absolute())
+        about = Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, run_id=run.info.run_id)
         mlflow.transformers.save_model(
             {"model": model, "tokenizer": tokenizer},
             f"{folder}/model",
             **_interface(model, tokenizer, config),
             # Without a list of packages, MLflow would load the model to find its requirements.
             pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
-            mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
+            mlflow_model=about,
+            code_paths=[served_chat.__file__],
         )
+        about.flavors["transformers"][served_chat.NAME] = name
+        if templates_of(tokenizer):
+            about.flavors["python_function"]["loader_module"] = Path(served_chat.__file__).stem
+        about.save(f"{folder}/model/MLmodel")
         client.log_model_artifacts(logged.model_id, f"{folder}/model")
     return _finish(run, str(logged.model_id), step, keys)
 
