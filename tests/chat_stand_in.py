@@ -16,11 +16,13 @@ KEY = "sk-of-the-stand-in-4711"
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Answers a user's text by `answer`, a text or a code with the body of an error."""
+    """Answers a user's text by `answer`: a text, a code with the message of an error, or a whole body with status 200,
+    as a dictionary or as bytes of `content_type`.
+    """
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[str], str | tuple[int, str]]) -> None:
+    def __init__(self, answer: Callable[[str], Any]) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
         self.answer = answer
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -28,6 +30,9 @@ class ChatServer(ThreadingHTTPServer):
         self.keys: set[str | None] = set()
         self.finish_reason = "stop"
         self.pause_s = 0.0
+        self.content_type = "application/json"
+        self.headers = {"retry-after-ms": "1"}  # so that tests do not wait
+        self.drip_s: float | None = None  # the pause between two bytes of an answer
         self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
 
@@ -57,6 +62,9 @@ class _Request(BaseHTTPRequestHandler):
         if isinstance(answer, tuple):
             self._send(answer[0], {"error": {"message": answer[1]}})
             return
+        if isinstance(answer, dict | bytes):
+            self._send(200, answer)
+            return
         message = {"role": "assistant", "content": answer}
         self._send(
             200,
@@ -70,22 +78,26 @@ class _Request(BaseHTTPRequestHandler):
             },
         )
 
-    def _send(self, code: int, content: dict[str, Any]) -> None:
-        sent = json.dumps(content).encode()
+    def _send(self, code: int, content: dict[str, Any] | bytes) -> None:
+        sent = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", self.server.content_type)
         self.send_header("Content-Length", str(len(sent)))
-        self.send_header("retry-after-ms", "1")  # so that tests do not wait
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
+        pause_s = self.server.drip_s
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked did not wait
-            self.wfile.write(sent)
+            for part in [sent] if pause_s is None else [sent[place : place + 1] for place in range(len(sent))]:
+                self.wfile.write(part)
+                time.sleep(pause_s or 0.0)
 
     def log_message(self, *args: Any) -> None:
         """Print nothing."""
 
 
 @contextlib.contextmanager
-def running_chat(answer: Callable[[str], str | tuple[int, str]]) -> Iterator[ChatServer]:
+def running_chat(answer: Callable[[str], Any]) -> Iterator[ChatServer]:
     """Run a server until the block ends; judges that were made in it are forgotten."""
     with ChatServer(answer) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -74,26 +74,11 @@ def test_settings_that_are_null_are_not_sent_and_others_of_the_body_are(judge, s
     assert server.bodies[0].keys() == {"model", "messages", "top_k"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("Score: 8", 8.0),
-        ("**Score:** 7.5/10", 7.5),
-        ("A score of 3 seems low.\n\nscore - 4", 4.0),
-        ("Score: 2 at first sight.\nScore: **9**", 9.0),
-        ("Score: 10", 10.0),
-        ("Score: 11", None),
-        ("Score: 0", None),
-        ("Score: -3", None),
-        ("8 out of 10", None),
-        ("", None),
-    ],
-)
-def test_the_last_number_after_the_word_score_counts_if_it_is_on_the_scale(judge, server, answer, score):
-    server.answer = lambda text: answer
+def test_an_answer_without_a_plain_score_is_counted(judge, server):
+    server.answer = lambda text: "Score: 7-8" if "two" in text else "**Score:** 8/10"
     asked = judge(unparsable=-1)
-    assert scores(asked, ["one"]) == [-1.0 if score is None else score]
-    assert asked.counts.unparsable == (score is None)
+    assert scores(asked, ["one", "two"]) == [8.0, -1.0]
+    assert asked.counts.unparsable == 1
 
 
 def test_an_answer_that_was_cut_off_has_no_score(judge, server):
@@ -168,10 +153,11 @@ def test_a_win_in_one_order_and_a_tie_in_the_other_is_a_tie(judge, server):
     assert asked.counts.contradictions == 0
 
 
-def test_the_last_verdict_of_an_answer_counts(judge, server):
-    better = {"x": "A", "y": "B"}
-    server.answer = lambda text: f"Verdict: tie, it seemed.\nVerdict: {better[between(text, 'response_a')]}"
-    assert scores(judge(answer="pairwise"), ["x"], **{AGAINST: ["y"]}) == [1.0]
+@pytest.mark.parametrize("pattern", [None, "Verdict: (.*)"])
+def test_only_with_a_pattern_of_the_users_the_last_of_two_verdicts_counts(judge, server, pattern):
+    server.answer = lambda text: f"Verdict: tie\nVerdict: {'A' if between(text, 'response_a') == 'x' else 'B'}"
+    asked = judge(answer="pairwise", pattern=pattern, unparsable=0.25)
+    assert scores(asked, ["x"], **{AGAINST: ["y"]}) == [0.25 if pattern is None else 1.0]
 
 
 @pytest.mark.parametrize("key", [f"{KEY} {KEY}", f"{KEY}ü", f"{KEY}\n{KEY}"])

@@ -21,6 +21,8 @@ class Answer(NamedTuple):
     text: str
     is_whole: bool
     """False if the answer was cut off at the token limit: a number at the end of the answer may then lack digits."""
+    sent_instead: str = ""
+    """What the server sent in place of an empty text. Not cached, as empty answers are not."""
 
 
 class AnswerCache:
@@ -40,6 +42,7 @@ class AnswerCache:
                 self._database.execute(
                     "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL, is_whole INTEGER)"
                 )
+                self._database.execute("CREATE TABLE IF NOT EXISTS unusable (key TEXT PRIMARY KEY)")
             except (OSError, sqlite3.Error) as error:
                 self.__exit__()
                 raise self._unusable(error) from error
@@ -62,17 +65,23 @@ class AnswerCache:
                 raise self._unusable(error) from error
         return answers
 
-    def write(self, key: str, answer: Answer) -> None:
-        """Store a judge's answer under the key of its request."""
+    def write(self, key: str, answer: Answer, *, is_usable: bool) -> None:
+        """Store a judge's answer under the key of its request. The table `unusable` marks answers without a score or
+        verdict.
+        """
         if self._database is not None:
             try:
                 row = (key, answer.text, answer.is_whole)
                 self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", row)
+                mark = (
+                    "DELETE FROM unusable WHERE key = ?" if is_usable else "INSERT OR IGNORE INTO unusable VALUES (?)"
+                )
+                self._database.execute(mark, (key,))
             except sqlite3.Error as error:
                 raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> RewardError:
         return RewardError(
-            f"{self._path}: the judge's answers cannot be stored there ({error}). Remove the file, or set llm.cache to "
-            "another file or to null, which disables the cache."
+            f"{self._path}: the judge's answers cannot be stored there ({error}). Check the disk and the file's "
+            "permissions, or set llm.cache to another file, or to null, which disables the cache."
         )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,17 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ppo_rlhf.core.errors import ConfigError, RewardError, kind_and_text
 from ppo_rlhf.data.chats import Chat
 from ppo_rlhf.rewards.answer_cache import Answer, AnswerCache
+from ppo_rlhf.rewards.chat_requests import MOST_WORDS, REFUSED, RequestError, ask, key_kept_from_logs, masked
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
-from ppo_rlhf.rewards.llm_settings import CRITERIA, SCORE_PATTERN, VERDICT_PATTERN, LLMJudgeConfig
-
-if TYPE_CHECKING:  # only type checkers import openai here: it is an optional package
-    from openai import AsyncOpenAI
+from ppo_rlhf.rewards.judge_answers import plain_number, plain_verdict, read_match, read_score, read_verdict
+from ppo_rlhf.rewards.llm_settings import CRITERIA, LLMJudgeConfig
 
 log = logging.getLogger(__name__)
 
-WORTH = {"A": 1.0, "B": 0.0, "TIE": 0.5}
-REFUSED = (400, 413, 422)
-"""HTTP codes by which servers refuse a text that is too long or breaks the server's rules. A retry would fail again."""
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -75,7 +71,7 @@ class LLMJudge:
             import openai  # noqa: F401  # an optional package
         except ModuleNotFoundError as error:
             raise ConfigError(f'{name}: openai is not installed; pip install "ppo_rlhf[judge]"') from error
-        self.config, self.name, self.counts = config, name, Counts()
+        self.config, self.name, self.counts, self._has_warned = config, name, Counts(), False
         self._path = None if config.cache is None else (project_path or project_above(Path.cwd())) / config.cache
         try:
             self._template = _ENVIRONMENT.from_string(config.question)
@@ -85,7 +81,7 @@ class LLMJudge:
             raise ConfigError(
                 f"{name}: llm.template does not use llm.criteria; add {{{{ criteria }}}} to the template."
             )
-        self._pattern = re.compile(config.pattern or (VERDICT_PATTERN if config.is_pairwise else SCORE_PATTERN))
+        self._pattern = None if config.pattern is None else re.compile(config.pattern)
 
     async def __call__(
         self,
@@ -178,26 +174,18 @@ class LLMJudge:
         Raises:
             RewardError: The answer has no score or verdict, and `unparsable` is "error".
         """
-        if answer is None:  # the judge's server refused the text; `_ask` has counted the refusal
+        if answer is None:  # there is no answer; `_ask` has counted the failure
             return None
-        matches = self._pattern.findall(answer.text) if answer.is_whole else []
-        score: float | None = None
-        if matches and self.config.is_pairwise:
-            score = WORTH.get(matches[-1].upper())
-        elif matches:
-            lowest, highest = self.config.scale
-            try:
-                score = float(matches[-1])
-            except ValueError:  # a user's pattern may match a text that is not a number
-                score = None
-            score = score if score is not None and lowest <= score <= highest else None
+        score = self._read(answer)
         if score is not None:
             return score
         self.counts.unparsable += 1
         lowest, highest = self.config.scale
         expected = "verdict A, B or tie" if self.config.is_pairwise else f"score from {lowest:g} to {highest:g}"
-        what = f"has no {expected} that llm.pattern matches" if answer.is_whole else "was cut off at its maximum length"
-        problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {answer.text[-80:]!r}."
+        form = "that llm.pattern matches" if self.config.pattern else "in one of the forms of docs/rewards.md"
+        what = f"does not plainly say one {expected} {form}" if answer.is_whole else "was cut off at its maximum length"
+        text = repr(answer.text[-80:]) if answer.text.strip() else f"it is empty, the server sent {answer.sent_instead}"
+        problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {text}."
         if self.config.unparsable == "error":
             fix = "Change llm.template or llm.pattern" if answer.is_whole else "Raise llm.max_tokens"
             raise RewardError(f"{problem} {fix}, or set llm.unparsable to the score for such a response.")
@@ -209,6 +197,20 @@ class LLMJudge:
             )
         return None
 
+    def _read(self, answer: Answer) -> float | None:
+        """Return the score or verdict that an answer plainly says, or None."""
+        lowest, highest = self.config.scale
+        if not answer.is_whole:
+            return None
+        if self.config.is_pairwise:
+            if self._pattern is not None:
+                return read_match(answer.text, self._pattern, plain_verdict)
+            return read_verdict(answer.text)
+        if self._pattern is None:
+            return read_score(answer.text, lowest, highest)
+        score = read_match(answer.text, self._pattern, plain_number)
+        return score if score is not None and lowest <= score <= highest else None
+
     def _text(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(values)
@@ -219,11 +221,13 @@ class LLMJudge:
             ) from error
 
     async def _answers(self, texts: Sequence[str]) -> list[Answer | None]:
-        """Return the judge's answer to each text; None for a text that the judge's server refused."""
+        """Return the judge's answer to each text; None for a text without an answer."""
         bodies = {text: self._body(text) for text in texts}
         keys = {text: self._key(body) for text, body in bodies.items()}
         with AnswerCache(self._path) as cache:
             known = cache.read(keys.values())
+            if self.config.unparsable == "error":  # the cached answer would end the run again: ask anew
+                known = {key: answer for key, answer in known.items() if self._read(answer) is not None}
             missing = [text for text in bodies if keys[text] not in known]
             self.counts.cached += len(texts) - len(missing)
             answers: dict[str, Answer | None] = {text: known.get(key) for text, key in keys.items()}
@@ -245,52 +249,66 @@ class LLMJudge:
         import openai
 
         failures: list[RewardError] = []
-        free = asyncio.Semaphore(self.config.concurrency)
+        foreign: list[RewardError] = []
+        free, ended = asyncio.Semaphore(self.config.concurrency), asyncio.Event()
         key = self._api_key()
-        settings = {"timeout": self.config.timeout_s, "max_retries": self.config.max_retries}
+        settings = {"timeout": self.config.timeout_s, "max_retries": 0}
         async with openai.AsyncOpenAI(api_key=key or "none", base_url=self.config.base_url, **settings) as client:  # type: ignore[arg-type]
 
-            async def ask(text: str) -> None:
+            async def ask_for(text: str) -> None:
                 async with free:
-                    if failures:
+                    if ended.is_set():
                         return
                     try:
-                        answers[text] = answer = await self._answer(client, bodies[text])
+                        answer, counts = await ask(client, bodies[text], self.config, key, ended)
+                        answers[text] = answer
+                        self._count(counts)
+                        self._keep(cache, keys[text], answer)
                     except RewardError as error:
                         failures.append(error)
-                    except (openai.OpenAIError, ValueError) as error:
+                    except RequestError as failure:
                         self.counts.failed += 1
-                        is_refused = isinstance(error, openai.APIStatusError) and error.status_code in REFUSED
-                        if not is_refused or self.config.unparsable == "error":
-                            failures.append(RewardError(self._complaint(error, key, is_refused=is_refused)))
-                        elif self.counts.failed == 1:
-                            log.warning("%s", self._complaint(error, key, is_refused=True))
-                    else:
-                        cache.write(keys[text], answer)
+                        complaint = RewardError(self._complaint(failure, key))
+                        is_scored = self.config.unparsable != "error"
+                        if is_scored and failure.is_foreign:
+                            foreign.append(complaint)
+                        elif is_scored and failure.status in REFUSED:
+                            self._warn_of(complaint)
+                        else:
+                            failures.append(complaint)
+                if failures:
+                    ended.set()
 
-            await asyncio.gather(*map(ask, bodies))
+            with key_kept_from_logs(key):
+                await asyncio.gather(*map(ask_for, bodies))
+        if foreign and self.counts.requests == 0:
+            # No answer of this server was a chat completion, so the address is wrong
+            failures.append(foreign[0])
+        elif foreign:
+            self._warn_of(foreign[0])
         if failures:
             # Raise `from None`, because the text of the original error may contain the server's key
             raise failures[0] from None
 
-    async def _answer(self, client: AsyncOpenAI, body: dict[str, Any]) -> Answer:
-        raw = await client.chat.completions.with_raw_response.create(**body, extra_body=self.config.extra_body or None)
-        self.counts.retries += raw.retries_taken
-        completion: Any = raw.parse()
-        choices = getattr(completion, "choices", None)
-        if not choices:
-            raise RewardError(
-                f"{self.name}: {self.config.base_url} did not answer with a chat completion. Check llm.base_url: the "
-                "address of most servers ends in /v1."
-            )
-        usage = getattr(completion, "usage", None)
+    def _count(self, counts: Mapping[str, int]) -> None:
         self.counts.requests += 1
-        self.counts.tokens_in += getattr(usage, "prompt_tokens", None) or 0
-        self.counts.tokens_out += getattr(usage, "completion_tokens", None) or 0
-        return Answer(choices[0].message.content or "", choices[0].finish_reason != "length")
+        for name, count in counts.items():
+            setattr(self.counts, name, getattr(self.counts, name) + count)
+
+    def _keep(self, cache: AnswerCache, key: str, answer: Answer) -> None:
+        """Put an answer into the cache, except an empty answer or one that ends the run: the next run asks anew."""
+        is_usable = self._read(answer) is not None
+        if is_usable or (answer.text.strip() and self.config.unparsable != "error"):
+            cache.write(key, answer, is_usable=is_usable)
+
+    def _warn_of(self, error: RewardError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s Further such failures are counted but not logged.", error)
 
     def _body(self, text: str) -> dict[str, Any]:
-        settings = {name: getattr(self.config, name) for name in ("temperature", "seed", "max_tokens")}
+        names = ("temperature", "seed", "max_tokens", "response_format")
+        settings = {name: getattr(self.config, name) for name in names}
         sent = {
             name: value for name, value in settings.items() if value is not None and name not in self.config.extra_body
         }
@@ -319,34 +337,31 @@ class LLMJudge:
             )
         return key
 
-    def _complaint(self, error: Exception, key: str | None, *, is_refused: bool) -> str:
+    def _complaint(self, failure: RequestError, key: str | None) -> str:
         """Return a request's problem and the fix in one line, without the server's key."""
-        import openai
-
-        cause = (
-            f" ({kind_and_text(error.__cause__)})"
-            if isinstance(error, openai.APIConnectionError) and error.__cause__
-            else ""
-        )
-        fix = "Check llm.base_url and whether the server runs."
-        if is_refused:
-            fix = f"A response that the server refuses gets llm.unparsable={self.config.unparsable}."
+        fix, is_refused = "Check llm.base_url and whether the server runs.", failure.status in REFUSED
+        if is_refused or (failure.is_foreign and self.config.unparsable != "error"):
+            fix = f"A response whose text the server refuses gets llm.unparsable={self.config.unparsable}."
             if self.config.unparsable == "error":
                 fix = "If the server refuses only some texts, set llm.unparsable to the score for these responses."
-        elif isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+        elif failure.status in (401, 403):
             fix = f"Check the key in {self.config.api_key_variable}."
             if self.config.api_key_variable is None:
                 fix = "Set llm.api_key_variable to the environment variable that holds the key."
-        elif isinstance(error, openai.RateLimitError):
+        elif failure.is_over_pause:
+            fix = "Raise llm.max_pause_s, or resume the run later."
+        elif failure.status == 429:
             fix = "Lower llm.concurrency, or raise llm.max_retries."
-        elif isinstance(error, openai.APITimeoutError):
+        elif failure.is_late:
             fix = "Raise llm.timeout_s, or lower llm.concurrency."
-        elif isinstance(error, openai.NotFoundError):
+        elif failure.status == 404:
             fix = "Check llm.model and llm.base_url."
+        elif failure.is_foreign:
+            fix = "Check llm.base_url: the address of most servers ends in /v1."
         kept = "" if self._path is None or is_refused else f" Answers so far are kept in {self._path}."
-        problem = f"{self.name}: {self.config.model} at {self.config.base_url}: {kind_and_text(error)}{cause}"
-        line = f"{problem.rstrip('.')}. {fix}{kept}"
-        return line if key is None else line.replace(key, "***")
+        words = masked(" ".join(failure.words.split()), key, 1)
+        words = words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} …"
+        return f"{self.name}: {self.config.model} at {self.config.base_url}: {words.rstrip('.')}. {fix}{kept}"
 
 
 in_use: dict[tuple[str, LLMJudgeConfig], LLMJudge] = {}
