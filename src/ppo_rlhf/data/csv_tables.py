@@ -82,6 +82,10 @@ def _read_frame(file: Path, texts: set[str]) -> pd.DataFrame:
     # If the rows have more cells than the header, pandas takes the first cells as row labels
     if not isinstance(frame.index, pd.RangeIndex):
         raise DataError(f"{file}: this CSV file is damaged: {_SURPLUS}")
+    # pandas would call the second of two columns `a` `a.1`
+    header = pd.read_csv(file, encoding="utf-8-sig", header=None, nrows=1, dtype="string").iloc[0].dropna()
+    if header.duplicated().any():
+        raise DataError(f"{file}: the header has the column `{header[header.duplicated()].iloc[0]}` twice. Rename one.")
     return frame
 
 

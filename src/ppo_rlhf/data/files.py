@@ -129,6 +129,8 @@ def _of_folder(source: str, folder: Path, configuration: str | None, split: str 
     files = _of_one_kind(source, splits[wanted])
     if left := [file for file in inside if file not in files]:
         _say(f"{source}: the split `{wanted}` is read; not read: {_listed(left, folder)}.")
+    if len(places := dict.fromkeys(str(file.parent.relative_to(folder)) for file in files)) > 1:
+        _say(f"{source}: the files of the folders {', '.join(places)} are read as one table.")
     return Found(files, part=part)
 
 
@@ -169,7 +171,9 @@ def _keyword(name: str) -> str | None:
     from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
     for split, keywords in SPLIT_KEYWORDS.items():
-        if re.fullmatch(rf"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?", name):
+        if re.fullmatch(
+            rf"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?", name, re.IGNORECASE
+        ):
             return str(split)
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import lzma
+import math
 import re
 import warnings
 import zlib
@@ -62,7 +63,8 @@ def read_json(files: Sequence[Path], cache: str | None) -> Dataset:
     A column or a nested value whose types differ otherwise, or whose objects have different keys, is `ExactJson`.
 
     Raises:
-        DataError: A file is damaged, a value is not an object, an object has a key twice, or no file has rows.
+        DataError: A file is damaged, a value is not an object, an object has a key twice, a number is too
+            large for a float, or no file has rows.
     """
     patterns = [glob.escape(str(file)) for file in files]  # `datasets` reads the paths as glob patterns
     builder = JsonTables(cache_dir=cache, hash=_VERSION, data_files=patterns)
@@ -81,10 +83,13 @@ class JsonTables(ArrowBasedBuilder):
         kinds: dict[str, Any] = {}
         has_rows = False
         for file in files:
-            for _, row in _rows(file):
+            for place, row in _rows(file):
                 has_rows = True
                 for name, value in row.items():
-                    kinds[name] = _widened(kinds.get(name), value)
+                    try:
+                        kinds[name] = _widened(kinds.get(name), value)
+                    except OverflowError as error:
+                        raise DataError(f"{file}: {place}, column `{name}`: {error}.") from error
         if not has_rows:
             raise DataError(f"{files[0]}: {NO_ROWS}")
         self.info.features = _features(kinds, ExactJson())
@@ -144,6 +149,8 @@ def _widened(kind: Any, value: Any, depth: int = 0) -> Any:
     elif isinstance(value, bool):
         own = _BOOL
     elif isinstance(value, float):
+        if math.isinf(value):
+            raise OverflowError("a number is too large")
         own = _FLOAT
     else:
         own = _WHOLE if abs(value) <= _EXACT else _LONG if -(2**63) <= value < 2**63 else _JSON

@@ -230,6 +230,13 @@ def _joint_features(files: list[Path], builder: str) -> Features | None:
                 f"{file}: its columns do not fit those of the files before it: {in_one_line(error)}. Write the column "
                 "with one type in all files."
             ) from error
+    # pyarrow joins text and bytes as bytes
+    for file, schema in zip(files, schemas, strict=True):
+        for column in schema:
+            if "string" in str(column.type) and "string" not in str(joint.field(column.name).type):
+                raise DataError(
+                    f"{file}: column `{column.name}` is text here, and bytes in another file. Write it as text."
+                )
     return None if all(schema.equals(joint) for schema in schemas) else Features.from_arrow_schema(joint)
 
 
