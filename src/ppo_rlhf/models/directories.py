@@ -160,10 +160,12 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
 
 
-def number_of_weights(folder: Path) -> int:
-    """Return the number of weights in a model directory, by the headers of its weights files."""
-    total = 0
-    for file in weight_files(folder):
+def number_of_weights(folder: Path) -> int | None:
+    """Return the number of weights in a model directory, by the headers of its weights files; None without files."""
+    files, total = weight_files(folder), 0
+    if not all(file.is_file() for file in files):  # a GGUF file's configuration is read before its weights are written
+        return None
+    for file in files:
         with safe_open(file, framework="pt") as weights:
             total += len(weights.keys())
     return total

@@ -161,7 +161,7 @@ class PretrainedHandle:
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
         if isinstance(layers, int) and is_local(self.source):
             weights = number_of_weights(Path(self.place))
-            if not 0 < layers <= weights:
+            if weights is not None and not 0 < layers <= weights:
                 raise ModelError(
                     f"{self.source}: {CONFIG} has num_hidden_layers={layers}, the folder has {weights} weights: they "
                     "do not belong together. Copy the model again."
