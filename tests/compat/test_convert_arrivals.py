@@ -51,11 +51,14 @@ def test_tables_are_written_beside_the_files_that_name_them(folder: Path):
 
 
 def test_tables_are_not_printed_and_a_line_says_so(folder: Path):
-    result = convert("llamafactory", "--to", "-", "ppo.yaml")
-    assert yaml.safe_load(result.stdout)["prompts_path"] is None
-    assert "Not printed: the tables for prompts_path." in result.stderr
-    assert "Fill in before you run: prompts_path in globals.yml." in result.stderr
+    printed = convert("llamafactory", "--to", "-", "ppo.yaml")
+    assert f"Not printed: {folder / 'llamafactory_prompts.jsonl'}." in printed.stderr
     assert not list(folder.glob("**/*.jsonl"))
+    written = convert("llamafactory", "--to", "parameters.yml", "ppo.yaml")
+    files = [(folder / name).read_text() for name in ("parameters.yml", "globals.yml")]
+    assert printed.stdout == "\n".join(files)
+    assert "Read: questions: 3 of 3 rows." in written.stderr
+    assert "Fill in" not in printed.stderr
 
 
 @pytest.mark.parametrize(

@@ -392,8 +392,56 @@ def test_turns_of_tools_and_pairs_of_chats_are_read_by_this_project(checkout: Pa
 def test_prompts_are_counted_where_their_tables_are_read(checkout: Path):
     given = {"stage": "ppo", "dataset": "questions,chats", "per_device_train_batch_size": 2, "num_train_epochs": 3}
     conversion = from_llamafactory(given, num_prompts=1000, folders=[checkout])
-    assert conversion.parameters["ppo"]["total_episodes"] == 3 * 4
+    assert conversion.parameters["ppo"]["total_episodes"] == 3 * 2  # of 4 prompts one is held out; a pass has one batch
     assert "dataset" not in dict(conversion.not_carried)
+    assert conversion.counts == [
+        "questions: 2 of 2 rows.",
+        "chats: 2 of 3 rows; left out: 1 whose roles do not alternate.",
+    ]
+
+
+def test_the_prompts_that_are_held_out_are_no_part_of_a_pass(checkout: Path):
+    """prompts.held_out_share: of 100 distinct prompts 10 are held out, so three passes are 270 responses."""
+    rows = [{"instruction": f"q{number}", "input": "", "output": "a"} for number in range(100)]
+    (checkout / "data" / "alpaca.json").write_text(json.dumps(rows))
+    given = {"stage": "ppo", "dataset": "questions", "per_device_train_batch_size": 1, "num_train_epochs": 3}
+    conversion = from_llamafactory(given, folders=[checkout])
+    assert conversion.parameters["ppo"]["total_episodes"] == 270
+    assert any("Of 100 prompts 90 train" in remark for remark in conversion.remarks)
+
+
+def test_prompts_without_an_answer_are_ppos_normal_case(checkout: Path):
+    """Of 120 chats 100 end with the user's turn; one more starts with the assistant's."""
+    asked, answered = {"who": "q", "says": "hi"}, {"who": "a", "says": "ho"}
+    talks = [[asked]] * 80 + [[asked, answered, asked]] * 20 + [[asked, answered]] * 19 + [[answered, asked]]
+    (checkout / "data" / "chats.json").write_text(json.dumps([{"talk": talk} for talk in talks]))
+    conversion = from_llamafactory(
+        {"stage": "ppo", "dataset": "chats", "per_device_train_batch_size": 1}, folders=[checkout]
+    )
+    assert conversion.counts == ["chats: 119 of 120 rows; left out: 1 whose roles do not alternate."]
+    rows = conversion.tables["prompts_path"]
+    assert [len(row["prompt"]) for row in (rows[0], rows[80], rows[100])] == [1, 3, 1]
+    assert ["response" in row for row in (rows[0], rows[80], rows[100])] == [False, False, True]
+    sft = from_llamafactory({"stage": "sft", "dataset": "chats"}, folders=[checkout])
+    assert sft.counts == [
+        "chats: 19 of 120 rows; left out: 100 without an answer, 1 whose roles do not alternate.",
+    ]
+
+
+@pytest.mark.parametrize("talk", [[{"says": "no role"}], [{"who": "q"}], "no list", [{"who": "q", "says": None}]])
+def test_a_row_that_is_no_chat_is_counted_as_left_out(checkout: Path, talk: Any):
+    rows = [{"talk": json.dumps(each)} for each in (talk, [{"who": "q", "says": "hi"}])]
+    (checkout / "data" / "chats.json").write_text(json.dumps(rows))
+    conversion = from_llamafactory(
+        {"stage": "ppo", "dataset": "chats", "max_steps": 1, "max_samples": 2}, folders=[checkout]
+    )
+    assert conversion.counts[0].startswith("chats: 1 of 2 rows; left out: 1 ")
+
+
+def test_rows_beyond_the_first_ones_are_counted(checkout: Path):
+    given = {"stage": "ppo", "dataset": "questions", "max_samples": 1, "max_steps": 1}
+    [count] = from_llamafactory(given, folders=[checkout]).counts
+    assert count.startswith("questions: 1 of 2 rows; left out: 1 after the first ones")
 
 
 @pytest.mark.parametrize(
@@ -453,14 +501,17 @@ SFT = {
 def test_stages_sft_and_rm_become_the_trainings_that_ppo_starts_from():
     sft, rm = from_llamafactory(SFT), from_llamafactory({**SFT, "stage": "rm", "max_steps": 40})
     common = {
-        **{"learning_rate": 1e-4, "num_train_epochs": 2.0, "max_length": 64, "warmup_ratio": 0.1, "logging_steps": 5},
+        **{"learning_rate": 2e-5, "num_train_epochs": 2.0, "max_length": 64, "warmup_ratio": 0.1, "logging_steps": 5},
         **{"lr_scheduler_type": "cosine", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
         **{"weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": True, "gradient_checkpointing": True, "device": "auto"},
         "group_by_length": False,
     }
     assert sft.parameters == {"supervised_finetuning": common, "base_model_path": "org/base"}
     assert rm.parameters == {"reward_modelling": {**common, "max_steps": 40}}
-    assert set(dict(sft.not_carried)) == {"finetuning_type", "lora_rank"}
+    assert set(dict(sft.not_carried)) == {"finetuning_type", "lora_rank", "learning_rate"}
+    full = from_llamafactory({**SFT, "finetuning_type": "full"})
+    assert full.parameters["supervised_finetuning"] == {**common, "learning_rate": 1e-4}
+    assert set(dict(full.not_carried)) == {"lora_rank"}
     beside = from_llamafactory({**LORA, "max_steps": 5}, beside=("sft", "rm"))
     assert beside.globals == {"seed": 42}
     assert beside.missing == ["prompts_path"]
@@ -468,6 +519,16 @@ def test_stages_sft_and_rm_become_the_trainings_that_ppo_starts_from():
     parameters, globals_ = (yaml.safe_load(text) for text in texts_of([beside, sft, rm]))
     assert set(parameters) == {"ppo", "supervised_finetuning", "reward_modelling"}
     assert globals_ == {"seed": 42, "base_model_path": "org/base", "prompts_path": None}
+
+
+def test_what_stage_rm_has_of_its_own_does_not_reach_the_policy():
+    given = {**SFT, "stage": "rm", "model_name_or_path": "org/other", "trust_remote_code": True}
+    rm = from_llamafactory(given)
+    assert rm.globals == {}
+    left = dict(rm.not_carried)
+    assert "org/other" in left["model_name_or_path"]
+    assert "the policy's, too" in left["trust_remote_code"]
+    assert any("longer pairs are left out" in remark for remark in rm.remarks)
 
 
 def test_a_global_that_two_stages_set_to_two_values_is_refused():

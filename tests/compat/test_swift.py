@@ -18,24 +18,24 @@ from tests.compat.swift_source import SWIFT
 from tests.compat.test_converting_tables import PAGE, rows_of
 
 SCRIPT = r"""
-# A script such as those that people have: variables, sums, a comment within the command, several processes.
-export NPROC_PER_NODE=4
+# A script such as those that people have: variables, sums, several processes.
+set -euo pipefail
+processes=4
 base=org/base
 batch=${BATCH:-2}
 PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \
-CUDA_VISIBLE_DEVICES=0,1,2,3 \
+CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=$processes \
 ~/env/bin/swift rlhf \
     --rlhf_type ppo \
     --model $base --reward_model 'org/reward' \
     --tuner_type lora \
-    # the data \
     --dataset 'org/set#2000' 'org/other' \
     --lora_rank 16 --target_modules q_proj v_proj \
     --torch_dtype bfloat16 \
     --num_train_epochs 1 \
     --per_device_train_batch_size ${batch} \
     --learning_rate 1e-5 \
-    --gradient_accumulation_steps $(expr 16 / $NPROC_PER_NODE) \
+    --gradient_accumulation_steps $(expr 16 / $processes) \
     --warmup_ratio 0.05 --save_steps 100 --save_total_limit 2 \
     --response_length 128 --temperature 0.7 --max-length 512 \
     --deepspeed zero2 --save_only_model true > log.txt 2>&1
@@ -286,15 +286,91 @@ def test_a_file_of_settings_is_read_alone_and_under_the_options_of_a_command(tmp
     [
         ("echo hello", "has 0 commands `swift rlhf`"),
         ("swift rlhf --rlhf_type ppo\nswift rlhf --rlhf_type ppo\n", "has 2 commands"),
-        ("swift rlhf --rlhf_type ppo --model $MODEL", r"--model has \$MODEL"),
-        ("swift rlhf --rlhf_type ppo --seed $(date +%s)", r"--seed has \$\(date"),
-        ("swift rlhf --model 'org", "cannot be read"),
+        ("swift rlhf --rlhf_type ppo --model $MODEL", r"line 1: .*\$MODEL, which the script does not set"),
+        ("swift rlhf --rlhf_type ppo --seed $(date +%s)", r"line 1: `\$\(date \+%s\)` needs a shell"),
+        ("swift rlhf --model 'org", "line 1: .* is not closed"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, script: str, message: str):
     (tmp_path / "ppo.sh").write_text(script)
     with pytest.raises(ConfigError, match=message):
         convert_files("ms-swift", [tmp_path / "ppo.sh"])
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes"),
+    [
+        ("swift rlhf", 1),
+        ("CUDA_VISIBLE_DEVICES=0,1 swift rlhf", 1),  # ms-swift then shares one model out among the GPUs
+        ("NPROC_PER_NODE=8 swift rlhf", 8),
+        ("NPROC_PER_NODE=4 NNODES=2 swift rlhf", 8),
+        ("torchrun --nproc_per_node 8 swift/cli/rlhf.py", 8),
+        ("python3 -m torch.distributed.run --nproc-per-node=4 --nnodes 2 -m swift.cli.rlhf", 8),
+        ("accelerate launch --multi_gpu --num_processes 8 --num_machines 2 swift/cli/rlhf.py", 8),
+        ("CUDA_VISIBLE_DEVICES=4,5 accelerate launch swift/cli/rlhf.py", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node gpu swift/cli/rlhf.py", 3),
+        ("nohup python swift/cli/rlhf.py", 1),
+    ],
+)
+def test_the_processes_of_a_launch_are_counted(tmp_path: Path, launch: str, processes: int):
+    (tmp_path / "ppo.sh").write_text(f"{launch} --rlhf_type ppo --per_device_train_batch_size 1\n")
+    [conversion] = convert_files("ms-swift", [tmp_path / "ppo.sh"])
+    assert conversion.processes == processes
+    expected = {1: 16, 2: 8, 3: 6, 8: 2}[processes]  # max(1, ceil(16 / processes))
+    assert conversion.parameters["ppo"]["gradient_accumulation_steps"] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--learning_rate --dataset a", "--learning_rate has no value"),
+        ("--model $EMPTY", "--model has no value"),
+        ('--model "$EMPTY"', "--model has no value, or an empty one"),
+        ("--reward_model=", "--reward_model has no value"),
+        ("--kl_coef 1 --kl_coef 2", "--kl_coef is given twice"),
+        ("ppo.sh", "`ppo.sh` is no option and no file of settings"),
+    ],
+)
+def test_an_option_without_a_value_is_refused(tmp_path: Path, options: str, message: str):
+    (tmp_path / "ppo.sh").write_text(f"EMPTY=\nswift rlhf {options} --rlhf_type ppo\n")
+    with pytest.raises(ConfigError, match=message):
+        convert_files("ms-swift", [tmp_path / "ppo.sh"])
+
+
+def test_a_flag_needs_no_value_and_true_is_no_number(tmp_path: Path):
+    (tmp_path / "ppo.sh").write_text("swift rlhf --rlhf_type ppo --bf16 --whiten_rewards --use_hf\n")
+    values = convert_files("ms-swift", [tmp_path / "ppo.sh"])[0].parameters["ppo"]
+    assert (values["dtype"], values["whiten_rewards"]) == ("bfloat16", True)
+    assert "true or false" in reasons(learning_rate=True)["learning_rate"]
+
+
+def test_paths_are_seen_from_where_cd_leads(tmp_path: Path):
+    for folder, query in (("here", "no"), ("there", "yes")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(f'{{"query": "{query}"}}\n')
+    script = tmp_path / "here" / "ppo.sh"
+    script.write_text(f"cd {tmp_path}\ncd there\nswift rlhf --rlhf_type ppo --dataset rows.jsonl\n")
+    [conversion] = convert_files("ms-swift", [script])
+    assert conversion.tables["prompts_path"][0]["prompt"][0]["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rlhf_type: ppo\nENV: [1]\n", "ENV=\\[1\\] must be a mapping"),
+        ("rlhf_type: ppo\nENV: {NPROC_PER_NODE: ²}\n", "NPROC_PER_NODE='²' is no number of processes"),
+        ("rlhf_type: ppo\nENV: {NPROC_PER_NODE: 0}\n", "NPROC_PER_NODE='0' is no number of processes"),
+        ("kl_coef: 1\nlam: 0.9\nkl_coef: 2\n", "line 3: kl_coef is given twice"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\n", "line 2: write the value instead of the alias"),
+        ("a: " + "[" * 5000, "too many brackets"),
+        ("a: '" + "x" * 300_000 + "'", "at most 200000"),
+    ],
+)
+def test_a_file_of_settings_that_would_be_misread_is_refused_in_one_line(tmp_path: Path, text: str, message: str):
+    (tmp_path / "ppo.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        convert_files("ms-swift", [tmp_path / "ppo.yaml"])
+    assert "\n" not in str(refused.value)
 
 
 def test_a_command_by_the_name_of_its_file_is_read_too(tmp_path: Path):

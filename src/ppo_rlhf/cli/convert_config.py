@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,26 +53,36 @@ def convert_config(
             ):  # a project that `init` wrote may have a function as its reward
                 conversion.write("reward_components", [{"type": "model"}], "the source takes its reward from a model")
     printed = Path("parameters.yml")
-    project = None if target else project_here()
-    parameters = Path(target or printed) if project is None else project / "conf" / "local" / printed
+    project = _project(target)
+    parameters = project / "conf" / "local" / printed if project else Path(printed if target == "-" else target or "")
     if parameters.name == "globals.yml":
         raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
     texts = {}
-    for conversion in conversions if target != "-" else ():
+    for conversion in conversions:
         for name, rows in conversion.tables.items():
             path = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
             texts[(project or Path()) / path] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
             conversion.write(name, str(path), "dataset")
     globals_ = parameters.with_name("globals.yml")
-    texts |= dict(zip((parameters, globals_), texts_of(conversions), strict=True))
+    settings = dict(zip((parameters, globals_), texts_of(conversions), strict=True))
     if target == "-":
-        click.echo("\n".join(texts.values()), nl=False)
-        if tables := [name for conversion in conversions for name in conversion.tables]:
-            click.echo(f"Not printed: the tables for {', '.join(tables)}.", err=True)
+        click.echo("\n".join(settings.values()), nl=False)
+        if texts:
+            click.echo(f"Not printed: {', '.join(map(str, texts))}.", err=True)
     else:
+        texts |= settings
         _write(texts, force=force)
         click.echo(f"Written: {', '.join(map(str, texts))}.", err=True)
     click.echo(_report(conversions, globals_), err=True)
+
+
+def _project(target: str | None) -> Path | None:
+    """Return the project for whose folders the files are written; None if --to names another place."""
+    if target is None:
+        return project_here()
+    with suppress(click.ClickException):  # what is printed outside of a project has paths beside the files
+        return project_here() if target == "-" else None
+    return None
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
@@ -96,6 +107,7 @@ def _report(conversions: list[Conversion], globals_: Path) -> str:
         by_reason: dict[str, list[str]] = {}
         for setting, reason in conversion.not_carried:
             by_reason.setdefault(reason, []).append(setting)
+        lines += [f"Read: {count}" for count in conversion.counts]
         left = len(conversion.not_carried)
         lines += [f"From {conversion.source}:"] if len(conversions) > 1 else []
         lines.append(f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}.")
@@ -116,6 +128,8 @@ def _command(conversions: list[Conversion]) -> str:
         "reward_modelling": "reward_modelling",
         "ppo": "align",
     }
+    count = max((conversion.processes or 1 for conversion in conversions), default=1)
+    run = f"torchrun --nproc_per_node {count} -m kedro run" if count > 1 else "kedro run"
     if groups >= stages.keys():
-        return "kedro run"
-    return f"kedro run --pipelines {','.join(stages[group] for group in stages if group in groups)}"
+        return run
+    return f"{run} --pipelines {','.join(stages[group] for group in stages if group in groups)}"

@@ -1,7 +1,8 @@
-"""Conversion code that LLaMA-Factory and ms-swift share: transformers' TrainingArguments and the length of a run."""
+"""Conversion code that several libraries share: TrainingArguments, LoRA, adapters, the length of a run."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_rlhf.compat.conversion import Conversion
+from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.data.tables import hold_out
 
 OPTIM = {"adamw_torch": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
 IF_GIVEN = {
@@ -64,10 +67,11 @@ LEFT = {
     "per_device_eval_batch_size": "set evaluation.batch_size",
 }
 """Settings that are not converted, each with the reason. `*` matches any text; the first matching pattern counts."""
-PROCESSES = (
-    "Batch sizes are per process: if you use fewer processes than the source did, raise "
-    "ppo.gradient_accumulation_steps by the same factor."
+ADAPTER = (
+    "{} continues to train the given adapter, and its reference is the model without the adapter; here the adapter is "
+    "merged into the model that both start from, and a new adapter is trained."
 )
+BASE_NAMED = "the adapter's configuration names its base model"
 
 
 def normalised(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,9 +120,90 @@ def carry_warmup(c: Conversion, iterations: int | None, target: str = "ppo.warmu
         c.carry(target, "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 
-def epochs(c: Conversion) -> float:
+def carry_device(c: Conversion, target: str = "ppo.device") -> None:
+    """Carry over whether training uses the CPU."""
+    c.carry(target, "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+
+
+def carry_thinking(c: Conversion) -> None:
+    """Carry over the chat template's argument enable_thinking, if it is given."""
+    if c["enable_thinking"] is not None:
+        c.carry("chat_template_kwargs", "enable_thinking", value={"enable_thinking": c.flag("enable_thinking")})
+
+
+def carry_lora(c: Conversion, kind: str, rank: str, alpha: str, modules: str, default_alpha: int | None = None) -> bool:
+    """Carry over LoRA's settings, which have the given names, and return whether LoRA is used.
+
+    `kind` is `lora` or `full`. `default_alpha` replaces an alpha that is not given.
+    """
+    uses = {"lora": True, "full": False}.get(c[kind], c[kind])
+    c.carry("ppo.use_peft", kind, value=uses, otherwise=True)
+    if uses is False:
+        return False
+    c.carry("ppo.lora_r", rank)
+    if c[alpha] in (None, 0) and default_alpha is not None:
+        c.carry("ppo.lora_alpha", alpha, rank, value=default_alpha)
+    else:
+        c.carry("ppo.lora_alpha", alpha, otherwise=default_alpha or c.default(alpha))
+    carry_modules(c, modules, c[modules])
+    return True
+
+
+def carry_modules(c: Conversion, setting: str, value: Any) -> None:
+    """Carry over the names of the layers that get a LoRA adapter."""
+    names = ",".join(names_of(value)) if isinstance(value, str | list | tuple | set) else value
+    c.carry("ppo.lora_target_modules", setting, value="all-linear" if names == "all" else names, otherwise="all-linear")
+
+
+def carry_bits(c: Conversion, bits: str, method: str | None, *, has_adapter: bool) -> None:
+    """Carry over the quantisation to 4 bits by bitsandbytes. `method` is the setting that names another library."""
+    is_bnb = method is None or c[method] == "bnb"
+    settings = (bits,) if method is None or c[bits] is None else (bits, method)
+    if c[bits] is not None and (has_adapter or str(c[bits]) != "4" or not is_bnb):
+        why = "an adapter is merged into full-precision weights" if has_adapter else "only 4 bits by bnb are supported"
+        c.leave(why, *settings)
+        c.write("ppo.load_in_4bit", False, bits)
+    else:
+        c.carry("ppo.load_in_4bit", *settings, value=c[bits] is not None)
+
+
+def names_of(value: Any) -> list[str]:
+    """Return a list of names from a comma-separated text or a list."""
+    parts = value.split(",") if isinstance(value, str) else value or []
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def trained_rows(c: Conversion, num_prompts: int | None) -> int | None:
+    """Return how many prompts PPO trains on: those of the table that are not held out for evaluation, else
+    `num_prompts`. None: the number is not known.
+    """
+    if "prompts_path" not in c.tables:
+        return num_prompts
+    keys = [json.dumps([row["prompt"], row.get("tools")], default=str) for row in c.tables["prompts_path"]]
+    if "evaluation_prompts_path" in c.tables or len(set(keys)) < 2:
+        return len(keys)
+    settings = PromptsConfig()
+    seed = c.globals.get("seed", settings.seed)
+    trained, _ = hold_out(keys, settings.held_out_share, settings.max_held_out, seed, "held_out", name="prompts")
+    c.remarks.append(
+        f"Of {len(keys)} prompts {len(trained)} train, and epochs count these; the others are held out for evaluation "
+        "(prompts.held_out_share)."
+    )
+    return len(trained)
+
+
+def leave_epochs(c: Conversion, fix: str, *settings: str) -> str:
+    """List the passes over the prompts as not carried over, and return the reason."""
+    why = f"{settings[0]} counts passes over the prompts; give the number of prompts (--prompts){fix}"
+    c.leave(why, *settings)
+    if settings[0] not in c.given:
+        c.remarks.append(f"The default of {settings[0]} is not carried over: {why}.")
+    return why
+
+
+def epochs(c: Conversion, setting: str = "num_train_epochs") -> float:
     """Return the number of passes over the data."""
-    return float(c.checked("num_train_epochs", Annotated[float, Field(gt=0)]))
+    return float(c.checked(setting, Annotated[float, Field(gt=0)]))
 
 
 def batches(rows: int, size: int, passes: float, *, keeps_rest: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -23,7 +24,12 @@ TO_FILL_IN = {
     "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
 }
 """Globals that the user must set before a run can start."""
-TABLES = {"prompts_path": "prompts", "demonstrations_path": "demonstrations", "preferences_path": "preferences"}
+TABLES = {
+    "prompts_path": "prompts",
+    "evaluation_prompts_path": "evaluation_prompts",
+    "demonstrations_path": "demonstrations",
+    "preferences_path": "preferences",
+}
 """Globals that name a table, each with the kind of the table's rows."""
 _GLOBALS: dict[str, Any] = {
     "seed": Annotated[int, Field(ge=0)],
@@ -51,6 +57,8 @@ class Conversion:
         origins: The settings that each parameter comes from, by dotted name (`ppo.kl_coef`, `seed`).
         remarks: Differences from a run of the source, in one or two sentences each.
         tables: Rows that must be written to a file, by the global that names the file.
+        counts: For each table that was read: how many of its rows are used, and why others are left out.
+        processes: Number of processes of the source's run; None if it is not known.
     """
 
     def __init__(
@@ -71,6 +79,8 @@ class Conversion:
         self.origins: dict[str, str] = {}
         self.remarks: list[str] = []
         self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.counts: list[str] = []
+        self.processes: int | None = None
         self._to_fill_in = tuple(to_fill_in)
         self._defaults = {**{name: default for name, (_, default) in renamed.items()}, **derived}
         self._values: dict[str, Any] = {}
@@ -137,11 +147,15 @@ class Conversion:
         """Return the given value of a setting, or the setting's default in the source library."""
         return self.given.get(setting, self._defaults.get(setting))
 
+    def default(self, setting: str) -> Any:
+        """Return a setting's default in the source library."""
+        return self._defaults.get(setting)
+
     def checked(self, setting: str, kind: Any) -> Any:
         """Return a setting's value as the type `kind`; raise ConfigError if the value has another type."""
         try:
-            return TypeAdapter(kind, config=_FINITE).validate_python(self[setting])
-        except ValidationError as error:
+            return _validated(TypeAdapter(kind, config=_FINITE), self[setting])
+        except ValueError as error:
             raise ConfigError(f"{self.source}: {setting}={self[setting]!r}: {_message(error)}") from None
 
     def count(self, setting: str) -> int:
@@ -167,8 +181,8 @@ class Conversion:
         given, default = [name for name in settings if name in self.given], f"default of {settings[0]}"
         self._carried.update(given)
         try:
-            self.write(target, _adapter(target).validate_python(value), ", ".join(given) or default)
-        except ValidationError as error:
+            self.write(target, _validated(_adapter(target), value), ", ".join(given) or default)
+        except ValueError as error:
             self.leave(f"{target} does not accept {value!r}: {_message(error)}", *settings)
             if otherwise is not None:
                 self.write(target, otherwise, default)
@@ -180,6 +194,12 @@ class Conversion:
     def leave(self, reason: str, *settings: str) -> None:
         """List the given settings among `settings` as not carried over, with the reason."""
         self._reasons |= {name: reason for name in settings if name in self.given}
+
+    def add_table(self, target: str, name: str, rows: Sequence[dict[str, Any]], total: int, left: Counter[str]) -> None:
+        """Add the rows that are used of a table, and count the rows that are left out, by reason."""
+        self.tables.setdefault(target, []).extend(rows)
+        reasons = ", ".join(f"{number} {why}" for why, number in left.items())
+        self.counts.append(f"{name}: {len(rows)} of {total} rows{f'; left out: {reasons}' if reasons else ''}.")
 
     def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
         """List the remaining settings as not carried over, add remarks, and return the conversion.
@@ -195,6 +215,12 @@ class Conversion:
                 reason += f"; the closest setting is {near}" if near else ""
             self.leave(reason, setting)
         self.remarks += remarks
+        if any(name.startswith("ppo.") for name in self._values):
+            count = f" ({self.processes} in the source)" if self.processes else ""
+            self.remarks.append(
+                f"Batch sizes are per process{count}: if you use fewer processes than the source did, raise "
+                "ppo.gradient_accumulation_steps by the same factor."
+            )
         return self
 
     def _line(self, name: str, group: str = "") -> str:
@@ -241,6 +267,14 @@ def _adapter(target: str) -> TypeAdapter[Any]:
     return TypeAdapter(hints[name], config=_FINITE)
 
 
-def _message(error: ValidationError) -> str:
-    text = error.errors()[0]["msg"]
+def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:
+    """Return a value as the adapter's type. True and False are no numbers, which pydantic would read them as."""
+    result = adapter.validate_python(value)
+    if isinstance(value, bool) and not isinstance(result, bool):
+        raise ValueError("Input should be a number, not true or false")
+    return result
+
+
+def _message(error: ValueError) -> str:
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return f"{text[:1].lower()}{text[1:]}"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ppo_rlhf.compat.arguments import located
-from ppo_rlhf.compat.command_line import find_command, options_of
+from ppo_rlhf.compat.command_line import Command, find_command, options_of
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.llamafactory import STAGES, from_llamafactory
-from ppo_rlhf.compat.swift import from_swift
+from ppo_rlhf.compat.llamafactory import from_llamafactory
+from ppo_rlhf.compat.rows import STAGES
+from ppo_rlhf.compat.sources import mapping_of, text_of
+from ppo_rlhf.compat.swift import NAMES, NEED_VALUE, from_swift
 from ppo_rlhf.compat.trl import from_trl
-from ppo_rlhf.core.errors import ConfigError, in_one_line
+from ppo_rlhf.core.errors import ConfigError
+
+SETTINGS = (".yaml", ".yml", ".json")
+"""Endings of files of settings; other files are shell scripts."""
 
 
 def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | None = None) -> list[Conversion]:
@@ -29,34 +30,51 @@ def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | Non
         return _stages(files, num_prompts)
     if len(files) > 1:
         raise ConfigError(f"{library} has all settings in one file, but {len(files)} files are given. Give one file.")
-    if library == "trl":
-        return [from_trl(_mapping(files[0]), num_prompts=num_prompts)]
-    folders = [Path.cwd(), *files[0].resolve().parents]
-    settings, variables = _swift(files[0], folders)
-    nodes = [variables.get(name, "1") for name in ("NPROC_PER_NODE", "NNODES")]
-    processes = math.prod(int(number) if number.isdigit() else 1 for number in nodes)
-    return [from_swift(settings, num_prompts=num_prompts, processes=processes, folders=folders)]
+    return [{"trl": _trl, "ms-swift": _swift}[library](files[0], num_prompts)]
 
 
-def _swift(file: Path, folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments in a shell script or a file of settings, and the environment variables that it sets."""
-    if file.suffix in (".yaml", ".yml", ".json"):
-        given = _mapping(file)
-        environment = given.pop("ENV", None) or {}
-        return given, {str(name): str(value) for name, value in environment.items()}
-    command = find_command(_text(file), (("swift", "rlhf"), ("rlhf.py",)), str(file))
-    before, options = options_of(command.words, str(file))
-    settings: dict[str, Any] = {}
-    variables = dict(command.variables)
-    # Paths before the options are YAML files of ms-swift's settings, which the command line's options override
-    for named in before:
-        settings, environment = _swift(Path(located(named, folders)), folders)
-        variables = environment | variables
-    return settings | options, variables
+def _trl(file: Path, num_prompts: int | None) -> Conversion:
+    return from_trl(mapping_of(file), num_prompts=num_prompts)
+
+
+def _swift(file: Path, num_prompts: int | None) -> Conversion:
+    command, folders = _command(file, NAMES)
+    before, settings = options_of(command.words, command.where, NEED_VALUE) if command else ([str(file)], {})
+    environment: dict[str, str] = {}
+    for named in before:  # files of settings, which the command line's options override
+        if not named.endswith(SETTINGS):
+            raise ConfigError(f"{file}: `{named}` is no option and no file of settings ({', '.join(SETTINGS)}).")
+        given = mapping_of(Path(located(named, folders)))
+        variables = given.pop("ENV", None) or {}
+        if not isinstance(variables, dict):
+            raise ConfigError(f"{named}: ENV={variables!r} must be a mapping of environment variables to values.")
+        settings, environment = given | settings, environment | {str(name): str(variables[name]) for name in variables}
+    if command is None:
+        command = Command(str(file), [], [], environment, set(), "", takes_arguments=False)
+    else:
+        command.environment = environment | command.environment
+    processes = command.processes(("NPROC_PER_NODE", "NNODES"))
+    c = from_swift(settings, num_prompts=num_prompts, processes=processes, folders=folders)
+    return _with_arguments(c, command)
+
+
+def _command(file: Path, names: Sequence[tuple[str, ...]]) -> tuple[Command | None, list[Path]]:
+    """Return the command in a shell script (None: a file of settings), and the folders of relative paths."""
+    folders = [Path.cwd(), *file.resolve().parents]
+    if file.suffix in SETTINGS:
+        return None, folders
+    command = find_command(text_of(file), names, str(file))
+    return command, [folder / command.folder for folder in folders]
+
+
+def _with_arguments(c: Conversion, command: Command) -> Conversion:
+    if command.takes_arguments:
+        c.remarks.append("The script passes its own arguments ($@) on; it was read as if it got none.")
+    return c
 
 
 def _stages(files: Sequence[Path], num_prompts: int | None) -> list[Conversion]:
-    read = [_mapping(file) for file in files]
+    read = [mapping_of(file) for file in files]
     stages = [settings.get("stage", "sft") for settings in read]
     if twice := next((stage for stage in stages if stages.count(stage) > 1), None):
         raise ConfigError(f"Two of the files have stage={twice}. Give one file of each stage.")
@@ -67,21 +85,3 @@ def _stages(files: Sequence[Path], num_prompts: int | None) -> list[Conversion]:
         for stage, file, settings in zip(stages, files, read, strict=True)
     }
     return [conversions[stage] for stage in STAGES if stage in conversions]
-
-
-def _mapping(file: Path) -> dict[str, Any]:
-    """Return the settings in a YAML or JSON file."""
-    try:
-        values = yaml.safe_load(_text(file).replace("\t", " "))  # a YAML parser reads JSON too, except for tabs
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} cannot be read: {in_one_line(error)}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} has no settings; it must be a mapping (name: value).")
-    return {str(name): value for name, value in values.items()}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {in_one_line(error)}.") from None

@@ -7,18 +7,17 @@ of trl's PPOConfig.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.compat import arguments
 from ppo_rlhf.compat.conversion import TO_FILL_IN, Conversion
-from ppo_rlhf.compat.rows import INFO, Rows, Table
-from ppo_rlhf.core.errors import ConfigError, in_one_line
+from ppo_rlhf.compat.rows import INFO, STAGES, Table
+from ppo_rlhf.compat.sources import mapping_of
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.supervised.optimisation import OptimisationConfig
 
-STAGES = {"ppo": "prompts_path", "sft": "demonstrations_path", "rm": "preferences_path"}
-"""The supported stages, each with the global that names its data."""
 PPO = {
     "ppo_epochs": ("ppo.num_ppo_epochs", 4),
     "ppo_whiten_rewards": ("ppo.whiten_rewards", False),
@@ -195,11 +194,14 @@ def _ppo(
         c.leave("the reward is the model that stage rm trains", *_REWARD)
     else:
         _carry_reward(c)
-    _carry_lora(c, has_adapter="sft" not in beside and bool(_names(c["adapter_name_or_path"])))
+    rank = 2 * c.count("lora_rank")
+    if arguments.carry_lora(c, "finetuning_type", "lora_rank", "lora_alpha", "lora_target", default_alpha=rank):
+        has_adapter = "sft" not in beside and bool(arguments.names_of(c["adapter_name_or_path"]))
+        arguments.carry_bits(c, "quantization_bit", None, has_adapter=has_adapter)
     arguments.carry_always(c, PPO_ALWAYS)
     arguments.carry_given(c, {**arguments.IF_GIVEN, "trust_remote_code": "trust_remote_code"})
-    rows = _carry_tables(c, "ppo", folders)
-    _carry_sizes(c, num_prompts if rows is None else len(rows))
+    _carry_tables(c, "ppo", folders)
+    _carry_sizes(c, arguments.trained_rows(c, num_prompts))
     c.carry("ppo.reward_normalisation", "ppo_score_norm", value="running" if c.flag("ppo_score_norm") else "none")
     if c.checked("max_new_tokens", int) > 0:
         c.carry("ppo.response_length", "max_new_tokens")
@@ -209,16 +211,14 @@ def _ppo(
     half = [name for name in ("bf16", "pure_bf16", "fp16") if c.flag(name)]
     dtype = "float32" if not half else "float16" if half == ["fp16"] else "bfloat16"
     c.carry("ppo.dtype", "bf16", "fp16", "pure_bf16", value=dtype)
-    c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+    arguments.carry_device(c)
     c.carry(
         "ppo.gradient_checkpointing",
         "disable_gradient_checkpointing",
         value=not c.flag("disable_gradient_checkpointing"),
     )
-    if c["enable_thinking"] is not None:
-        value = {"enable_thinking": c.flag("enable_thinking")}
-        c.carry("chat_template_kwargs", "enable_thinking", value=value)
-    return c.finish(LEFT, PPO_REMARK, arguments.PROCESSES)
+    arguments.carry_thinking(c)
+    return c.finish(LEFT, PPO_REMARK)
 
 
 def _carry_sizes(c: Conversion, rows: int | None) -> None:
@@ -246,19 +246,16 @@ def _carry_sizes(c: Conversion, rows: int | None) -> None:
         settings = ("max_steps",) if steps > 0 else ("num_train_epochs", "max_steps")
         c.carry("ppo.total_episodes", *settings, value=iterations * size)
     else:
-        why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts), or max_steps"
-        c.leave(why, "num_train_epochs", "max_steps")
-        if "num_train_epochs" not in c.given:
-            c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+        arguments.leave_epochs(c, ", or max_steps", "num_train_epochs", "max_steps")
     arguments.carry_warmup(c, iterations)
 
 
 def _carry_policy(c: Conversion) -> None:
     """Carry over the model that PPO starts from."""
-    adapters = _names(c["adapter_name_or_path"])
+    adapters = arguments.names_of(c["adapter_name_or_path"])
     if len(adapters) == 1:
         c.carry("sft_model_path", "adapter_name_or_path", value=adapters[0])
-        c.leave("the adapter's configuration names its base model", "model_name_or_path", "model_revision")
+        c.leave(arguments.BASE_NAMED, "model_name_or_path", "model_revision")
     elif adapters:
         why = "several adapters: merge them (llamafactory-cli export), and give the merged model as sft_model_path"
         c.leave(why, "adapter_name_or_path", "model_name_or_path", "model_revision")
@@ -266,38 +263,13 @@ def _carry_policy(c: Conversion) -> None:
         _carry_model(c, "sft_model_path")
     c.leave("a given adapter is always merged, and a new adapter is trained", "create_new_adapter")
     if adapters and not c.flag("create_new_adapter"):
-        c.remarks.append(
-            "LLaMA-Factory continues to train the given adapter, and its reference is the model without the adapter; "
-            "here the adapter is merged into the model that both start from, and a new adapter is trained."
-        )
-
-
-def _carry_lora(c: Conversion, *, has_adapter: bool) -> None:
-    """Carry over LoRA and the quantisation."""
-    lora = {"lora": True, "full": False}.get(c["finetuning_type"], c["finetuning_type"])
-    c.carry("ppo.use_peft", "finetuning_type", value=lora, otherwise=True)
-    if lora is False:
-        return
-    rank = c.count("lora_rank")
-    c.carry("ppo.lora_r", "lora_rank")
-    alpha = 2 * rank if c["lora_alpha"] in (None, 0) else c["lora_alpha"]
-    c.carry("ppo.lora_alpha", "lora_alpha", "lora_rank", value=alpha, otherwise=2 * rank)
-    target = ",".join(_names(c["lora_target"]))
-    target = "all-linear" if target == "all" else target
-    c.carry("ppo.lora_target_modules", "lora_target", value=target, otherwise="all-linear")
-    bits = c["quantization_bit"]
-    if bits is not None and (has_adapter or str(bits) != "4"):
-        why = "an adapter is merged into full-precision weights" if has_adapter else "only 4 bits are supported"
-        c.leave(why, "quantization_bit")
-        c.write("ppo.load_in_4bit", False, "quantization_bit")
-    else:
-        c.carry("ppo.load_in_4bit", "quantization_bit", value=bits is not None)
+        c.remarks.append(arguments.ADAPTER.format("LLaMA-Factory"))
 
 
 def _carry_reward(c: Conversion) -> None:
     """Carry over the reward model: a model or an adapter with LLaMA-Factory's value head, or a server."""
     kind, place = c["reward_model_type"], c["reward_model"]
-    merged = _names(c["adapter_name_or_path"])[: None if c.flag("create_new_adapter") else -1]
+    merged = arguments.names_of(c["adapter_name_or_path"])[: None if c.flag("create_new_adapter") else -1]
     if kind not in ("lora", "full", "api"):
         c.leave("reward_model_type must be lora, full or api", "reward_model_type", "reward_model")
     elif place is None:
@@ -312,9 +284,9 @@ def _carry_reward(c: Conversion) -> None:
             f"A function in reward_server.py asks the server {place} for rewards; copy this function from "
             "docs/converting.md, section LLaMA-Factory."
         )
-    elif kind == "full" and len(adapters := _names(c["reward_model_adapters"])) == 1:
+    elif kind == "full" and len(adapters := arguments.names_of(c["reward_model_adapters"])) == 1:
         c.carry("reward_model_path", "reward_model_adapters", "reward_model_type", value=adapters[0])
-        c.leave("the adapter's configuration names its base model", "reward_model")
+        c.leave(arguments.BASE_NAMED, "reward_model")
     elif kind == "full" and adapters:
         c.leave("several adapters: merge them and give the merged model", "reward_model_adapters", "reward_model")
     else:
@@ -326,10 +298,10 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
     group = {"sft": "supervised_finetuning", "rm": "reward_modelling"}[stage]
     renamed = {name: (f"{group}.{name}", default) for name, default in SUPERVISED.items()}
     renamed |= {"cutoff_len": (f"{group}.max_length", 2048), "logging_steps": (f"{group}.logging_steps", 500)}
-    c = Conversion(f"LLaMA-Factory's stage {stage}", settings, renamed, COMMON, to_fill_in=())
+    c = Conversion(f"LLaMA-Factory's stage {stage}", settings, renamed, COMMON | {"finetuning_type": "lora"}, ())
     c.carry_over("stage")
-    arguments.carry_given(c, {"trust_remote_code": "trust_remote_code"})
-    rows = _carry_tables(c, stage, folders)
+    _carry_tables(c, stage, folders)
+    rows = c.tables.get(STAGES[stage])
     if (steps := c.checked("max_steps", int)) > 0:
         c.carry(f"{group}.max_steps", "max_steps")
     elif rows is not None:
@@ -342,14 +314,32 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
         "disable_gradient_checkpointing",
         value=not c.flag("disable_gradient_checkpointing"),
     )
-    c.carry(f"{group}.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+    arguments.carry_device(c, f"{group}.device")
     c.write(f"{group}.group_by_length", False, "always so in the source")
-    if stage == "sft" and c["model_name_or_path"] is not None:
-        _carry_model(c, "base_model_path")
+    if c["finetuning_type"] != "full":
+        kind = c["finetuning_type"]
+        why = f"a rate for {kind} is too high for all weights, which train here; set {group}.learning_rate"
+        c.leave(why, "learning_rate")
+        c.write(f"{group}.learning_rate", OptimisationConfig.learning_rate, "for all weights; TRL's default")
+    model = c["model_name_or_path"]
+    if stage == "sft":
+        arguments.carry_given(c, {"trust_remote_code": "trust_remote_code"})
+        if model is not None:
+            _carry_model(c, "base_model_path")
+        c.leave("it starts from base_model_path of globals.yml", "adapter_name_or_path")
+    else:
+        why = "the reward model starts from the SFT policy here"
+        c.leave(f"{why}, not from {model}", "model_name_or_path", "model_revision")
+        c.leave(why, "adapter_name_or_path")
+        c.leave("the global of this name is the policy's, too; set it in globals.yml", "trust_remote_code")
+        c.remarks.append(
+            "LLaMA-Factory cuts pairs at cutoff_len; here longer pairs are left out, and the run counts them."
+        )
     why = "this stage trains all weights here; if they do not fit, give PPO a model that LLaMA-Factory trained"
-    c.leave(why, "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "quantization_bit")
-    start = {"sft": "base_model_path of globals.yml", "rm": "the SFT policy"}[stage]
-    c.leave(f"it starts from {start}", "adapter_name_or_path", *(("model_name_or_path",) if stage == "rm" else ()))
+    c.carry_over("finetuning_type")
+    if c["finetuning_type"] != "full":
+        c.leave(why, "finetuning_type")
+    c.leave(why, "lora_rank", "lora_alpha", "lora_target", "quantization_bit")
     c.leave("all stages use the seed of globals.yml", "seed")
     return c.finish(SUPERVISED_LEFT)
 
@@ -365,34 +355,28 @@ def _carry_model(c: Conversion, target: str) -> None:
         c.carry(target, "model_name_or_path", "model_revision", value=f"{place}@{revision}")
 
 
-def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> Rows | None:
-    """Return the rows of the tables that a stage names, or None if the tables cannot be found."""
-    names, settings = _names(c["dataset"]), ("dataset", "dataset_dir", "max_samples", "default_system")
+def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> None:
+    """Read the rows of the tables that a stage names, unless a table cannot be found."""
+    names, settings = arguments.names_of(c["dataset"]), ("dataset", "dataset_dir", "max_samples", "default_system")
     if not names:
         return None
     files = [folder / str(c["dataset_dir"]) / INFO for folder in folders]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        c.leave(f"there is no {c['dataset_dir']}/{INFO} here or above the file; set {STAGES[stage]}", *settings)
-        return None
-    try:
-        info = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {in_one_line(error)}.") from None
+        return c.leave(f"there is no {c['dataset_dir']}/{INFO} here or above the file; set {STAGES[stage]}", *settings)
+    info = mapping_of(file)
     maximum = None if c["max_samples"] is None else c.count("max_samples")
-    rows: Rows = []
+    tables = []
     for name in names:
-        if name not in info:
+        if not isinstance(info.get(name), dict):
             raise ConfigError(f"{file} has no table {name}. Its tables are {', '.join(sorted(info)[:20])}.")
         if (source := _source_of(info[name], file.parent)) is None:
-            c.leave(f"the table {name} is neither a file nor on the Hugging Face hub; set {STAGES[stage]}", *settings)
-            return None
-        rows += Table(name, source, info[name]).read(stage, maximum=maximum, system=c["default_system"])
-        if info[name].get("num_samples") is not None:
-            c.remarks.append(f"The first num_samples rows of {name} are used; LLaMA-Factory draws the rows at random.")
-    c.tables[STAGES[stage]] = rows
-    c.carry_over(*settings)
-    return rows
+            why = f"the table {name} is neither a file nor on the Hugging Face hub; set {STAGES[stage]}"
+            return c.leave(why, *settings)
+        tables.append(Table(name, source, info[name]))
+    for table in tables:
+        table.add_to(c, stage, maximum=maximum, system=c["default_system"])
+    return c.carry_over(*settings)
 
 
 def _source_of(entry: Mapping[str, Any], folder: Path) -> str | None:
@@ -402,9 +386,3 @@ def _source_of(entry: Mapping[str, Any], folder: Path) -> str | None:
     if "file_name" in entry and not entry.keys() & {"ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}:
         return str(folder / entry["file_name"])
     return None
-
-
-def _names(value: Any) -> list[str]:
-    """Return a list of names from a comma-separated text or a list."""
-    parts = value.split(",") if isinstance(value, str) else value or []
-    return [str(part).strip() for part in parts if str(part).strip()]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.sources import load_table
 
 Row = Mapping[str, Any]
 Chat = list[dict[str, Any]]
-Rows = list[dict[str, Any]]
+STAGES = {"ppo": "prompts_path", "sft": "demonstrations_path", "rm": "preferences_path"}
+"""The supported stages, each with the global that names its data."""
+AFTER_FIRST = "after the first ones (the source draws rows at random)"
 INFO = "dataset_info.json"
 
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -53,11 +57,11 @@ class Table:
         """Whether each row has a chosen and a rejected answer."""
         return bool(self.info.get("ranking"))
 
-    def read(self, stage: str, *, maximum: int | None = None, system: str | None = None) -> Rows:
-        """Return the rows for a stage: `ppo` (prompts), `sft` (demonstrations) or `rm` (preferences).
+    def add_to(self, c: Conversion, stage: str, *, maximum: int | None = None, system: str | None = None) -> None:
+        """Add the rows for a stage to a conversion: `ppo` (prompts), `sft` (demonstrations) or `rm` (preferences).
 
-        Rows whose roles do not alternate are left out, as in LLaMA-Factory. `system` is the system message of rows
-        without a system message.
+        Rows that are no chat with turns that alternate are left out and counted. A prompt for PPO needs no answer.
+        `system` is the system message of rows without a system message.
 
         Raises:
             ConfigError: The entry of dataset_info.json cannot be read, or the entry's table is for another stage.
@@ -77,16 +81,24 @@ class Table:
         if missing := sorted(set(columns.values()) - set(table.column_names)):
             raise ConfigError(f"{INFO}: {self.name}: {self.source} has no column {missing[0]}.")
         limits = [number for number in (self.info.get("num_samples"), maximum) if number is not None]
+        limit = min([len(table), *limits])
+        left = Counter({AFTER_FIRST: len(table) - limit})
         convert, rows = self._alpaca if form == "alpaca" else self._chat, []
-        for row in table.select(range(min([len(table), *limits]))):
+        for row in table.select(range(limit)):
             cells = {key: row[name] for key, name in columns.items()}
-            if (turns := convert(cells)) is not None:
-                first, prompt, answers = turns
-                text = first or cells.get("system") or system
-                head = [{"role": "system", "content": text}] if text else []
-                tools = {"tools": cells["tools"]} if cells.get("tools") else {}
-                rows.append(_for_stage(stage, head + prompt, answers) | tools)
-        return rows
+            try:
+                first, turns, answers = convert(cells)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                left["that cannot be read as a chat"] += 1
+                continue
+            if why := _reason(turns, answers, stage):
+                left[why] += 1
+                continue
+            text = first or cells.get("system") or system
+            head = [{"role": "system", "content": text}] if text else []
+            tools = {"tools": cells["tools"]} if cells.get("tools") else {}
+            rows.append(_for_stage(stage, head + turns, answers) | tools)
+        c.add_table(STAGES[stage], self.name, rows, len(table), +left)
 
     def _alpaca(self, cells: Row) -> tuple[str | None, Chat, Chat]:
         """Return None (no system message), the prompt and the answers of a row in Alpaca's format."""
@@ -100,8 +112,8 @@ class Table:
         answers = [{"role": "assistant", "content": cells[key]} for key in names if isinstance(cells.get(key), str)]
         return None, [*prompt, {"role": "user", "content": asked}], answers
 
-    def _chat(self, cells: Row) -> tuple[str | None, Chat, Chat] | None:
-        """Return the chat's system message, the prompt and the answers, or None if roles do not alternate."""
+    def _chat(self, cells: Row) -> tuple[str | None, Chat, Chat]:
+        """Return the chat's system message, the prompt and the answers."""
         tags = self.info.get("tags", TAGS)
         roles = {tags[f"{role}_tag"]: ours for role, ours in _ROLES.items() if tags.get(f"{role}_tag")}
 
@@ -113,13 +125,22 @@ class Table:
         if given and given[0][tags["role_tag"]] == tags.get("system_tag"):
             system = given.pop(0)[tags["content_tag"]]
         turns = [message(each) for each in given]
-        expected = [("user", "tool"), ("assistant", "function_call")]
-        alternates = all(turn["role"] in expected[number % 2] for number, turn in enumerate(turns))
-        if not alternates or len(turns) % 2 != self.is_ranking:
-            return None
         if self.is_ranking:
             return system, turns, [message(cells["chosen"]), message(cells["rejected"])]
-        return system, turns[:-1], turns[-1:]
+        answered = len(turns) % 2 == 0
+        return system, turns[:-1] if answered else turns, turns[-1:] if answered else []
+
+
+def _reason(prompt: Chat, answers: Chat, stage: str) -> str:
+    """Return why a row cannot be used; an empty text if it can. Users and assistants take turns, a user first."""
+    expected = [("user", "tool"), ("assistant", "function_call")]
+    turns = prompt if stage == "rm" else prompt + answers
+    alternate = all(turn["role"] in expected[number % 2] for number, turn in enumerate(turns))
+    if not prompt or not alternate or len(prompt) % 2 == 0:
+        return "whose roles do not alternate"
+    if not all(isinstance(turn["content"], str) for turn in [*prompt, *answers]):
+        return "without a text"
+    return "" if stage == "ppo" or len(answers) == (2 if stage == "rm" else 1) else "without an answer"
 
 
 def _for_stage(stage: str, prompt: Chat, answers: Chat) -> dict[str, Any]:

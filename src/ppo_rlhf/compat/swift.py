@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.compat import arguments
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.rows import ALPACA, Rows, Table
+from ppo_rlhf.compat.rows import AFTER_FIRST, ALPACA, Table
+from ppo_rlhf.compat.trl import LAST_REMARKS
 from ppo_rlhf.core.errors import ConfigError, in_one_line
 from ppo_rlhf.data.chats import ASSISTANT, SYSTEM, TOOLS, read_chat, with_system
 from ppo_rlhf.data.sources import load_table
@@ -122,12 +124,11 @@ LEFT = {
     "rpo_alpha ld_alpha discopop_tau cpo_alpha simpo_gamma desirable_weight undesirable_weight "
     "center_rewards_coefficient sft_alpha lmbda seq_kd gkd_*": "the setting is not for PPO",
 }
-REMARKS = (
-    "TRL's PPO ignores max_grad_norm and does not clip gradients; here gradients are clipped to max_grad_norm.",
-    "With gradient_accumulation_steps above 1, TRL takes an optimiser step every gradient_accumulation_steps "
-    "micro-batches, regardless of minibatches; here each of the num_mini_batches minibatches is one step.",
-    arguments.PROCESSES,
-)
+NAMES = (("swift", "rlhf"), ("rlhf.py",), ("swift.cli.rlhf",))
+"""The command, as scripts call it."""
+_FLAGS = {"bf16", "fp16", "enable_thinking", "full_determinism", "torch_compile"}
+NEED_VALUE = {*OLD, *(name for name, default in {**SAME, **DERIVED}.items() if not isinstance(default, bool))} - _FLAGS
+"""Settings that a command may not name without a value."""
 _QUERIES = ("query", "prompt", "input", "instruction", "question", "problem")
 _ANSWERS = ("response", "answer", "output", "solution")
 _CHATS = ("conversation", "conversations", "messages")
@@ -162,13 +163,15 @@ def from_swift(
         if given.get(name):
             given[name] = [arguments.located(each, folders) for each in _list(given[name])]
     c = Conversion("ms-swift's PPO", given, PPO, DERIVED)
+    c.processes = processes
     c.carry_over("rlhf_type")
     arguments.carry_always(c, ALWAYS)
     arguments.carry_given(c, {**arguments.IF_GIVEN, "save_total_limit": "ppo.save_total_limit"})
-    rows = _carry_tables(c, folders)
-    _carry_sizes(c, num_prompts if rows is None else len(rows), processes)
+    _carry_tables(c, folders)
+    _carry_sizes(c, arguments.trained_rows(c, num_prompts), processes)
     _carry_models(c)
-    _carry_lora(c)
+    if arguments.carry_lora(c, "tuner_type", "lora_rank", "lora_alpha", "target_modules"):
+        arguments.carry_bits(c, "quant_bits", "quant_method", has_adapter=bool(_list(c["adapters"])))
     length = next((n for n in ("response_length", "max_new_tokens", "max_completion_length") if c[n]), "")
     c.carry("ppo.response_length", length or "max_completion_length", value=c[length] if length else 512, otherwise=512)
     cut = {None: "drop", "delete": "drop", "left": "truncate_left"}.get(c["truncation_strategy"])
@@ -179,10 +182,9 @@ def from_swift(
     else:
         c.carry("ppo.learning_rate", "learning_rate", otherwise=1e-4)
     _carry_dtype(c)
-    c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
-    if c["enable_thinking"] is not None:
-        c.carry("chat_template_kwargs", "enable_thinking", value={"enable_thinking": c.flag("enable_thinking")})
-    return c.finish(LEFT, *REMARKS)
+    arguments.carry_device(c)
+    arguments.carry_thinking(c)
+    return c.finish(LEFT, *LAST_REMARKS)
 
 
 def _carry_sizes(c: Conversion, rows: int | None, processes: int) -> None:
@@ -201,10 +203,7 @@ def _carry_sizes(c: Conversion, rows: int | None, processes: int) -> None:
         c.carry("ppo.total_episodes", "num_train_epochs", value=episodes)
         iterations = math.ceil(episodes / (micro * accumulated * processes))
     else:
-        why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts)"
-        c.leave(why, "num_train_epochs")
-        if "num_train_epochs" not in c.given:
-            c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+        arguments.leave_epochs(c, "", "num_train_epochs")
     arguments.carry_warmup(c, iterations)
 
 
@@ -218,7 +217,7 @@ def _carry_models(c: Conversion) -> None:
             c.leave(f"there are several; merge them, and give one model as {target}", model, adapters, revision)
         elif added:
             c.carry(target, adapters, value=added[0])
-            c.leave("the adapter's configuration names its base model", model, revision)
+            c.leave(arguments.BASE_NAMED, model, revision)
         elif places:
             branch = _list(c[revision])
             c.carry(target, model, revision, value="@".join([*places, *branch]))
@@ -231,29 +230,7 @@ def _carry_models(c: Conversion) -> None:
                     "Face hub, where the model may have another name."
                 )
     if _list(c["adapters"]):
-        c.remarks.append(
-            "ms-swift continues to train the given adapter, and its reference is the model without the adapter; here "
-            "the adapter is merged into the model that both start from, and a new adapter is trained."
-        )
-
-
-def _carry_lora(c: Conversion) -> None:
-    kind = {"lora": True, "full": False}.get(c["tuner_type"], c["tuner_type"])
-    c.carry("ppo.use_peft", "tuner_type", value=kind, otherwise=True)
-    if kind is False:
-        return
-    c.carry("ppo.lora_r", "lora_rank", otherwise=8)
-    c.carry("ppo.lora_alpha", "lora_alpha", otherwise=32)
-    modules = ",".join(_list(c["target_modules"]))
-    c.carry("ppo.lora_target_modules", "target_modules", value=modules, otherwise="all-linear")
-    bits, adapter = c["quant_bits"], bool(_list(c["adapters"]))
-    if bits is not None and (adapter or str(bits) != "4" or c["quant_method"] != "bnb"):
-        why = "an adapter is merged into full-precision weights" if adapter else "only 4 bits by bnb are supported"
-        c.leave(why, "quant_bits", "quant_method")
-        c.write("ppo.load_in_4bit", False, "quant_bits")
-    else:
-        names = ("quant_bits",) if bits is None else ("quant_bits", "quant_method")
-        c.carry("ppo.load_in_4bit", *names, value=bits is not None)
+        c.remarks.append(arguments.ADAPTER.format("ms-swift"))
 
 
 def _carry_dtype(c: Conversion) -> None:
@@ -267,39 +244,37 @@ def _carry_dtype(c: Conversion) -> None:
         c.remarks.append("With torch_dtype float32 ms-swift computes in float16; set ppo.dtype=float32 for float32.")
 
 
-def _carry_tables(c: Conversion, folders: Sequence[Path]) -> Rows | None:
-    """Return the rows of all tables, read as ms-swift's AutoPreprocessor does, or None if a table is not a file."""
+def _carry_tables(c: Conversion, folders: Sequence[Path]) -> None:
+    """Read all tables as ms-swift's AutoPreprocessor does, unless a table is not a file."""
     names, settings = _list(c["dataset"]), ("dataset", "columns", "system")
     if not names or not folders:
-        c.leave("set prompts_path", *settings)
-        return None
+        return c.leave("set prompts_path", *settings)
     try:
         renamed = json.loads(c["columns"]) if isinstance(c["columns"], str) else c["columns"] or {}
     except ValueError as error:
         raise ConfigError(f"{c.source}: columns={c['columns']!r} is not JSON: {in_one_line(error)}.") from None
-    rows: Rows = []
+    files = []
     for name in names:
-        place, _, count = name.rpartition("#") if name.rpartition("#")[2].isdigit() else (name, "", "")
+        place, _, count = name.rpartition("#") if name.rpartition("#")[2].isdecimal() else (name, "", "")
         file = Path(arguments.located(place, folders))
         if not file.exists():
-            c.leave(f"{place} is not a file here or above the source; set prompts_path", *settings)
-            return None
-        rows += _rows(name, file, renamed, int(count) if count else None, c["system"])
-        if count:
-            c.remarks.append(f"The first {count} rows of {place} are used; ms-swift draws the rows at random.")
-    c.tables["prompts_path"] = rows
-    c.carry_over(*settings)
-    return rows
+            return c.leave(f"{place} is not a file here or above the source; set prompts_path", *settings)
+        files.append((name, file, int(count) if count else None))
+    for name, file, maximum in files:
+        _read(c, name, file, renamed, maximum)
+    return c.carry_over(*settings)
 
 
-def _rows(name: str, file: Path, renamed: Mapping[str, str], maximum: int | None, system: str | None) -> Rows:
-    """Return a file's rows as prompts. The file has chats, Alpaca's columns, or a column with queries."""
+def _read(c: Conversion, name: str, file: Path, renamed: Mapping[str, str], maximum: int | None) -> None:
+    """Add a file's rows as prompts. The file has chats, Alpaca's columns, or a column with queries."""
     table = load_table(str(file))
     called = {renamed.get(column, column).lower(): column for column in table.column_names}
     beside = {key: called[key] for key in (SYSTEM, TOOLS, "history") if key in called}
     if chats := next((called[key] for key in _CHATS if key in called), None):
-        first = table.select(range(min(len(table), maximum or len(table))))
-        return [_prompt(row, chats, beside, system, str(file)) for row in first]
+        limit = min(len(table), maximum or len(table))
+        rows = [_prompt(row, chats, beside, c["system"], str(file)) for row in table.select(range(limit))]
+        left = Counter({AFTER_FIRST: len(table) - limit})
+        return c.add_table("prompts_path", name, rows, len(table), +left)
     if {"instruction", "input"} <= called.keys():
         columns = {key: called[column] for key, column in ALPACA.items() if column in called}
     elif query := next((called[key] for key in _QUERIES if key in called), None):
@@ -308,7 +283,8 @@ def _rows(name: str, file: Path, renamed: Mapping[str, str], maximum: int | None
         names = ", ".join(table.column_names)
         raise ConfigError(f"{file}: ms-swift reads none of the columns {names}. Set `columns`.")
     answer = next(({"response": called[key]} for key in _ANSWERS if key in called), {})
-    return Table(name, str(file), {"columns": columns | answer | beside}).read("ppo", maximum=maximum, system=system)
+    described = Table(name, str(file), {"columns": columns | answer | beside})
+    return described.add_to(c, "ppo", maximum=maximum, system=c["system"])
 
 
 def _prompt(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
+from ppo_rlhf.compat import arguments
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.trl_names import LIVES_ELSEWHERE, RENAMED
@@ -44,10 +43,6 @@ LEFT = {
     **dict.fromkeys(("ratio_threshold", "compare_steps", "is_*", "optimize_*"), "the setting has no counterpart here"),
 }
 """Settings that are not converted, each with the reason. `*` matches any text; the first matching pattern counts."""
-REMARK = (
-    "Batch sizes are per process: if you use fewer processes than the source did, raise "
-    "ppo.gradient_accumulation_steps by the same factor."
-)
 
 
 def place_of(setting: str) -> str:
@@ -120,7 +115,7 @@ LAST_ALWAYS = {
     "kl_in": "reward",
     "whiten_advantages": True,
 }
-LAST_REMARKS = (
+LAST_REMARKS = (  # ms-swift's PPO, too, is TRL's last PPOTrainer
     "TRL's PPO ignores max_grad_norm and does not clip gradients; here gradients are clipped to max_grad_norm.",
     "With gradient_accumulation_steps above 1, TRL takes an optimiser step every gradient_accumulation_steps "
     "micro-batches, regardless of minibatches; here each of the num_mini_batches minibatches is one step.",
@@ -205,17 +200,11 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
         )
     if c["max_grad_norm"] is None:
         c.remarks.append("Without max_grad_norm TRL's legacy trainer clips no gradients; here they are always clipped.")
-    return c.finish(LEFT, LEGACY_REMARK, REMARK)
+    return c.finish(LEFT, LEGACY_REMARK)
 
 
 def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversion:
-    optim = {"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}
-    given = dict(settings)
-    if isinstance(name := given.get("optim"), str):
-        given["optim"] = optim.get(name, name)
-    if isinstance(reports := given.get("report_to"), list | tuple):
-        given["report_to"] = ",".join(map(str, reports)) or "none"
-    c = Conversion("TRL's PPOConfig", given, LAST, LAST_DERIVED | MODEL_CONFIG)
+    c = Conversion("TRL's PPOConfig", arguments.normalised(settings), LAST, LAST_DERIVED | MODEL_CONFIG)
     _carry_same(c, LAST_ALWAYS, LAST_IF_GIVEN, prompts="dataset_name")
     _carry_lengths(c, num_prompts)
     if c["stop_token_id"] is None:
@@ -237,8 +226,8 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
             "TRL's PPO ignores bf16 and fp16 and computes in float32, unless ACCELERATE_MIXED_PRECISION is set; here "
             "ppo.dtype sets the precision. ppo.dtype=float32 repeats TRL's run."
         )
-    c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
-    return c.finish(LEFT, *LAST_REMARKS, REMARK)
+    arguments.carry_device(c)
+    return c.finish(LEFT, *LAST_REMARKS)
 
 
 def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
@@ -247,14 +236,11 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     if setting == "total_episodes":
         episodes = c.count("total_episodes")
     elif num_prompts is not None:
-        episodes = max(1, int(c.checked("num_train_epochs", Annotated[float, Field(gt=0)]) * num_prompts))
-    why = "num_train_epochs counts passes over the prompts; give the number of prompts (--prompts), or total_episodes"
+        episodes = max(1, int(arguments.epochs(c) * num_prompts))
     if episodes is not None:
         c.carry("ppo.total_episodes", setting, "total_episodes", value=episodes)
     else:
-        c.leave(why, "total_episodes", "num_train_epochs")
-        if "num_train_epochs" not in c.given:
-            c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+        arguments.leave_epochs(c, ", or total_episodes", "num_train_epochs", "total_episodes")
     batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
     iterations = None if episodes is None else math.ceil(episodes / batch_size)
 
@@ -265,26 +251,14 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
         c.carry("ppo.sample_interval", "num_sample_generations", value=max(1, iterations // samples))
     else:
         c.leave("the first and the last iteration are always sampled", "num_sample_generations")
-    steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    if c["lr_scheduler_type"] == "constant":  # transformers' `constant` learning rate schedule ignores warm-up settings
-        return
-    if steps == 0 and c["warmup_ratio"] is not None:
-        c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
-    elif steps < 1:
-        c.carry("ppo.warmup_ratio", "warmup_steps", value=steps)
-    elif iterations is None:
-        c.leave(why, "warmup_steps")
-    else:
-        # Subtract half a step: warmup_ratio x iterations is rounded up to whole iterations
-        c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
+    arguments.carry_warmup(c, iterations)
 
 
 def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str], prompts: str) -> None:
     """Convert the parts that TRL's legacy and last PPOConfig share: constants, settings converted only if given,
     prompts, LoRA.
     """
-    for name, value in always.items():
-        c.write(f"ppo.{name}", value, "always so in the source")
+    arguments.carry_always(c, always)
     for setting in if_given:
         if setting in c.given:
             c.carry(place_of(setting), setting)
@@ -302,6 +276,4 @@ def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str
     if modules is None:
         c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here all-linear is used.")
         modules = "all-linear"
-    if isinstance(modules, list | tuple | set):
-        modules = ",".join(map(str, modules))
-    c.carry("ppo.lora_target_modules", "lora_target_modules", value=modules, otherwise="all-linear")
+    arguments.carry_modules(c, "lora_target_modules", modules)
