@@ -26,7 +26,7 @@ def words(script: str) -> list[str]:
         'A=\ntrain now --a $A --b "$A" ${A:-1} ${A-2} ${C:-3} ${C-$HOME} ${D:-${A:-4}}\n',
         'n=4\ntrain now $(expr 16 / $n) $((n * 2)) $((16-$n)) "$(expr 2 \\* 3)"\n',
         "train now \\\n  --a 1 \\\n  --b 2\n\n",
-        "set -euo pipefail\nexport A=1 B=\"2 3\"\nexport C\nmkdir -p made\necho\ntrain now $A $B 2>&1\n",
+        'set -euo pipefail\nexport A=1 B="2 3"\nexport C\nmkdir -p made\necho\ntrain now $A $B 2>&1\n',
         "A=x\nA=$A$A\nA=1 train now $A\n",
         'train now "a"b\'c\'d "$@" $@ *.nothing [a,b] --e=f=g\n',
     ],

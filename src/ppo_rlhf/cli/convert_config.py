@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RAW = Path("data") / "01_raw"
 """The project's folder for tables that are converted from another library's format."""
-LIBRARIES = ("trl", "llamafactory", "ms-swift")
+LIBRARIES = ("trl", "llamafactory", "ms-swift", "verl")
 
 
 @click.command("convert-config", cls=Command)
@@ -35,11 +35,11 @@ LIBRARIES = ("trl", "llamafactory", "ms-swift")
 def convert_config(
     library: str, target: str | None, num_prompts: int | None, force: bool, sources: tuple[Path, ...]
 ) -> None:
-    """Write parameters that do what a configuration of TRL, LLaMA-Factory or ms-swift does.
+    """Write parameters that do what a configuration of TRL, LLaMA-Factory, ms-swift or verl does.
 
-    SOURCE is a YAML or JSON file of settings, or a shell script of ms-swift. For LLaMA-Factory give one file for each
-    stage. Paths of models and prompts are written to globals.yml in the same folder; paths that SOURCE does not name
-    are left there to be filled in. Settings that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings, or a shell script of ms-swift or verl. For LLaMA-Factory give one file
+    for each stage. Paths of models and prompts are written to globals.yml in the same folder; paths that SOURCE does
+    not name are left there to be filled in. Settings that cannot be carried over are printed.
     """
     from ppo_rlhf.compat.conversion import TABLES, texts_of
     from ppo_rlhf.compat.files import convert_files
@@ -61,7 +61,9 @@ def convert_config(
     for conversion in conversions:
         for name, rows in conversion.tables.items():
             path = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
-            texts[(project or Path()) / path] = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            texts[(project or Path()) / path] = "".join(
+                f"{json.dumps(row, ensure_ascii=False, default=str)}\n" for row in rows
+            )
             conversion.write(name, str(path), "dataset")
     globals_ = parameters.with_name("globals.yml")
     settings = dict(zip((parameters, globals_), texts_of(conversions), strict=True))
@@ -111,13 +113,20 @@ def _report(conversions: list[Conversion], globals_: Path) -> str:
         left = len(conversion.not_carried)
         lines += [f"From {conversion.source}:"] if len(conversions) > 1 else []
         lines.append(f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}.")
-        lines += [f"  {', '.join(settings)}: {reason}." for reason, settings in by_reason.items()]
+        lines += [f"  {', '.join(_grouped(settings))}: {reason}." for reason, settings in by_reason.items()]
     remarks = dict.fromkeys(remark for conversion in conversions for remark in conversion.remarks)
     lines += ["Different from the source:", *(f"  {remark}" for remark in remarks)] if remarks else []
     missing = dict.fromkeys(name for conversion in conversions for name in conversion.missing)
     if missing:
         lines.append(f"Fill in before you run: {', '.join(missing)} in {globals_}.")
     return "\n".join([*lines, f"Then: {_command(conversions)}"])
+
+
+def _grouped(settings: list[str]) -> list[str]:
+    """Return the settings; more than 20 with dots, as a composed configuration has, by the first three parts."""
+    if len(settings) <= 20:
+        return settings
+    return [*dict.fromkeys(".".join(name.split(".")[:3]) + (".*" if name.count(".") > 2 else "") for name in settings)]
 
 
 def _command(conversions: list[Conversion]) -> str:

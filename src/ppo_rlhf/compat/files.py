@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppo_rlhf.compat import verl
 from ppo_rlhf.compat.arguments import located
 from ppo_rlhf.compat.command_line import Command, find_command, options_of
 from ppo_rlhf.compat.conversion import Conversion
@@ -30,7 +31,7 @@ def convert_files(library: str, files: Sequence[Path], *, num_prompts: int | Non
         return _stages(files, num_prompts)
     if len(files) > 1:
         raise ConfigError(f"{library} has all settings in one file, but {len(files)} files are given. Give one file.")
-    return [{"trl": _trl, "ms-swift": _swift}[library](files[0], num_prompts)]
+    return [{"trl": _trl, "ms-swift": _swift, "verl": _verl}[library](files[0], num_prompts)]
 
 
 def _trl(file: Path, num_prompts: int | None) -> Conversion:
@@ -56,6 +57,15 @@ def _swift(file: Path, num_prompts: int | None) -> Conversion:
     processes = command.processes(("NPROC_PER_NODE", "NNODES"))
     c = from_swift(settings, num_prompts=num_prompts, processes=processes, folders=folders)
     return _with_arguments(c, command)
+
+
+def _verl(file: Path, num_prompts: int | None) -> Conversion:
+    command, folders = _command(file, verl.NAMES)
+    if command is None:
+        return verl.from_verl(mapping_of(file), num_prompts=num_prompts, folders=folders)
+    command.processes()  # refuses a launcher that cannot be read; the settings count the processes
+    settings = verl.read_overrides(command.words, command.where)
+    return _with_arguments(verl.from_verl(settings, num_prompts=num_prompts, folders=folders), command)
 
 
 def _command(file: Path, names: Sequence[tuple[str, ...]]) -> tuple[Command | None, list[Path]]:
