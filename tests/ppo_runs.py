@@ -13,11 +13,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
-from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train
+from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.engines import Responses
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.micro_batches import Minibatch
-from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.precision import trained_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
@@ -132,7 +132,8 @@ def build_run(
     }
     config = PPOConfig(**{**defaults, **settings})
     build = {"dtype": trained_dtype(config), **(model or {})}
-    reference = build_model(kind, **{**build, "dtype": frozen_dtype(config)}).requires_grad_(False)
+    reference = build_model(kind, **{**build, "dtype": start_dtype(config)})
+    prepare_reference(reference, config)
     policy = policy_to_train(reference if config.use_peft else build_model(kind, **build), config)
     critic = build_critic(config, policy, reward_model)
     with torch.no_grad():

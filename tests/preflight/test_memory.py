@@ -65,6 +65,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         {},
         {"dtype": "float64"},
         {"value_model": "shared"},
+        {"dtype": "bfloat16"},
         {"use_peft": True, "dtype": "bfloat16"},
         {"use_peft": True, "value_model": "shared", "lora_r": 3},
     ],

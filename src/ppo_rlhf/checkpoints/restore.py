@@ -11,12 +11,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
-from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
+from ppo_rlhf.checkpoints.store import ALIKE, STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
+from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 
@@ -109,15 +110,23 @@ def restore(state: TrainingState, directory: Path) -> None:
             "ppo.gradient_accumulation_steps so that their product times the number of processes is the same"
         )
     changed_origin = [name for name, now in state.origin.items() if saved["origin"].get(name, now) != now]
+    # An older reference policy was stored in 16 bits as a whole, so its fingerprint differs, too
+    differed = frozen_dtype(state.config).itemsize == 2 and not saved.get(ALIKE)
     refused += [
         f"{name}: differs from the run of {directory}; give the same {name}, or start a new run in another folder"
         for name in changed_origin
-        if name not in (MENDABLE, DATE)
+        if name not in (MENDABLE, DATE) and not (differed and name == "reference_policy")
     ]
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
     if is_main_process():
+        if differed:
+            log.warning(
+                "%s was written by a version whose reference policy rounded unlike the policy in 16 bits: the KL is "
+                "exact from now on, so the numbers differ from those of an uninterrupted run.",
+                directory,
+            )
         if MENDABLE in changed_origin:
             log.warning("The reward functions changed since %s; the run continues with the new functions.", directory)
         if DATE in changed_origin:

@@ -29,6 +29,8 @@ from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
+ALIKE = "alike_in_16_bits"
+"""Key of a checkpoint's state whose reference policy did the policy's own arithmetic, in 16 bits, too."""
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
 
@@ -119,6 +121,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
         "origin": state.origin,
+        ALIKE: True,
         **({"ended": True} if state.ended else {}),
         **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
         **groups,

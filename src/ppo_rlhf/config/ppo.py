@@ -201,7 +201,8 @@ class PPOConfig:
     minibatch."""
     local_rollout_forward_batch_size: Count | None = None
     """Largest number of responses that one device generates or scores at a time; the number need not divide the rollout
-    batch. With None the device takes as many responses as fit into free memory."""
+    batch. With None the device takes as many responses as fit into free memory. In 16 bits the reference policy takes
+    the update's micro-batches."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled for each prompt of a batch, each with different sampling noise. responses_per_prompt must
     divide the batch size."""
@@ -292,8 +293,9 @@ class PPOConfig:
     dtype: Precision = "auto"
     """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
     started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit
-    type; trainable weights, optimiser moments, log-probabilities and losses stay float32. float16 uses loss scaling and
-    needs a GPU. float32 on CUDA: matrix products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
+    type, of a reference policy without LoRA only the linear layers; trainable weights, optimiser moments,
+    log-probabilities and losses stay float32. float16 uses loss scaling and needs a GPU. float32 on CUDA: matrix
+    products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
     offload_reference_policy: bool = False
     """Keep the reference policy in host memory, and move it to the GPU only while it computes log-probabilities.
     Offloading saves one copy of the policy in `dtype` on the GPU, costs one transfer per iteration, and changes no

@@ -47,7 +47,7 @@ def copied_weights(model: PreTrainedModel, captures: Captures | None) -> Iterato
 def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
     """Return whether `copied_weights` would use 16-bit copies of the model's weights under the current autocast."""
     casts = torch.is_autocast_enabled(model.device.type)
-    return captures.serves(DECODING) and casts and bool(_places(model)) and computes_alike(model)
+    return captures.serves(DECODING) and casts and bool(linear_places(model)) and computes_alike(model)
 
 
 def linear_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -56,7 +56,7 @@ def linear_weights(model: nn.Module) -> list[nn.Parameter]:
     These float32 weights get 16-bit copies; 16-bit weights and quantised weights get no copies. If the embedding is
     tied to the language-model head, only the head uses the 16-bit copy.
     """
-    return list({id(place.weight): place.weight for place in _places(model)}.values())
+    return list({id(place.weight): place.weight for place in linear_places(model)}.values())
 
 
 class WeightCopies:
@@ -78,7 +78,7 @@ class WeightCopies:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Refresh the 16-bit copies from the current weights, and let the model use the copies within the block."""
-        places, weights = _places(self.model), linear_weights(self.model)
+        places, weights = linear_places(self.model), linear_weights(self.model)
         with torch.no_grad():
             # torch has no public function that copies many tensors in one kernel
             torch._foreach_copy_(tuple(self._copies), tuple(weights))
@@ -110,7 +110,7 @@ def computes_alike(model: PreTrainedModel) -> bool:
             return True
     except PROBE_ERRORS:
         pass
-    log.info("%s needs linear weights in float32: autocast casts them in each replay.", type(model).__name__)
+    log.info("%s needs linear weights in float32: autocast casts them in each pass.", type(model).__name__)
     return False
 
 
@@ -131,7 +131,7 @@ def _results(model: PreTrainedModel) -> list[Tensor]:
     return [states.nan_to_num(), logits_of(model)(states).nan_to_num()]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A weight, with the dictionary of its module that holds the weight and the weight's name in the dictionary."""
 
     table: dict[str, Any]
@@ -139,9 +139,9 @@ class _Place(NamedTuple):
     weight: nn.Parameter
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def linear_places(model: nn.Module) -> list[Place]:
     return [
-        _Place(module._parameters, name, weight)
+        Place(module._parameters, name, weight)
         for module in model.modules()
         if type(module) in (nn.Linear, Conv1D)
         for name, weight in module._parameters.items()

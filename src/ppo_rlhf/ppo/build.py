@@ -35,6 +35,7 @@ from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.stop_tokens import stop_token_ids
+from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import unused_ids
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
@@ -51,6 +52,14 @@ from ppo_rlhf.runtime.processes import is_main_process, join_processes, shards_m
 log = logging.getLogger(__name__)
 
 AnyCritic = Critic | SharedCritic
+
+
+def start_dtype(config: PPOConfig) -> torch.dtype:
+    """Return the dtype in which policy, reference policy and critic are loaded.
+
+    With `use_peft` the loaded weights never train.
+    """
+    return frozen_dtype(config) if config.use_peft else trained_dtype(config)
 
 
 def lora_settings(config: PPOConfig) -> LoraSettings:
@@ -73,14 +82,24 @@ def load_policies(
     """
     check_device(config, device)
     reference_device = torch.device("cpu") if config.offload_reference_policy else device
-    reference = load_causal_lm(sft_policy, frozen_dtype(config), config, reference_device).requires_grad_(False)
+    reference = load_causal_lm(sft_policy, start_dtype(config), config, reference_device)
+    prepare_reference(reference, config)
+    base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
+    policy = policy_to_train(base, config)
+    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def prepare_reference(reference: PreTrainedModel, config: PPOConfig) -> None:
+    """Freeze a reference policy that was loaded in `start_dtype`, in place, and store, offload and compile it.
+
+    In 16 bits only the weights of linear layers are stored in 16 bits, as autocast casts the policy's, so that policy
+    and reference policy do the same arithmetic.
+    """
+    store_linear_weights(reference.requires_grad_(False), frozen_dtype(config))
     if config.offload_reference_policy:
         to_host(reference)
     if config.compile:
         compile_layers(reference)
-    base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
-    policy = policy_to_train(base, config)
-    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
 
 
 def load_causal_lm(
@@ -215,7 +234,7 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
     """
     if stored is None or config.value_model != "pretrained":
         return None
-    return stored.critic(frozen_dtype(config) if config.use_peft else trained_dtype(config))
+    return stored.critic(start_dtype(config))
 
 
 def build_state(

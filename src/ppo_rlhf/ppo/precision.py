@@ -33,7 +33,7 @@ def trained_dtype(config: PPOConfig) -> torch.dtype:
 
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
-    """Return the dtype of weights that never train, such as the reference policy's: the dtype of `ppo.dtype`."""
+    """Return the dtype of weights that never train, such as the reward model's: the dtype of `ppo.dtype`."""
     dtype: torch.dtype = getattr(torch, _dtype_name(config))
     return dtype
 

@@ -25,7 +25,7 @@ from ppo_rlhf.ppo.batch_sampling import captured_by
 from ppo_rlhf.ppo.engines import Responses, generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_epoch, first_shards, token_budget
-from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
+from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
 from ppo_rlhf.rewards.scoring import Scores
@@ -103,22 +103,25 @@ def measure(
     with state.clock.timed(LOGPROBS), deterministic(config):
         most_tokens = token_budget(state, max(prompts.lengths))
         epochs = cut_batch(config, iteration, prompts.lengths, lengths, most_tokens, padded=state.computes_padding)
-        reference_logprobs = compute_logprobs(
-            reference_policy,
-            prompts.prompt_ids,
-            responses,
-            config,
-            temperature=config.temperature,
-            device=state.device,
-            batch_size=config.local_rollout_forward_batch_size,
-            pad_token_id=state.sampling.pad_token_id,
-        )
         reference = reference_policy if config.kl_estimator == "full" else None
-        common_shapes = captures_update(state, reference)
-        rows = prompts.prompt_ids, responses, first_epoch(epochs)
-        batches = inputs_that_train(state, *rows, common_shapes=common_shapes)
-        policy_outputs = policy_passes(state, batches, epochs, responses.mask, reference)
-    old_logprobs, entropy, full_kl, values = policy_outputs
+        is_16_bit = frozen_dtype(config).itemsize == 2
+        common_shapes = captures_update(state, reference_policy if is_16_bit else reference)
+        groups = first_epoch(epochs)
+        batches = inputs_that_train(state, prompts.prompt_ids, responses, groups, common_shapes=common_shapes)
+        if is_16_bit:
+            reference_logprobs = reference_passes(state, reference_policy, batches, epochs, responses.mask)
+        else:
+            reference_logprobs = compute_logprobs(
+                reference_policy,
+                prompts.prompt_ids,
+                responses,
+                config,
+                temperature=config.temperature,
+                device=state.device,
+                batch_size=config.local_rollout_forward_batch_size,
+                pad_token_id=state.sampling.pad_token_id,
+            )
+        old_logprobs, entropy, full_kl, values = policy_passes(state, batches, epochs, responses.mask, reference)
     return Rollouts(
         iteration=iteration,
         prompts=prompts,
@@ -180,16 +183,18 @@ def compute_logprobs(
     local_rows = shards[own_rank()]
     by_length = sorted(local_rows, key=lambda row: tokens[row])
     dtype = compute_dtype(model)
-    group_logprobs: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
         size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
         groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
-        for batch in to_device(batches, device):
-            states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
-            group_logprobs.append(response_statistics(model, batch, states, temperature)[0])
+        group_logprobs = [_logprobs(model, batch, temperature) for batch in to_device(batches, device)]
     logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, group_logprobs, dtype)
     return torch.where(responses.mask, gather_dealt(logprobs[local_rows], shards), 0.0)
+
+
+def _logprobs(model: PreTrainedModel, batch: SequenceBatch, temperature: float) -> Tensor:
+    states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
+    return response_statistics(model, batch, states, temperature)[0]
 
 
 def sequences(
@@ -225,7 +230,8 @@ def inputs_that_train(
 def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
     """Return whether an update runs as CUDA graphs; log the reason if CUDA graphs are switched on but cannot be used.
 
-    `reference` is the reference policy if the update computes the KL over the whole vocabulary, else None.
+    `reference` is the reference policy if it reads the update's batches: in 16 bits, or for the KL over the whole
+    vocabulary; else None.
     """
     if not state.captures.serves(UPDATE):
         return False
@@ -241,6 +247,20 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
         log.info("The update runs without CUDA graphs: %s.", why)
     state.plain_update = why
     return why is None
+
+
+def reference_passes(
+    state: TrainingState, reference: PreTrainedModel, batches: list[SequenceBatch], epochs: Epochs, mask: Tensor
+) -> Tensor:
+    """Return the reference policy's log-probabilities `[B, T]`, computed from the policy's own batches.
+
+    In 16 bits the same tokens in another batch get other log-probabilities, because a matrix product of another size
+    adds up in another order: by 0.04 nats a token in a model of 135 M parameters. In equal batches equal models give
+    equal bits.
+    """
+    with torch.no_grad(), on_device(reference, state.device), autocast(state.config, state.device):
+        results = [_logprobs(reference, batch, state.config.temperature) for batch in to_device(batches, state.device)]
+    return torch.where(mask, _gathered(state, epochs, results, mask.shape[1]), 0.0)
 
 
 def policy_passes(

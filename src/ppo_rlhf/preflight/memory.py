@@ -29,8 +29,9 @@ from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_byt
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
+from ppo_rlhf.models.stored_weights import cast_linear_weights
 from ppo_rlhf.models.weight_copies import linear_weights
-from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train
+from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
 from ppo_rlhf.ppo.forward_passes import most_logits
 from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, follows_memory, update_bytes
 from ppo_rlhf.ppo.optimisers import moment_bytes
@@ -222,12 +223,15 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     trusted = {"trust_remote_code": shape.trust_remote_code}
     frozen = frozen_dtype(config)
     with torch.device("meta"), quiet_transformers():
-        reference = AutoModelForCausalLM.from_config(shape.policy, dtype=frozen, **trusted).requires_grad_(False)
+        reference = AutoModelForCausalLM.from_config(shape.policy, dtype=start_dtype(config), **trusted)
+        reference.requires_grad_(False)
         linear = [module for module in reference.base_model.modules() if isinstance(module, nn.Linear | Conv1D)]
         activations = activation_bytes(reference.base_model, frozen.itemsize)
         base = reference
         if not config.use_peft:
             base = AutoModelForCausalLM.from_config(shape.policy, dtype=trained_dtype(config), **trusted)
+            if frozen.itemsize == 2:
+                cast_linear_weights(reference, frozen)
         policy = policy_to_train(base, config)
         reward_model = None
         if shape.reward_model is not None:

@@ -17,7 +17,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, is_local
@@ -25,9 +24,16 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
-from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.ppo.build import AnyCritic, as_adapter, build_critic, critic_backbone, load_causal_lm, policy_to_train
-from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.build import (
+    AnyCritic,
+    as_adapter,
+    build_critic,
+    critic_backbone,
+    load_causal_lm,
+    policy_to_train,
+    prepare_reference,
+    start_dtype,
+)
 from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
@@ -73,8 +79,7 @@ def take_policies(
             log.info("Policy: %s%s.", source, adapter)
     if tokenizer is None:
         raise ConfigError("PPOTrainer: tokenizer is missing: the policy is an object, so give its tokenizer, too")
-    base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
-    base = _causal_lm(source, "policy", base_dtype, config, device)
+    base = _causal_lm(source, "policy", start_dtype(config), config, device)
     if base is source:
         head = _left_out_head(base, "policy")
     ensure_pad_token(tokenizer, base.config)
@@ -82,7 +87,7 @@ def take_policies(
     templates_of(tokenizer, "PPOTrainer: tokenizer")
     reference_device = HOST if config.offload_reference_policy else device
     if reference is not None:
-        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, reference_device)
+        frozen = _causal_lm(reference, "reference policy", start_dtype(config), config, reference_device)
         policy_parameters = {id(parameter) for parameter in base.parameters()}
         if not config.use_peft and any(id(parameter) in policy_parameters for parameter in frozen.parameters()):
             raise ConfigError(
@@ -94,12 +99,8 @@ def take_policies(
         frozen = base
     else:
         copied_source = source if isinstance(source, str | Path) else copy.deepcopy(base)
-        frozen = _causal_lm(copied_source, "reference policy", frozen_dtype(config), config, reference_device)
-    frozen.requires_grad_(False)
-    if config.offload_reference_policy:
-        to_host(frozen)
-    if config.compile:
-        compile_layers(frozen)
+        frozen = _causal_lm(copied_source, "reference policy", start_dtype(config), config, reference_device)
+    prepare_reference(frozen, config)
     return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
 
 
@@ -124,7 +125,7 @@ def take_critic(
             f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: each says what the "
             "critic is initialised from; leave out value_model, or set ppo.value_model=separate"
         )
-    dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
+    dtype = start_dtype(config)
     if isinstance(value_model, str | Path):
         handle = PretrainedHandle(str(value_model))
         handle.check_critic("value model")

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlflow
 import pandas as pd
-import torch
 from datasets import Dataset
+from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
@@ -23,6 +23,7 @@ from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, co
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.ppo.build import sampling_settings
@@ -99,7 +100,7 @@ def evaluate_sft_policy(
         judge_score (if there is a judge), judge_score_<name> of further judges, rates, kl (0, because the policy is its
         own reference), length (tokens), terminated.
     """
-    reference = _load(sft_policy, frozen_dtype(ppo), ppo)
+    reference = _load_reference(sft_policy, ppo)
     return _evaluate(
         reference,
         None,
@@ -133,8 +134,8 @@ def evaluate_ppo_policy(
     """
     logger.info("Evaluating the policy %s against the SFT policy %s …", ppo_policy.source, sft_policy.source)
     check_vocabularies(ppo_policy, sft_policy)
-    policy = _load(ppo_policy, trained_dtype(ppo), ppo)
-    reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
+    policy = nn.Module.to(ppo_policy.causal_lm(trained_dtype(ppo)), device_of(ppo))
+    reference = _load_reference(sft_policy, ppo, waits=ppo.offload_reference_policy)
     return _evaluate(
         policy,
         reference,
@@ -304,9 +305,10 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig, *, waits: bool = False) -> PreTrainedModel:
-    model = handle.causal_lm(dtype)
+def _load_reference(handle: PretrainedHandle, ppo: PPOConfig, *, waits: bool = False) -> PreTrainedModel:
+    """Return the SFT policy, which does the same arithmetic as the exported policy; it may wait in host memory."""
+    model = nn.Module.to(handle.causal_lm(trained_dtype(ppo)), "cpu" if waits else device_of(ppo))
+    store_linear_weights(model, frozen_dtype(ppo))
     if waits:
         to_host(model)
-        return model
-    return model.to(device_of(ppo))  # type: ignore[arg-type]
+    return model

@@ -1,0 +1,172 @@
+"""Policy and reference policy do the same arithmetic, so that the KL is 0 before the first step, in 16 bits too.
+
+The models have what hides in small random ones: logits near 25, where a step of bfloat16 is 0.125.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_rlhf.checkpoints.restore import restore
+from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
+from ppo_rlhf.ppo.rollouts import measure
+from ppo_rlhf.rewards.scoring import RewardScorer
+from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
+
+CPU = torch.device("cpu")
+REAL_MODEL = "PPO_RLHF_REAL_MODEL"
+"""Environment variable with the directory of a chat model such as SmolLM2-135M-Instruct, for the slow test."""
+SETTINGS = {
+    "total_episodes": 36,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 1,
+    "local_rollout_forward_batch_size": 5,  # not the micro-batches: other batches round differently in 16 bits
+    "response_length": 8,
+    "temperature": 1.0,
+    "learning_rate": 1e-3,
+    "device": "cpu",
+}
+LORA = {"use_peft": True, "lora_r": 2}
+
+
+def start(handle: PretrainedHandle, **settings) -> Run:
+    config = PPOConfig(**{**SETTINGS, **settings})
+    policy, reference = load_policies(handle, config, CPU)
+    critic = build_critic(config, policy.model, None)
+    state = build_state(policy.model, critic, policy.tokenizer, config)
+    return Run(state, reference, build_prompts(), RewardScorer([("first_letters", 2.0, first_letters)]), config)
+
+
+@pytest.fixture
+def saved(tmp_path: Path):
+    """Save a model, 64 wide, whose largest logit is about 25."""
+
+    def save(kind: str = "llama", **options) -> PretrainedHandle:
+        size = {"n_embd": 64} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 128}
+        model = build_model(kind, dtype=torch.float32, spread=0.3, **size, **options)
+        ids = torch.tensor([[3, 9, 14, 6, 12, 5]])
+        with torch.no_grad():
+            for norm in (m for name, m in model.named_modules() if name.endswith((".norm", ".ln_f"))):
+                norm.weight.mul_(25.0 / float(model(ids).logits.abs().max()))
+            assert 24.0 < float(model(ids).logits.abs().max()) < 26.0
+        model.save_pretrained(tmp_path / kind)
+        build_tokenizer().save_pretrained(tmp_path / kind)
+        return PretrainedHandle(str(tmp_path / kind))
+
+    return save
+
+
+def gaps(run: Run) -> torch.Tensor:
+    rollouts = run.rollouts()
+    return (rollouts.old_logprobs - rollouts.reference_logprobs)[rollouts.mask]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "settings"),
+    [
+        ("llama", {}, {"dtype": "bfloat16"}),
+        ("llama", {"tie_word_embeddings": True}, {"dtype": "bfloat16", "value_model": "shared"}),
+        ("gpt2", {}, {"dtype": "bfloat16", "kl_estimator": "full"}),
+        ("bitnet", {}, {"dtype": "bfloat16"}),
+        ("llama", {}, {"dtype": "float32"}),
+        ("llama", {}, {"dtype": "bfloat16", **LORA}),
+        ("gpt2", {}, {"dtype": "bfloat16", "value_model": "shared", **LORA}),
+        ("llama", {}, {"dtype": "bfloat16", "load_in_4bit": True, **LORA}),
+    ],
+)
+def test_the_kl_is_0_to_the_bit_before_the_first_step(saved, kind, options, settings):
+    if settings.get("load_in_4bit"):
+        pytest.importorskip("bitsandbytes")
+    run = start(saved(kind, **options), **settings)
+    if settings["dtype"] == "float32":  # float32 measures the reference in batches of its own
+        assert float(gaps(run).abs().max()) < 1e-4
+    else:
+        assert not gaps(run).any()
+    assert run.iteration()["objective/kl"] == pytest.approx(0.0, abs=1e-4 if settings["dtype"] == "float32" else 0.0)
+    assert gaps(run).any()  # it has learned
+
+
+def test_the_reference_reads_the_policys_own_batches_in_16_bits(make_run):
+    run = make_run(dtype="bfloat16", local_rollout_forward_batch_size=5)
+    rollouts = run.rollouts()
+    read: dict[str, list[list[int]]] = {"policy": [], "reference": []}
+    for name, model in (("policy", run.state.policy), ("reference", run.reference)):
+        embedding = model.get_input_embeddings()
+        embedding.register_forward_pre_hook(lambda _, ids, name=name: read[name].append(ids[0].flatten().tolist()))
+    measure(run.state, run.reference, rollouts.prompts, rollouts.responses)
+    assert len(read["policy"]) == 2
+    assert read["reference"] == read["policy"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_weights_that_autocast_casts_are_stored_in_16_bits(saved, tied):
+    handle = saved(tie_word_embeddings=tied)
+    _, reference = load_policies(handle, PPOConfig(dtype="bfloat16", device="cpu"), CPU)
+    start = handle.causal_lm()
+    wide = {name for name, weight in reference.named_parameters() if weight.dtype == torch.float32}
+    assert wide == {n for n, _ in start.named_parameters() if "norm" in n or "embed" in n}
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) is tied
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    for name, weight in reference.named_parameters():
+        assert torch.equal(weight, start.get_parameter(name).to(weight.dtype)), name
+
+
+def test_a_run_of_an_older_version_goes_on_and_is_told_that_its_kl_was_another(make_run, tmp_path, caplog):
+    run = make_run(dtype="bfloat16")
+    run.state.origin = {"reference_policy": "before", "policy": "the same"}
+    run.iteration()
+    checkpoint = write_checkpoint(tmp_path / "run", run.state)
+    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
+    del state["alike_in_16_bits"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    content = (checkpoint / "state.json").read_bytes()
+    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    again = make_run(dtype="bfloat16")
+    again.state.origin = {"reference_policy": "now", "policy": "the same"}
+    with caplog.at_level("WARNING"):
+        restore(again.state, checkpoint)
+    assert again.state.iteration == 1
+    assert "the KL is exact from now on" in caplog.text
+    again.state.origin["policy"] = "another"
+    with pytest.raises(ConfigError, match=r"^policy: differs"):
+        restore(again.state, checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REAL_MODEL not in os.environ, reason=f"{REAL_MODEL} names no directory of a chat model")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "value_model": "shared"},
+        {"dtype": "bfloat16", **LORA},
+        {"dtype": "bfloat16", "value_model": "shared", "load_in_4bit": True, **LORA},
+    ],
+    ids=lambda settings: ", ".join(f"{name}={value}" for name, value in settings.items()),
+)
+def test_the_kl_of_a_real_model_is_0_before_the_first_step(settings):
+    if settings.get("load_in_4bit"):
+        pytest.importorskip("bitsandbytes")
+    run = start(PretrainedHandle(os.environ[REAL_MODEL]), response_length=24, **settings)
+    texts = [f"Say {what} about {topic}." for what in ("one thing", "a few words") for topic in ("rain", "old trains")]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    template = partial(run.state.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+    run.prompts = PromptDataset([template(chat) for chat in chats], texts, {})
+    found = gaps(run)
+    assert float(found.abs().max()) <= (1e-3 if settings["dtype"] == "float32" else 0.0)
