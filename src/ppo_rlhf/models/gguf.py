@@ -91,10 +91,15 @@ class GGUFFile:
         return folder
 
     @property
+    def counts(self) -> dict[str, int]:
+        """The number of the file's tensors of each type, the most frequent first."""
+        counts: dict[str, int] = json.loads((self.directory / SOURCE).read_bytes())["types"]
+        return counts
+
+    @property
     def types(self) -> str:
         """The types of the file's tensors, the most frequent first, such as `Q4_1 (210 tensors), F32 (61)`."""
-        counts: dict[str, int] = json.loads((self.directory / SOURCE).read_bytes())["types"]
-        (first, count), *rest = counts.items()
+        (first, count), *rest = self.counts.items()
         return ", ".join([f"{first} ({count} tensor{'s' * (count > 1)})", *(f"{name} ({n})" for name, n in rest)])
 
     def dequantise(self) -> None:
@@ -110,7 +115,9 @@ class GGUFFile:
             return
         with _errors_of(self.path, "weights"), drafted(folder / "weights") as draft:
             draft.mkdir()
-            _dequantised(self.path, draft).save_pretrained(draft, max_shard_size=ONE_FILE)
+            model = _dequantised(self.path, draft)
+            with quiet_transformers():
+                model.save_pretrained(draft, max_shard_size=ONE_FILE)
             publish(draft / WEIGHTS, folder / WEIGHTS)
 
     def _write_header(self, folder: Path) -> None:

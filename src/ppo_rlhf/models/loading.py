@@ -160,7 +160,7 @@ class PretrainedHandle:
             raise ModelError(f"{self.source}: {CONFIG} has {odd[1]}=NaN, which must be a number. Copy the model again.")
         layers = getattr(config.get_text_config(), "num_hidden_layers", None)
         if isinstance(layers, int) and is_local(self.source):
-            weights = number_of_weights(Path(self.place))
+            weights = sum(self.gguf.counts.values()) if self.gguf else number_of_weights(Path(self.place))
             if weights is not None and not 0 < layers <= weights:
                 raise ModelError(
                     f"{self.source}: {CONFIG} has num_hidden_layers={layers}, the folder has {weights} weights: they "
