@@ -38,7 +38,8 @@ class CountingState:
     captures: ClassVar = Captures(torch.device("cpu"))
     total_iterations: int
     iteration: int = 0
-    stop_requested: bool = False
+    stop_requested: int | None = None
+    updating: bool = False
     stopping: bool = False
 
     @property

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +20,7 @@ from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.captures import Captures
-from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError
 
@@ -33,8 +34,9 @@ class State:
     total_iterations: int = 6
     save_interval: int = 2
     iteration: int = 0
-    stop_requested: bool = False
+    stop_requested: int | None = None
     stopping: bool = False
+    updating: bool = False
 
     @property
     def finished(self) -> bool:
@@ -95,7 +97,7 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
     def optimise(state: State, rollouts: int) -> tuple[State, SaveRequest]:
         state.iteration += 1
         scene.reach("optimise", state.iteration)
-        state.stopping = state.stop_requested
+        state.stopping = state.stop_requested is not None
         return state, SaveRequest(state)
 
     def evaluate(state: State) -> float:
@@ -140,7 +142,7 @@ def no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("moment", ["generate_3", "optimise_3", "skip_3"])
+@pytest.mark.parametrize("moment", ["optimise_3", "skip_3"])
 def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, moment, caplog):
     with caplog.at_level(logging.INFO):
         scene = play(**{moment: name})
@@ -151,11 +153,48 @@ def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, moment, c
     assert any(message.startswith("Iteration 3/6") for message in caplog.messages)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_before_an_update_saves_the_iteration_before_and_stops_at_once(name, caplog):
+    with caplog.at_level(logging.INFO):
+        scene = play(generate_4=name)
+    assert scene.signum == signal.Signals[name]
+    assert scene.happened[-2:] == ["generate 4", "save 3"]
+    assert scene.saved == [2, 3]
+    (line,) = [
+        line for line in caplog.messages if line.startswith(f"{name}: stopping before the update of iteration 4;")
+    ]
+    assert "iteration 3 is saved" in line
+
+
+def test_before_an_update_an_iteration_that_is_saved_is_not_saved_again_and_without_one_nothing_is(caplog):
+    assert play(generate_3="SIGTERM").happened[-2:] == ["evaluate 2", "generate 3"]
+    with caplog.at_level(logging.INFO):
+        assert play(generate_1="SIGTERM").happened == ["initialise 0", "generate 1"]
+    assert "iteration 1; no iteration is complete;" in caplog.text
+
+
+def test_the_grace_holds_for_the_save_of_a_run_that_stops_before_an_update():
+    started = time.monotonic()
+    scene = play(grace=0.3, generate_4="SIGTERM", save_3=lambda: time.sleep(60))
+    assert 0.3 <= time.monotonic() - started < 10
+    assert scene.saved == [2]
+
+
+def test_ctrl_c_at_a_terminal_waits_as_long_as_the_update_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals.os, "isatty", lambda descriptor: descriptor == 0)
+
+    def slow() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.5)
+
+    assert play(grace=0.1, optimise_3=slow).saved == [2, 3]
+
+
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
 def test_a_second_signal_stops_at_once(second):
-    scene = play(generate_3="SIGINT", optimise_3=second)
+    scene = play(optimise_3="SIGINT", save_3=second)
     assert scene.signum == signal.Signals[second]
-    assert scene.happened[-1] == "optimise 3"
+    assert scene.happened[-1] == "save 3"
     assert scene.saved == [2]
 
 
@@ -171,7 +210,7 @@ def test_a_hanging_node_is_stopped_when_the_grace_is_over_and_the_last_checkpoin
 
     started = time.monotonic()
     with caplog.at_level(logging.INFO):
-        scene = play(grace=0.3, generate_3=hang)
+        scene = play(grace=0.3, optimise_3=hang)
     assert 0.3 <= time.monotonic() - started < 10
     assert scene.saved == [2]
     assert any(line.startswith("SIGTERM: shutdown_grace_s=0.3 ") for line in caplog.messages)
@@ -188,11 +227,14 @@ def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytes
     assert scene.saved == [3]
 
 
-def test_in_a_save_or_an_evaluation_the_first_signal_lets_it_end_and_saves_once():
+def test_a_save_ends_after_the_first_signal_and_an_evaluation_does_not_and_the_iteration_is_saved_once(caplog):
     assert play(save_2="SIGTERM").saved == [2]
-    scene = play(evaluate_3="SIGTERM")
-    assert scene.saved == [2, 3]
+    ended = []
+    with caplog.at_level(logging.INFO):
+        scene = play(evaluate_3=lambda: signal.raise_signal(signal.SIGTERM) or ended.append("evaluation"))
+    assert (scene.saved, ended) == ([2, 3], [])
     assert scene.happened[-2:] == ["evaluate 3", "save 3"]
+    assert "SIGTERM: stopping in the evaluation of iteration 3; iteration 3 is saved" in caplog.text
     assert play(evaluate_2="SIGTERM").saved == [2]
 
 
@@ -235,3 +277,13 @@ def test_a_run_that_does_not_read_the_settings_of_ppo_has_no_max_time():
     catalog = DataCatalog({"params:ppo": MemoryDataset({"max_time": 1e-9})})
     made = LoopRunner().run(Pipeline([Node(lambda: 1, None, "rows", name="rows")]), catalog, _create_hook_manager())
     assert made["rows"].load() == 1
+
+
+def test_the_line_names_what_is_asked_again():
+    config = PPOConfig(environment="rooms:reply", turn_length=4)
+    assert _asked_again(config, None) == ["the environment rooms:reply"]
+    reward = SimpleNamespace(
+        components=[SimpleNamespace(llm=SimpleNamespace(model="judge-7b")), SimpleNamespace(llm=None)]
+    )
+    assert _asked_again(PPOConfig(), reward) == ["the language model judge-7b"]
+    assert _asked_again(PPOConfig(), None) == []

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kedro.framework.hooks import hook_impl
@@ -32,21 +33,18 @@ from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.progress import reporting, say, silenced
-from ppo_rlhf.runtime.signals import (
-    RunInterruptedError,
-    TerminationSignal,
-    as_error,
-    finishing_first,
-    raising_on_signals,
-    time_is_over,
-)
+from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, finishing_first, raising_on_signals, time_is_over
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 if TYPE_CHECKING:
+    from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.datasets.run_catalog import RunCatalog
     from ppo_rlhf.ppo.callbacks import Callbacks
     from ppo_rlhf.ppo.state import TrainingState
+    from ppo_rlhf.rewards.config import RewardConfig
 
 ITERATION_TAG = "iteration"
+REWARD = "params:reward"
 PPO = "ppo"
 # Kedro's loggers that log an INFO line for each node, each load and each save
 NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")
@@ -117,9 +115,9 @@ class LoopRunner(SequentialRunner):
     A resumed run skips nodes before the loop whose outputs the same MLflow run has written, except nodes in the
     namespace `ppo`. A pipeline without the closed loop runs as under Kedro's SequentialRunner.
 
-    After the first SIGTERM or Ctrl-C in the loop, the current iteration is finished and saved, then the run stops. A
-    second signal, or the end of `shutdown_grace_s`, stops the run at once. Outside the loop the first signal stops the
-    run at once.
+    After the first SIGTERM or Ctrl-C in the loop, the run stops with its last complete iteration saved; an update that
+    runs is finished first. A second signal, or the end of `shutdown_grace_s`, stops the run at once. Outside the loop
+    the first signal stops the run at once.
     """
 
     def __init__(self, is_async: bool = False) -> None:
@@ -336,20 +334,31 @@ def _iterate(
         say(f"Training is already complete ({state.iteration} of {state.total_iterations} iterations).")
         return
     epilogue.nodes = plan.after_update
+    asked_again = _asked_again(state.config, catalog.load(REWARD) if REWARD in catalog else None)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as show,
-        finishing_first(state.config.shutdown_grace_s, epilogue.ask, say),
+        finishing_first(state.config.shutdown_grace_s, partial(epilogue.ask, asked_again=asked_again), say),
     ):
         epilogue.show = show
         while not state.finished:
-            epilogue.iteration = state.iteration + 1
-            for node in plan.until_update:
-                execute(node)
+            with epilogue.stoppable(f"before the update of iteration {state.iteration + 1}"):
+                for node in plan.until_update:
+                    execute(node)
             state = epilogue.state = catalog.load(NEXT_STATE)
-            epilogue.after_iteration(catalog.load(ITERATION_METRICS) if has_metrics else {})
+            metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
+            epilogue.say_if_long(metrics)
+            epilogue.after_iteration(metrics)
             catalog.save(STATE, state)
     callbacks.end()
+
+
+def _asked_again(config: PPOConfig, reward: RewardConfig | None) -> list[str]:
+    """Return what is asked outside of this process again if an iteration is repeated."""
+    names = ["vLLM"] if config.rollout_engine == "vllm" else []
+    names += [] if config.environment is None else [f"the environment {config.environment}"]
+    models = [] if reward is None else [term.llm.model for term in reward.components if term.llm is not None]
+    return [*names, *(f"the language model {model}" for model in models)]
 
 
 class _NodesAfterUpdate(Epilogue):
@@ -370,8 +379,6 @@ class _NodesAfterUpdate(Epilogue):
         self._catalog, self._execute = catalog, execute
         # `_iterate` replaces these nodes by `after_update` before the first iteration
         self.nodes = plan.rerun_on_resume
-        self.iteration = state.iteration + 1  # number of the iteration that is running now
-        self._signum: int | None = None
         evaluates = any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
         self._loads_evaluation = evaluates and not callbacks.is_empty
 
@@ -385,11 +392,4 @@ class _NodesAfterUpdate(Epilogue):
         return rows[-1] if rows and isinstance(rows, list) else rows
 
     def asked_by(self) -> int | None:
-        return self._signum
-
-    def ask(self, signum: int) -> str:
-        """Request the end of the run and return the line to log. The signal handler calls this method."""
-        self._signum = signum
-        self.state.stop_requested = True
-        now = f"{signal.Signals(signum).name}: finishing iteration {self.iteration} and saving it, then stopping"
-        return f"{now}; a second signal stops at once."
+        return self.state.stop_requested

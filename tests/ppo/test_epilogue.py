@@ -13,8 +13,8 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.epilogue import Epilogue
-from ppo_rlhf.runtime import processes
-from ppo_rlhf.runtime.signals import TerminationSignal
+from ppo_rlhf.runtime import processes, signals
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 METRICS, ROW = {"objective/kl": 0.5}, {"iteration": 3.0, "eval/reward": 1.0}
 
@@ -116,6 +116,57 @@ def test_a_process_stops_by_the_signal_that_another_one_got(monkeypatch: pytest.
         epilogue.after_iteration(METRICS)
     assert stopped.value.signum == signal.SIGHUP
     assert epilogue.happened == [SHOWN, ENDED, "save"]
+
+
+def in_update(left: float | None, **settings: Any) -> Noting:
+    epilogue = Noting(**settings)
+    epilogue.state.updating, epilogue.state.update_left = True, lambda: left  # type: ignore[misc]
+    return epilogue
+
+
+@pytest.mark.parametrize(
+    ("left", "signum", "line"),
+    [
+        (12.4, signal.SIGTERM, "SIGTERM: finishing iteration 4 and saving it in about 12 s, then stopping; a second"),
+        (48.0, signal.SIGTERM, r"in about 48 s \(shutdown_grace_s=25 ends before: .*last checkpoint\), then stopping"),
+        (48.0, signal.SIGINT, "SIGINT: finishing iteration 4 and saving it in about 48 s, then stopping; a second"),
+        (None, signal.SIGTERM, "time is not known"),
+    ],
+)
+def test_in_an_update_the_line_says_how_long_it_will_take_against_the_grace(monkeypatch, left, signum, line):
+    """Ctrl-C at a terminal has no grace."""
+    monkeypatch.setattr(signals.os, "isatty", lambda descriptor: True)
+    epilogue = in_update(left)
+    with epilogue.stoppable("before the update of iteration 4"):
+        said, goes_on = epilogue.ask(signum)
+    assert goes_on
+    assert re.search(line, said)
+    assert epilogue.state.stop_requested == signum
+
+
+@pytest.mark.parametrize(
+    ("count", "where", "goes_on"), [(1, "4;", False), (2, "4, where the processes next meet;", True)]
+)
+def test_before_an_update_one_process_stops_at_once_and_several_where_they_meet(monkeypatch, count, where, goes_on):
+    monkeypatch.setattr(processes, "process_count", lambda: count)
+    epilogue = Noting()
+    epilogue.state.updating = False
+    with epilogue.stoppable("before the update of iteration 4"):
+        said, actual = epilogue.ask(signal.SIGTERM, ["vLLM", "the language model m"])
+    assert said.startswith(f"SIGTERM: stopping before the update of iteration {where} iteration 3 is saved; ")
+    assert "asks vLLM and the language model m again" in said
+    assert actual is goes_on
+
+
+def test_a_run_whose_updates_take_longer_than_the_grace_says_so_once(caplog: pytest.LogCaptureFixture):
+    epilogue = Noting()
+    with caplog.at_level(logging.INFO):
+        for seconds in (24.0, 26.4, 90.0):
+            epilogue.say_if_long({"time/optimise_s": seconds})
+        Noting(shutdown_grace_s=0.0).say_if_long({"time/optimise_s": 90.0})  # this run never waits for an update
+        Noting().say_if_long({})
+    (line,) = caplog.messages
+    assert line.startswith("An update takes about 26 s, ppo.shutdown_grace_s=25: ")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """TrainingState: initial counters and controllers, and how the critic and the sampling settings are built."""
 
 import json
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import build, loop
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
 from ppo_rlhf.ppo.state import Clock
+from ppo_rlhf.runtime.stops import StopBeforeUpdate
+from tests.checkpoints.support import assert_same, everything
 from tests.graph_on_cpu import graphs_on_cpu
 
 __all__ = ["graphs_on_cpu"]  # a fixture
@@ -96,6 +99,23 @@ def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(
     for decides in (True, False):
         monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)])
         assert due_after(0.0) is decides
+
+
+def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(make_run, monkeypatch):
+    run = make_run()
+    experience = run.before_update()[-1]
+    before = everything(run.state)
+    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, signal.SIGINT])
+    for stage in (
+        run.rollouts,
+        lambda: loop.score_responses(experience.rollouts, run.scorer, run.state),
+        lambda: loop.optimise_policy(run.state, experience, run.reference),
+    ):
+        with pytest.raises(StopBeforeUpdate) as stopped:
+            stage()
+        assert stopped.value.signum == signal.SIGINT
+    assert not run.state.updating
+    assert_same(everything(run.state), before)
 
 
 def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):

@@ -20,7 +20,7 @@ from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.llm_judge import Counts, LLMJudge, judge_counts, load_judge
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, same_opinion
 from ppo_rlhf.rewards.scoring import AGAINST
-from ppo_rlhf.runtime.signals import TerminationSignal
+from ppo_rlhf.runtime.stops import TerminationSignal
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.chat_stand_in import KEY, ChatServer, between, running_chat
 from tests.launch import launch

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.runtime import signals
 from ppo_rlhf.runtime.signals import (
     RunInterruptedError,
-    TerminationSignal,
     as_error,
     deferring_signals,
     finishing_first,
     raising_on_signals,
 )
+from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
@@ -44,7 +45,7 @@ def test_outside_the_main_thread_signal_handlers_are_left_alone():
     before, inside = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: "", print):
+        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: ("", True), print):
             inside.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
@@ -103,7 +104,7 @@ def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_
     now, asked = [0.0], []
     monkeypatch.setattr(signals, "monotonic", lambda: now[0])
     with pytest.raises(TerminationSignal, match="SIGINT"), raising_on_signals():  # noqa: PT012
-        with finishing_first(60.0, lambda signum: asked.append(signum) or "line", lambda line: None):
+        with finishing_first(60.0, lambda signum: asked.append(signum) or ("line", True), lambda line: None):
             signal.raise_signal(signal.SIGTERM)
             now[0] = 0.2
             signal.raise_signal(signal.SIGTERM)  # the same request: `timeout` sends each signal twice
@@ -114,9 +115,20 @@ def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_
     assert asked == [signal.SIGTERM]
 
 
+def test_where_the_work_does_not_go_on_the_first_signal_is_raised_once_work_that_must_not_be_cut_is_done():
+    done: list[str] = []
+    stopping = partial(finishing_first, 60.0, lambda signum: ("line", False), lambda line: None)
+    with raising_on_signals(), stopping(), pytest.raises(StopBeforeUpdate, match="SIGTERM"):
+        signal.raise_signal(signal.SIGTERM)
+    with raising_on_signals(), stopping(), pytest.raises(StopBeforeUpdate), deferring_signals():  # noqa: PT012
+        signal.raise_signal(signal.SIGTERM)
+        done.append("work")
+    assert done == ["work"]
+
+
 def test_which_signal_is_the_first_is_counted_anew_in_each_run():
     for _ in range(2):
-        with raising_on_signals(), finishing_first(60.0, lambda signum: "line", lambda line: None):
+        with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", True), lambda line: None):
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -128,14 +140,14 @@ def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_th
         with lock:
             said.append(line)
 
-    with raising_on_signals(), finishing_first(60.0, lambda signum: "stopping", say), lock:
+    with raising_on_signals(), finishing_first(60.0, lambda signum: ("stopping", True), say), lock:
         signal.raise_signal(signal.SIGTERM)
         assert said == []
     assert said == ["stopping"]
 
 
 def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():
-    with raising_on_signals(), finishing_first(60.0, lambda signum: "line", lambda line: None):
+    with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", True), lambda line: None):
         child = os.fork()
         if child == 0:
             try:
@@ -163,7 +175,8 @@ CLOSED = """
     from ppo_rlhf.runtime import signals
 
     asked = []
-    with signals.raising_on_signals(), signals.finishing_first(60.0, lambda signum: asked.append(signum) or "", print):
+    ask = lambda signum: asked.append(signum) or ("", True)
+    with signals.raising_on_signals(), signals.finishing_first(60.0, ask, print):
         print("ready", flush=True)
         while not asked:
             time.sleep(0.01)

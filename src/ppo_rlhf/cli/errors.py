@@ -21,7 +21,8 @@ from yaml import MarkedYAMLError, YAMLError
 from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.runtime.signals import RunInterruptedError, TerminationSignal, raising_on_signals
+from ppo_rlhf.runtime.signals import RunInterruptedError, raising_on_signals
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 T = TypeVar("T")
 

@@ -362,9 +362,10 @@ class PPOConfig:
     token, and a file beside the checkpoints with all completions of the iteration. The first and the last iteration
     always log a sample."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
-    """Seconds that a run may take to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. A run that takes
-    longer stops without saving, and can resume from its last checkpoint. Kubernetes kills a process 30 seconds after
-    SIGTERM. With 0 the run stops at once, without finishing its iteration."""
+    """Seconds that a run may take to finish an update that runs, and to save its last complete iteration, after
+    SIGTERM, SIGINT or SIGHUP. A run that takes longer stops without saving, and can resume from its last checkpoint.
+    Ctrl-C at a terminal has no limit. Kubernetes kills a process 30 seconds after SIGTERM. With 0 the run stops without
+    saving."""
     max_skipped_steps: Count = 5
     """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
     stops."""

@@ -17,7 +17,7 @@ from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.own_process import guarded
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
-from ppo_rlhf.runtime.signals import TerminationSignal
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 if TYPE_CHECKING:
     from datasets import Dataset

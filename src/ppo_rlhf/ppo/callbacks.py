@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_a
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.own_process import guarded
 from ppo_rlhf.runtime.processes import from_all, from_main, is_main_process
-from ppo_rlhf.runtime.signals import TerminationSignal
+from ppo_rlhf.runtime.stops import TerminationSignal
 from ppo_rlhf.runtime.whole_files import written_whole
 
 if TYPE_CHECKING:

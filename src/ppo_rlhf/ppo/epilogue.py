@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.progress import Show, say
-from ppo_rlhf.runtime.signals import TerminationSignal, time_is_over
+from ppo_rlhf.runtime.signals import grace, time_is_over
+from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.callbacks import Callbacks
     from ppo_rlhf.ppo.state import TrainingState
+
+
+UPDATE_S = "time/optimise_s"
+"""The metric with the seconds of an iteration's update."""
 
 
 class Epilogue(ABC):
@@ -30,6 +36,9 @@ class Epilogue(ABC):
     def __init__(self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None]) -> None:
         """Prepare the epilogue of a run; `save` saves the current iteration."""
         self.state, self.callbacks, self.save = state, callbacks, save
+        # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
+        self._block: tuple[str, int] | None = None
+        self._is_long_said = False
 
     @abstractmethod
     def save_if_due(self) -> bool:
@@ -71,8 +80,64 @@ class Epilogue(ABC):
         self.show(self.state.iteration, metrics)
         self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
         self._stop_if_asked()
-        self.callbacks.evaluated(self.evaluate())
+        with self.stoppable(f"in the evaluation of iteration {self.state.iteration}"):
+            row = self.evaluate()
+        self.callbacks.evaluated(row)
         self._stop_if_asked()
+
+    @contextmanager
+    def stoppable(self, what: str) -> Iterator[None]:
+        """Let a first signal end the block, except during an update; the last complete iteration is then saved.
+
+        The block of one process ends at once, by the signal handler. The blocks of several processes end at the next
+        `TrainingState.meet`. `what` says where the run stops.
+        """
+        self._block = what, self.state.iteration
+        try:
+            yield
+        except StopBeforeUpdate:
+            self._save_if_new()
+            raise
+        finally:
+            self._block = None
+
+    def ask(self, signum: int, asked_again: Sequence[str] = ()) -> tuple[str, bool]:
+        """Request the end of the run; return the line to log, and whether the work goes on until the run can be saved.
+
+        The signal handler calls `ask`. `asked_again` names what is asked anew when the iteration is repeated.
+        """
+        state, block = self.state, self._block
+        state.stop_requested = signum
+        name, second = signal.Signals(signum).name, "a second signal stops at once."
+        if block is None or block[1] != state.iteration or state.updating:
+            what = f"finishing iteration {state.iteration} and saving it"
+            if state.updating:
+                limit = grace(signum, state.config.shutdown_grace_s)
+                what = f"finishing iteration {state.iteration + 1} and saving it {in_about(state, limit)}"
+            return f"{name}: {what}, then stopping; {second}", True
+        is_alone = processes.process_count() == 1
+        where = "" if is_alone else ", where the processes next meet"
+        kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
+        again = f"; a resumed run asks {' and '.join(asked_again)} again" if asked_again else ""
+        return f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}", not is_alone
+
+    def say_if_long(self, metrics: Mapping[str, float]) -> None:
+        """Say once that an update, with its checkpoint, takes longer than `ppo.shutdown_grace_s`."""
+        grace_s = self.state.config.shutdown_grace_s
+        if self._is_long_said or not 0.0 < grace_s < metrics.get(UPDATE_S, 0.0):
+            return
+        self._is_long_said = True
+        say(
+            f"An update takes about {metrics[UPDATE_S]:.0f} s, ppo.shutdown_grace_s={grace_s:g}: a run that gets "
+            "SIGTERM during an update is not saved, and resumes from its last checkpoint. To save it, raise "
+            "ppo.shutdown_grace_s, and the time that your platform waits."
+        )
+
+    def _save_if_new(self) -> None:
+        """Save the last iteration, in all processes, unless it has a checkpoint."""
+        self.state.stopping = True
+        if not processes.from_main(self.callbacks.is_saved):
+            self.save()
 
     def _stop_if_asked(self) -> None:
         """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
@@ -86,8 +151,16 @@ class Epilogue(ABC):
         signum, why = requests[0]
         if why:
             say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
-        self.state.stopping = True
-        # Save the current iteration if its checkpoint was not due
-        if not processes.from_main(self.callbacks.is_saved):
-            self.save()
+        self._save_if_new()
         raise self.interruption(signum, why)
+
+
+def in_about(state: TrainingState, limit: float | None) -> str:
+    """Return in how many seconds the update that runs will be saved, and whether a limit of seconds ends before."""
+    left = state.update_left()
+    if left is None:
+        return "(the first update, whose time is not known)"
+    text = f"in about {left:.0f} s"
+    if limit is None or left <= limit:
+        return text
+    return f"{text} (shutdown_grace_s={limit:g} ends before: then the run stops, and resumes from its last checkpoint)"

@@ -28,6 +28,7 @@ from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.kl_rules import kl_alarms
 from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import from_all
+from ppo_rlhf.runtime.stops import StopBeforeUpdate
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +60,16 @@ class Clock:
 
     def restart(self) -> None:
         """Reset the clock at the beginning of an iteration."""
-        self.started = time.perf_counter()
+        self.started = self.entered = time.perf_counter()  # when the iteration, and its last timed part, began
         # Seconds that each part of the iteration has taken so far
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Add the seconds that the `with` block takes to `part` of the iteration."""
-        entered = time.perf_counter()
+        self.entered = time.perf_counter()
         yield
-        self.seconds[part] += time.perf_counter() - entered
+        self.seconds[part] += time.perf_counter() - self.entered
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class TrainingState:
     # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
-    stop_requested: bool = False  # True if this process was asked to stop, for example by a signal
+    stop_requested: int | None = None  # the signal that asked this process to stop
     stopping: bool = False  # True if any process was asked to stop: all processes save the current iteration and stop
     ended: bool = False  # True if a callback ended training: no further iteration runs
     save_timed: bool = False  # True if time asks for a checkpoint of the current iteration
@@ -217,8 +218,21 @@ class TrainingState:
         # decides whether to save.
         is_timed = self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration)
         answers = from_all((self.stop_requested, is_timed))
-        self.stopping = any(is_requested for is_requested, _ in answers)
+        self.stopping = any(signum is not None for signum, _ in answers)
         self.save_timed = answers[0][1]
+
+    def meet(self) -> None:
+        """Raise `StopBeforeUpdate` if any process was asked to stop; all processes call `meet`, outside of updates."""
+        for signum in from_all(self.stop_requested):
+            if signum is not None:
+                raise StopBeforeUpdate(signum)
+
+    def update_left(self) -> float | None:
+        """Return about how many seconds the rest of this update and a checkpoint take; None in the first update."""
+        if not self.history:
+            return None
+        left = self.history[-1]["time/optimise_s"] - (time.perf_counter() - self.clock.entered)
+        return max(0.0, left) + self.clock.save_seconds
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""

@@ -63,6 +63,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     """
     config, iteration = state.config, experience.rollouts.iteration
     state.check_whole()
+    state.meet()
     _check_kl(float(experience.rollouts.kl.sum(-1).mean()), iteration, config)
     set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
     _drop_gradients(state)  # drop gradients that an interrupted update has left in the weights

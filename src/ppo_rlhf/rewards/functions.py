@@ -22,7 +22,7 @@ from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
 from ppo_rlhf.runtime.names import with_new_names
 from ppo_rlhf.runtime.own_process import guarded
 from ppo_rlhf.runtime.processes import warn_if_slow
-from ppo_rlhf.runtime.signals import TerminationSignal
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 RewardFunction = Callable[..., list[float]]
 

@@ -20,19 +20,12 @@ from types import FrameType
 import psutil
 
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
+from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
 """A signal less than `SAME_REQUEST_S` seconds after the first signal counts as the same request to stop: `timeout` and
 launchers send a signal to a process and then to its group."""
-
-
-class TerminationSignal(BaseException):
-    """Raised in the main thread when a signal or a time limit asks this process to stop."""
-
-    def __init__(self, signum: int, why: str = "") -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum, self.why = signum, why
 
 
 class RunInterruptedError(PPORLHFError, RuntimeError):
@@ -71,10 +64,10 @@ class _State:
     process: int = 0  # id of the process that set the signal handlers, because forked workers inherit the handlers
     blocks: int = 0  # number of nested `raising_on_signals` blocks that are open
     deferring: int = 0  # number of nested `deferring_signals` blocks that are open
-    held: int | None = None  # the signal to raise when the outermost `deferring_signals` block ends
+    held: TerminationSignal | None = None  # raised when the outermost `deferring_signals` block ends
     first_at: float | None = None  # monotonic clock time in seconds of the first signal
-    # Function that is called with the first signal, instead of raising an exception
-    finish_first: Callable[[int], None] | None = None
+    # Function that is called with the first signal, and returns whether the work goes on after the signal
+    finish_first: Callable[[int], bool] | None = None
 
 
 _state = _State()
@@ -133,18 +126,20 @@ def deferring_signals() -> Iterator[None]:
     finally:
         _state.deferring -= 1
         if _state.deferring == 0 and _state.held is not None:
-            signum, _state.held = _state.held, None
-            raise TerminationSignal(signum)
+            stop, _state.held = _state.held, None
+            raise stop
 
 
 @contextmanager
-def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
-    """Let the first signal within the block call `ask(signum)` instead of raising an exception.
+def finishing_first(
+    grace_s: float, ask: Callable[[int], tuple[str, bool]], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Let the first signal within the block call `ask(signum)`, which returns a line and whether the work goes on.
 
-    `ask` requests a graceful end of the block. If the `finishing_first` block has not ended after `grace_s` seconds,
-    `TerminationSignal` is raised. `ask` returns a line for the user, which `say` logs in a thread. The signal handler
-    calls `ask`, which can interrupt any line of Python, so `ask` must not wait for a lock. In particular `ask` must not
-    log, because logging handlers use locks.
+    If the work does not go on, `StopBeforeUpdate` is raised. If the `finishing_first` block has not ended after the
+    grace (`grace`), `TerminationSignal` is raised. `say` logs the line in a thread. The signal handler calls `ask`,
+    which can interrupt any line of Python, so `ask` must not wait for a lock. In particular `ask` must not log, because
+    logging handlers use locks.
     """
     if not _in_main_thread():
         yield
@@ -159,7 +154,7 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
         signum, line = request
         say(line)
         with suppress(Empty):
-            requests.get(timeout=grace_s)
+            requests.get(timeout=grace(signum, grace_s))
             return
         name = signal.Signals(signum).name
         say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stays valid.")
@@ -169,13 +164,27 @@ def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[st
 
     watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
     watch.start()
-    _state.finish_first = lambda signum: requests.put((signum, ask(signum)))
+
+    def finish_first(signum: int) -> bool:
+        line, goes_on = ask(signum)
+        requests.put((signum, line))
+        return goes_on
+
+    _state.finish_first = finish_first
     try:
         yield
     finally:
         _state.finish_first = None
         requests.put(None)
         watch.join()
+
+
+def grace(signum: int, grace_s: float) -> float | None:
+    """Return the seconds that a run may take to end after a signal; None after Ctrl-C at a terminal, where a user waits
+    and can send a second signal.
+    """
+    is_typed = signum == signal.SIGINT and os.isatty(0)
+    return None if is_typed else grace_s
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
@@ -190,12 +199,15 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     if first_at is not None and now - first_at < SAME_REQUEST_S:
         return
     _state.first_at = now if first_at is None else first_at
+    stop = TerminationSignal(signum)
     if first_at is None and _state.finish_first is not None:
-        _state.finish_first(signum)
-    elif not _state.deferring:
-        raise TerminationSignal(signum)
-    elif _state.held is None:
-        _state.held = signum
+        if _state.finish_first(signum):
+            return
+        stop = StopBeforeUpdate(signum)
+    if not _state.deferring:
+        raise stop
+    if _state.held is None:
+        _state.held = stop
     else:
         os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call did not return.\n".encode())
         os._exit(128 + signum)

@@ -22,7 +22,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.ppo.epilogue import Epilogue
+from ppo_rlhf.ppo.epilogue import Epilogue, in_about
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
@@ -135,11 +135,12 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
         if not state.updating or os.getpid() != process or (state.stop_requested and now - asked_at > SAME_REQUEST_S):
             raise KeyboardInterrupt
         if not state.stop_requested:
-            state.stop_requested, asked_at = True, now
+            state.stop_requested, asked_at = signum, now
             # Write with os.write instead of logging, because the signal may have interrupted a logging call
             if is_main_process():
                 line = (
-                    f"\nCtrl-C: finishing iteration {state.iteration + 1}, then stopping; a second one stops at once.\n"
+                    f"\nCtrl-C: finishing iteration {state.iteration + 1} {in_about(state, None)}, then stopping; a "
+                    "second one stops at once.\n"
                 )
                 os.write(2, line.encode())
 
@@ -152,7 +153,7 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
     try:
         yield
     finally:
-        state.stop_requested = False
+        state.stop_requested = None
         if is_changed:
             signal.signal(signal.SIGINT, default_handler)
 

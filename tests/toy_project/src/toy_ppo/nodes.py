@@ -30,7 +30,8 @@ class ToyState:
     config: PPOConfig = field(default_factory=PPOConfig)
     captures: Captures = field(default_factory=lambda: Captures(torch.device("cpu")))
     iteration: int = 0
-    stop_requested: bool = False
+    stop_requested: int | None = None
+    updating: bool = False
     stopping: bool = False
 
     @property
@@ -99,7 +100,7 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
     if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
         raise ERRORS[os.environ.get("TOY_ERROR", "ZeroDivisionError")]("the update went wrong")
-    training_state.stopping = training_state.stop_requested
+    training_state.stopping = training_state.stop_requested is not None
     metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
     return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
 
