@@ -13,6 +13,7 @@ import torch
 from click.testing import Result
 from packaging.version import Version
 
+from ppo_rlhf.cli.doctor import _stages_beside_own
 from tests.cli.test_cli import files_below
 from tests.tiny_models import save, tiny_model
 
@@ -99,6 +100,26 @@ def test_of_an_own_sft_model_align_is_checked_since_the_whole_chain_would_write_
     found = examined(kedro, own, exit_code=0)
     assert "align, " in found["ok", "Settings"][0]
     assert "kedro run --pipelines align" in found["advice", "Settings"][0]
+
+
+@pytest.mark.parametrize(
+    ("own_model", "data", "reward", "stages"),
+    [
+        ("sft_model_path", "preferences_path", "model", "reward_modelling,align"),
+        ("sft_model_path", "preferences_path", "function", "align"),
+        ("sft_model_path", "demonstrations_path", "model", "align"),
+        ("reward_model_path", "demonstrations_path", "model", "data_preparation,supervised_finetuning,align"),
+    ],
+)
+def test_the_stages_beside_an_own_model_are_named(own_model: str, data: str, reward: str, stages: str):
+    """After a conversion of two stages this is the command of both."""
+    given = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
+    given |= {"preferences_path": "raw_preferences", "demonstrations_path": "raw_demonstrations"}
+    sources = {"sft_policy": "data/06_models/sft_policy", "reward_model": "data/06_models/reward_model"}
+    sources |= {given[own_model]: "/models/own", given[data]: "rows.jsonl"}
+    request = SimpleNamespace(source=sources.get, is_ours=lambda source: source.startswith("data/06_models"))
+    params = {"reward": {"components": [{"type": reward}]}}
+    assert _stages_beside_own(request, params) == (own_model, stages.split(","))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

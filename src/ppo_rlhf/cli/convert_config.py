@@ -109,9 +109,9 @@ def _report(conversions: list[Conversion], globals_: Path) -> str:
         by_reason: dict[str, list[str]] = {}
         for setting, reason in conversion.not_carried:
             by_reason.setdefault(reason, []).append(setting)
-        lines += [f"Read: {count}" for count in conversion.counts]
         left = len(conversion.not_carried)
         lines += [f"From {conversion.source}:"] if len(conversions) > 1 else []
+        lines += [f"Read: {count}" for count in conversion.counts]
         lines.append(f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}.")
         lines += [f"  {', '.join(_grouped(settings))}: {reason}." for reason, settings in by_reason.items()]
     remarks = dict.fromkeys(remark for conversion in conversions for remark in conversion.remarks)

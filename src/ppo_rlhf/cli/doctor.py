@@ -80,8 +80,8 @@ def diagnose(
 ) -> Iterator[Finding | str]:
     """Yield findings on each part of a run, and the lines of the run's memory plan. No node runs; nothing is written.
 
-    If `pipelines` is empty, `__default__` is checked, or `align` if `__default__` would overwrite a user's own SFT
-    model.
+    If `pipelines` is empty, `__default__` is checked, or the other stages if `__default__` would overwrite a user's
+    own SFT or reward model.
     """
     yield from _versions(project_path)
     yield from _devices()
@@ -116,11 +116,13 @@ def _run(
     context: Any = session.load_context()
     data_root = context.config_loader["globals"].get("data_root", "data")
     request = RunRequest(Pipeline([]), context.catalog, project_path, data_root, context.env)
-    source = request.source("sft_policy")
     trains = "sft_policy" in registered["__default__"].all_outputs()
-    if trains and not pipelines and source is not None and not request.is_ours(source):
-        pipelines, start = ["align"], f"`kedro run{env_option(context.env)} --pipelines align`"
-        yield "advice", "Settings", f"sft_model_path is a model of your own: run {start}; that command is checked here"
+    own, stages = _stages_beside_own(request, context.config_loader["parameters"])
+    # In a project of an own model `kedro run` is `align`
+    if not pipelines and stages and (trains or stages != ["align"]) and registered.keys() >= set(stages):
+        pipelines = stages
+        start = f"`kedro run{env_option(context.env)} --pipelines {','.join(pipelines)}`"
+        yield "advice", "Settings", f"{own} is a model of your own: run {start}; that command is checked here"
     yield from _refusals_found("MLflow", _store(context))
     run = session.prepare(pipeline_names=pipelines or None)
     request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
@@ -135,6 +137,27 @@ def _run(
         yield from _refusals_found("Memory", _memory(request, options))
     if probe:
         yield from _refusals_found("Probe", _probes(request, options["model"]))
+
+
+def _stages_beside_own(request: RunRequest, params: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the setting that names a model of the user, and the pipelines that train the rest; [] is the whole chain.
+
+    A model is trained if its data are given: an SFT policy by demonstrations, a reward model by preferences.
+    """
+
+    def is_own(name: str) -> bool:
+        source = request.source(name)
+        return source is not None and not request.is_ours(source)
+
+    if is_own("sft_policy"):
+        reward = params.get("reward")
+        components = reward.get("components") if isinstance(reward, dict) else None
+        needs_model = any(isinstance(each, dict) and each.get("type") == "model" for each in components or ())
+        trains = needs_model and not is_own("reward_model") and request.source("raw_preferences") is not None
+        return "sft_model_path", ["reward_modelling", "align"] if trains else ["align"]
+    if is_own("reward_model") and request.source("raw_demonstrations") is not None:
+        return "reward_model_path", ["data_preparation", "supervised_finetuning", "align"]
+    return "", []
 
 
 def _versions(project_path: Path) -> Iterator[Finding]:

@@ -329,7 +329,7 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
         c.leave("it starts from base_model_path of globals.yml", "adapter_name_or_path")
     else:
         why = "the reward model starts from the SFT policy here"
-        c.leave(f"{why}, not from {model}", "model_name_or_path", "model_revision")
+        c.leave(f"{why}, there from {model}", "model_name_or_path", "model_revision")
         c.leave(why, "adapter_name_or_path")
         c.leave("the global of this name is the policy's, too; set it in globals.yml", "trust_remote_code")
         c.remarks.append(
