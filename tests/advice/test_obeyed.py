@@ -14,7 +14,7 @@ import torch
 
 from ppo_rlhf.advice import Change
 from ppo_rlhf.ppo import engines
-from tests.advice.toy import Reward, Trained, long, short, train, wanted, worth
+from tests.advice.toy import Reward, Trained, answered, answered_with_variety, long, short, train, wanted, worth
 
 SEEDS = (0, 1, 2)
 EOS = {"stop_token": "eos", "response_length": 16}
@@ -141,6 +141,27 @@ def test_rules_on_updates_are_silent_where_the_toy_learns_best(settings: dict[st
     run = train(wanted, iterations=60, **settings)
     assert run.last("objective/scores") > 0.6
     assert not {"update_too_large", "update_too_small", "much_clipped", "kl_penalty_too_strong"} & run.advice().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_faster_critic_explains_more(seed: int):
+    slow = train(worth, seed=seed, value_learning_rate=1e-3)
+    change = slow.advice()["critic_explains_nothing"].change
+    assert change is not None
+    assert change.setting == "value_learning_rate"
+    faster = train(worth, seed=seed, **obeyed(change))
+    assert faster.last("val/explained_variance") > slow.last("val/explained_variance") + 0.1
+
+
+@pytest.mark.slow
+def test_a_reward_that_sees_what_the_judge_sees_is_not_exploited():
+    settings = {"kl_coef": 0.01, "per_device_train_batch_size": 128, "local_rollout_forward_batch_size": 128}
+    blind = train(answered, **settings)
+    assert blind.advice()["reward_is_blind"].change is None
+    seeing = train(answered_with_variety, **settings)
+    assert seeing.last("judge") > blind.last("judge") + 0.05
+    assert seeing.last("objective/scores") > seeing.rows[0]["objective/scores"] + 0.2
 
 
 @pytest.mark.slow

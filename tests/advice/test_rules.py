@@ -89,6 +89,11 @@ CASES = {
         {"policy/approxkl_avg": curve(4e-5), "objective/kl": curve(0.01), "eval/reward": [0.0, 0.1, 0.2, 0.3]},
         ("learning_rate", 4e-4, 5.0),  # (1e-3 / 4e-5) ** 0.5 = 5
     ),
+    "critic_explains_nothing": Case(
+        {"val/explained_variance": (0.0, 0.15)},  # median 0.075, end 0.13
+        {"val/explained_variance": (0.0, 0.25)},  # median 0.125
+        ("value_learning_rate", 5e-4, 3.0),
+    ),
     "much_clipped": Case(
         {"policy/clipfrac_avg": curve(0.31)},
         {"policy/clipfrac_avg": curve(0.5, 0.2, 0.2, 0.1)},
@@ -104,6 +109,11 @@ CASES = {
     ),
     "length_drifted": Case(
         {"response/length": curve(10, 21)}, {"response/length": curve(10, 5.1)}, ("kl_coef", 0.08, 1.5)
+    ),
+    "reward_is_blind": Case(
+        {"eval/judge_gap": [-0.1, -0.1, -0.1, -0.07], "eval/judge_gap_p": [0.5, 0.5, 0.5, 0.009]},
+        {"eval/judge_gap": [-0.1, -0.1, -0.1, -0.05], "eval/judge_gap_p": [0.001, 0.001, 0.001, 0.009]},
+        None,
     ),
     "spread_lost": Case(
         {"objective/scores_std": curve(1.0, 0.09)},  # from iteration 21 on

@@ -14,6 +14,7 @@ from ppo_rlhf.advice import Advice, advise
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import distinct_n
+from ppo_rlhf.evaluation.equal_reward import compare_at_equal_reward
 from ppo_rlhf.evaluation.since_best import SCORES, since_best
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.evaluation.test_since_best import evaluation
@@ -53,6 +54,16 @@ def wanted(batch: ResponseBatch) -> Tensor:
     """Share of a response's tokens that are the word its prompt asks for."""
     pairs = zip(batch.response_ids, batch.columns["wanted"], strict=True)
     return torch.tensor([sum(VOCABULARY[token] == word for token in ids) / len(ids) for ids, word in pairs])
+
+
+def answered(batch: ResponseBatch) -> Tensor:
+    """1 if a quarter of a response's tokens are the word its prompt asks for, else 0."""
+    return (wanted(batch) >= 0.25).float()
+
+
+def answered_with_variety(batch: ResponseBatch) -> Tensor:
+    """As `answered`, but 0 for a response that mostly repeats its tokens."""
+    return answered(batch) * (variety(batch) >= 0.5)
 
 
 def long(batch: ResponseBatch) -> Tensor:
@@ -106,6 +117,8 @@ def train(reward: Reward, iterations: int = 40, spread: float = 0.2, **settings:
         elif len(rows) % 10 == 9:
             since = since_best(now, sft, earlier)
             earlier.append({"eval/reward": rewards.mean()} | {key: since.pop(key) for key in (SCORES,) if key in since})
+            row |= compare_at_equal_reward(now, sft)
+            row |= {"eval/judge_score": judge.mean(), "eval/judge_score_sft": sft.deciding_scores.mean()}
             row |= since | {"eval/distinct_2": diversity, "eval/distinct_2_sft": sft_diversity}
         rows.append(row)
     return Trained(run.config, rows)

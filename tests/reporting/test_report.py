@@ -192,6 +192,9 @@ def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
 LOST = {"verdict": Verdict.WORSE}
 
 
+BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_prompts": 40}
+
+
 @pytest.mark.parametrize(
     ("summary", "table", "accuracy", "texts"),
     [
@@ -214,6 +217,13 @@ LOST = {"verdict": Verdict.WORSE}
         ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
         ({"exploits_since_best": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
         (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["exploits its reward"]),
+        (
+            BLIND,
+            {},
+            None,
+            ["0.25 lower than SFT's (40 prompts; by chance with probability 0.004)"],
+        ),  # beside a win, too
+        (BLIND | {"eval/judge_gap_p": 0.02}, {}, None, []),
         ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["trained on 12 of the 1,512"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),

@@ -42,6 +42,7 @@ class Run(KLSituation):
             table = table.sort_values("iteration")[lambda t: t["iteration"] > config.critic_warmup_iterations]
         self._table = table.replace([math.inf, -math.inf], math.nan)
         self.iterations = len(table)
+        self.planned = max(self.iterations, config.num_total_batches - config.critic_warmup_iterations)
         self.window = max(1, min(WINDOW, self.iterations // 4))
         self._start = min(self.window, math.ceil(FIRST_RESPONSES / config.batch_size))
         super().__init__(

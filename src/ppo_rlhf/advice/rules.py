@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ppo_rlhf.advice.curves import Run, in_digits
+from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.ppo import kl_rules
 from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
 
@@ -27,6 +28,15 @@ UNDONE = 2.0
 """Updates count as undone if their KLs add up to more than UNDONE times MOVED, the KL of a policy that has moved. With
 conf/demo the updates add up to 1.0 times the final KL, and to 66 times the final KL with a sixty times larger
 penalty."""
+FEW = 20
+"""A run with fewer iterations than FEW must have ended, or be too slow for its planned end, to count as too slow."""
+EXPLAINS_NOTHING, EXPLAINS_LITTLE = 0.1, 0.2
+"""Limits of val/explained_variance: of its median over the run, and of its mean over the last iterations. A linear fit
+of 384 responses' returns to SmolLM2's last hidden states explains 0.15 of other responses' variance."""
+HEAD_RATE = 20.0
+"""Factor from the policy's learning rate to that of a shared critic's head, which starts at 0: 3e-4 for 1.5e-5."""
+FELT = 0.1
+"""A gap of the judge's score at equal reward counts from this share of the change of the judge's score on."""
 
 KL, KL_COEF, ENTROPY = "objective/kl", "objective/kl_coef", "objective/entropy"
 SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/reward"
@@ -36,6 +46,8 @@ SKIPPED, STEPS = "optimiser/skipped_steps", "optimiser/steps"
 DISTINCT, DISTINCT_OF_SFT = "eval/distinct_2", "eval/distinct_2_sft"
 SINCE_BEST_SCORE, SINCE_BEST_P = "eval/since_best_score", "eval/since_best_p"
 SINCE_BEST_REWARD = "eval/since_best_reward"
+JUDGE_GAP, JUDGE_GAP_P = "eval/judge_gap", "eval/judge_gap_p"
+EXPLAINED = "val/explained_variance"
 SUCCESS, JUDGED_SUCCESS = "succeeded", "judged_success"
 """Names of the properties of `Run` that show that a rule's finding did no harm."""
 
@@ -97,7 +109,23 @@ def _penalty_too_strong(r: Run) -> bool:
 
 
 def _update_too_small(r: Run) -> bool:
+    """Return whether the updates are too small to show an effect.
+
+    Of a run with few iterations that goes on, the KL at the planned end decides: KL grows with the square of the
+    iterations while all updates go in one direction.
+    """
+    if r.iterations < FEW and r.kl * (r.planned / r.iterations) ** 2 >= MOVED:
+        return False
     return not math.isnan(r.last(UPDATE)) and _stands_still(r) and not _updates_are_undone(r)
+
+
+def _critic_explains_nothing(r: Run) -> bool:
+    return r.typical(EXPLAINED) < EXPLAINS_NOTHING and r.last(EXPLAINED) < EXPLAINS_LITTLE
+
+
+def _reward_is_blind(r: Run) -> bool:
+    gap, change = r.end(JUDGE_GAP), r.end("eval/judge_score") - r.end("eval/judge_score_sft")
+    return r.end(JUDGE_GAP_P) < CERTAIN and gap < -FELT * abs(change)
 
 
 def _steps_skipped(r: Run) -> bool:
@@ -137,6 +165,14 @@ def _rate_for_update(r: Run, now: float, size: float, least: float, most: float)
     and `most`.
     """
     return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
+
+
+def _faster_critic(r: Run) -> Change:
+    """Return a higher learning rate of the critic, or a rate of its own for the head of a shared critic."""
+    if r.config.value_learning_rate is not None:
+        return scaled(r, "value_learning_rate", 3.0)
+    factor = HEAD_RATE if r.config.value_model == "shared" else 3.0
+    return set_to(r, "value_learning_rate", factor * r.config.learning_rate)
 
 
 def _less_truncation(r: Run) -> Change:
@@ -268,7 +304,7 @@ RULES: tuple[Rule, ...] = (
         "update_too_small",
         stage=Stage.RATES,
         reads=(KL, REWARD, SCORES, UPDATE, LENGTH),
-        iterations=20,
+        iterations=10,
         fires=_update_too_small,
         seen=lambda r: (
             f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g} (median of policy/approxkl_avg: "
@@ -276,6 +312,19 @@ RULES: tuple[Rule, ...] = (
         ),
         meaning="training is stable, but too slow to show an effect",
         change=lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, least=2.0, most=10.0),
+    ),
+    Rule(
+        "critic_explains_nothing",
+        stage=Stage.RATES,
+        reads=(EXPLAINED, "ppo.value_model"),
+        iterations=30,
+        fires=_critic_explains_nothing,
+        seen=lambda r: (
+            f"val/explained_variance is {in_digits(r.typical(EXPLAINED))} in the median and "
+            f"{in_digits(r.last(EXPLAINED))} at the end"
+        ),
+        meaning="the critic has learnt next to nothing, so the advantages are as noisy as without a critic",
+        change=_faster_critic,
     ),
     # Rules about epochs per batch and the clip range.
     Rule(
@@ -321,6 +370,21 @@ RULES: tuple[Rule, ...] = (
         meaning="the reward may depend on length (Singhal et al. 2023, arXiv:2310.03716); read the samples",
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
+    ),
+    Rule(
+        "reward_is_blind",
+        stage=Stage.REWARD,
+        reads=(JUDGE_GAP, JUDGE_GAP_P, "eval/judge_score"),
+        iterations=1,
+        fires=_reward_is_blind,
+        seen=lambda r: (
+            f"At equal reward the judge scores PPO's responses {in_digits(-r.end(JUDGE_GAP))} lower than SFT's (by "
+            f"chance with probability {in_digits(r.end(JUDGE_GAP_P))}), and its score went from "
+            f"{in_digits(r.end('eval/judge_score_sft'))} to {in_digits(r.end('eval/judge_score'))}"
+        ),
+        meaning="part of what the policy learnt exploits the reward; read the samples, and put into the reward what "
+        "the judge sees and the reward does not",
+        change=lambda r: None,
     ),
     Rule(
         "spread_lost",

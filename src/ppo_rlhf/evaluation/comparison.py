@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.success_rates import pass_at_k
+from ppo_rlhf.evaluation.equal_reward import compare_at_equal_reward
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 from ppo_rlhf.evaluation.verdict import conclude_outcomes
 from ppo_rlhf.evaluation.win_rate import win_rate
@@ -141,6 +142,7 @@ def compare_evaluations(
         metrics |= {key: float(side.mean()) for key, side in sides.items()}
         if len(values) > 1:
             metrics |= {f"{key}_se": standard_error(side) for key, side in sides.items()}
+    metrics |= compare_at_equal_reward(policy, sft)
     metrics["eval/distinct_2"] = distinct_n(policy.completions, 2)
     metrics["eval/distinct_2_sft"] = distinct_n(sft.completions, 2)
     return metrics

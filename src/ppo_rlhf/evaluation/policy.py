@@ -43,7 +43,7 @@ JUDGE_COLUMN = "judge_score"
 further judge `<name>`."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
-_TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
+_TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "judge_gap", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
 _TAKEN_ENDINGS = ("_sft", "_se")
 
 

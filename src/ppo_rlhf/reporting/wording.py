@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.evaluation.people import PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
@@ -199,6 +200,12 @@ def remarks(
     elif summary.get("exploits_since_best"):
         problems.append(
             "The judge's score fell significantly since its best evaluation: the policy exploits its reward."
+        )
+    elif summary.get("eval/judge_gap_p", 1.0) < CERTAIN and summary["eval/judge_gap"] < 0.0:
+        problems.append(
+            f"Where both responses have the same reward, the judge scores PPO's {-summary['eval/judge_gap']:.3g} lower "
+            f"than SFT's ({summary['eval/judge_gap_prompts']} prompts; by chance with probability "
+            f"{summary['eval/judge_gap_p']:.2g}): part of what PPO learnt exploits the reward."
         )
     elif f"eval/{JUDGE_COLUMN}" in summary and (least := summary.get("since_best_p_min", 0.0)) >= CHANCE / 2.0:
         problems.append(
