@@ -6,6 +6,7 @@ Only paths and sizes are overridden, so a misspelt setting, a column or a functi
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import GPT2ForSequenceClassification
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.recipes import sentiment
-from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer, write_gguf
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = ("chat_lora", "gsm8k", "imdb", "tldr")
@@ -56,6 +57,7 @@ def test_every_environment_that_is_a_recipe_is_tried_and_described() -> None:
     page = (REPOSITORY / "docs/recipes.md").read_text()
     environments = {path.name for path in (REPOSITORY / "conf").iterdir() if path.is_dir()}
     others = {"accelerate", "base", "calculator", "demo", "local", "randomwalks", "sao", "test", "vapo"}
+    others |= {"obedience", "obedience_naive"}
     assert environments - others == set(RECIPES) == set(ROWS)
     assert all(f"kedro run --env {name} --pipelines align" in page for name in RECIPES)
 
@@ -103,3 +105,26 @@ def test_a_recipe_runs_on_stand_ins(
         ((name,),) = database.execute("select name from registered_models").fetchall()
     start = PretrainedHandle(str(models["policy"]))
     assert name == f"ppo_rlhf_{recipe}-{Path(start.source).name}-{start.fingerprint()[:8]}"
+
+
+@pytest.mark.parametrize("recipe", ["obedience", "obedience_naive"])
+def test_the_recipe_obedience_runs_by_the_pages_command_on_a_gguf_file(
+    recipe: str, project: Path, kedro: Callable[..., Result]
+) -> None:
+    """The page's command, with a tiny model in place of the downloaded file, and fewer episodes."""
+    page = (REPOSITORY / "docs/recipes.md").read_text()
+    (command,) = re.findall(rf"^kedro run --env {recipe} --pipelines align --params sft_model_path=\S+$", page, re.M)
+    *words, given = command.removeprefix("kedro ").split()
+    file = project / given.removeprefix("sft_model_path=")
+    file.parent.mkdir()
+    write_gguf(file)
+    sizes = "ppo.total_episodes=64,ppo.response_length=8,prompts.max_held_out=12,evaluation.iteration_prompts=4"
+    finished = kedro(project, *words, f"{given},{sizes}")
+    assert finished.exit_code == 0, finished.output
+    root = project / "data" / recipe / "08_reporting"
+    summary = json.loads((root / "evaluation_summary.json").read_text())
+    assert summary["prompts"] == 12
+    assert summary["by_trained_reward"] == (recipe == "obedience")  # the strict reward is also the judge
+    assert {"eval/obedient", "eval/on_topic_sft", "eval/copied"} <= set(summary)
+    report = (root / "report.html").read_text()
+    assert ("SmolLM2 obeys" in report) == (recipe == "obedience")
