@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C twice, and a reader of the output that ends: the run ends in order."""
+"""SIGTERM, Ctrl-C, and a reader of the output that ends: the run ends in order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from tests.integration.processes import kedro_run
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_and_saves_the_iteration(make_project: Callable[[], Path]) -> None:
+def test_sigterm_before_an_update_stops_with_the_last_iteration_saved(make_project: Callable[[], Path]) -> None:
     """Resuming from this checkpoint works as after a kill, which test_resume.py tests."""
     project = make_project()
     stopped = kedro_run(project, "--env", "test", interrupted=("SIGTERM", "ppo.score_responses", 2))
     run = Run(project, stopped.stdout)
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
-    assert run.says("SIGTERM: finishing iteration 2 and saving it, then stopping; a second signal stops at once.")
+    assert run.says(
+        "SIGTERM: stopping before the update of iteration 2; iteration 1 is saved; a second signal stops at "
+    )
     assert "The run was stopped by SIGTERM." in stopped.stderr
     assert run.tracked.info.status == "KILLED"
-    assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000002")
-    assert (run.folder / "iteration_000002/manifest.json").is_file()
+    assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000001")
+    assert (run.folder / "iteration_000001/manifest.json").is_file()
 
 
 @pytest.mark.slow
@@ -52,8 +54,8 @@ def test_a_run_whose_reader_has_ended_is_killed_and_goes_on(make_project: Callab
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once_where_the_first_lets_the_iteration_finish(project: Path) -> None:
-    """The first would save the iteration, which nothing else has made due; the second comes before that."""
+def test_ctrl_c_in_a_reward_saves_the_iteration_before_and_stops_at_once(project: Path) -> None:
+    """Nothing else has made the iteration due. The reward sleeps for 3 s when the signal comes."""
     (project / "slow_reward.py").write_text(
         "import time\n\n\ndef slow(prompts, completions, **columns):\n"
         "    time.sleep(3.0)\n    return [float(len(text)) for text in completions]\n"
@@ -73,14 +75,11 @@ def test_a_second_ctrl_c_stops_at_once_where_the_first_lets_the_iteration_finish
         if "Iteration 1/" in line:
             time.sleep(0.5)
             running.send_signal(signal.SIGINT)
-        if "SIGINT: finishing iteration" in line:
-            time.sleep(0.5)
-            running.send_signal(signal.SIGINT)
     running.wait(60)
     text = "".join(lines)
     assert running.returncode == 130, text
-    assert "SIGINT: finishing iteration 2" in text
+    assert "SIGINT: stopping before the update of iteration 2; iteration 1 is saved" in " ".join(text.split())
     assert "The run was stopped by SIGINT." in text
     run = Run(project, text)
     assert run.tracked.info.status == "KILLED"
-    assert "last_checkpoint" not in run.tracked.data.tags, "the iteration that the first signal let go on was saved"
+    assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000001")
