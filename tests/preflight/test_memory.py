@@ -94,7 +94,11 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     gradients, epoch = plan().held[MOMENTS] // 2, 8 * (14 * 64 + 8 * 61)
     assert passing(plan(), "update") == gradients + epoch + 8 * 14 * kept + 2 * logits
     assert passing(plan(entropy_coef=0.01), "update") == gradients + epoch + 8 * 14 * kept + 3 * logits
-    assert passing(plan(gradient_accumulation_steps=4), "update") - passing(plan(), "update") == 3 * epoch
+    embedding = 23 * 16 * 4  # a micro-batch's gradient of it, beside that of the earlier ones
+    assert passing(plan(gradient_accumulation_steps=4), "update") - passing(plan(), "update") == 3 * epoch + embedding
+    tied = RunShape(LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True}), 6)
+    assert plan().held[MOMENTS] - plan(tied).held[MOMENTS] == 2 * embedding  # there is no head of its own
+    assert passing(plan(tied), "update") == passing(plan(), "update")  # but its gradient is there, before it is added
     full = {"kl_estimator": "full"}
     assert passing(plan(**full), "update") == gradients + epoch + 8 * 14 * kept + 2 * logits
     assert passing(plan(**full, kl_in="loss"), "update") == gradients + epoch + 8 * 14 * kept + 4 * logits

@@ -26,6 +26,9 @@ def store_linear_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if not computes_alike(model):
             return
     cast_linear_weights(model, dtype)
+    # A weight that is a view of the mapped weights file would keep the whole file in a CPU run's memory
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def cast_linear_weights(model: nn.Module, dtype: torch.dtype) -> None:

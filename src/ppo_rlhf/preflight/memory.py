@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -104,6 +104,8 @@ class _Sizes(NamedTuple):
     kept: int  # bytes of the static engine's 16-bit copies of the policy's linear weights
     exported: int  # bytes of the exported policy's weights, and of the exported critic's
     activations: int  # bytes of one token's activations in all layers
+    embedding: int  # bytes of the policy's embedding if it trains, else 0
+    is_tied: bool  # whether the embedding is the language-model head's weight, too
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
@@ -148,6 +150,9 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         # With gradient accumulation, gradients and DDP's buckets are separate tensors
         accumulates = config.local_mini_batch_size > rows
         gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
+        # A large embedding's new gradient waits for a tied head's, and is then added to the earlier micro-batches'
+        if shape.on_cpu:
+            gradients += sizes.embedding * (sizes.is_tied + accumulates)
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
@@ -260,6 +265,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     moments = sum(moment_bytes(p, config) for parameters in trainable for p in parameters)
     copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
+    embedding, head = cast(nn.Embedding, policy.get_input_embeddings()).weight, policy.get_output_embeddings()
     stored_models = [reference] + ([critic.backbone] if config.export_critic else [])
     exported = sum(p.numel() for m in stored_models for p in m.parameters()) * trained_dtype(config).itemsize
     return _Sizes(
@@ -270,6 +276,8 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         kept=kept,
         exported=exported,
         activations=activations,
+        embedding=embedding.nbytes if embedding.requires_grad else 0,
+        is_tied=getattr(head, "weight", None) is embedding,
     )
 
 
