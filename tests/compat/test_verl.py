@@ -189,6 +189,9 @@ def test_settings_mean_what_they_mean_in_verl(settings: dict[str, Any], expected
         ("data.max_prompt_length", 512, "ppo.overlong_prompts"),
         (f"{ACTOR}ppo_epoch", 3, "closest setting"),
         ("own.setting", 3, "no such setting"),
+        (f"{ACTOR}loss_agg_mode", ["token-mean"], "does not accept"),
+        ("data.truncation", ["left"], "does not accept"),
+        (f"{ACTOR}optim.lr", True, "true or false"),
     ],
 )
 def test_what_has_no_counterpart_is_named(name: str, value: Any, shown: str):

@@ -136,7 +136,7 @@ def carry_lora(c: Conversion, kind: str, rank: str, alpha: str, modules: str, de
 
     `kind` is `lora` or `full`. `default_alpha` replaces an alpha that is not given.
     """
-    uses = {"lora": True, "full": False}.get(c[kind], c[kind])
+    uses = renamed(c[kind], {"lora": True, "full": False})
     c.carry("ppo.use_peft", kind, value=uses, otherwise=True)
     if uses is False:
         return False
@@ -167,9 +167,15 @@ def carry_bits(c: Conversion, bits: str, method: str | None, *, has_adapter: boo
         c.carry("ppo.load_in_4bit", *settings, value=c[bits] is not None)
 
 
+def renamed(value: Any, names: Mapping[Any, Any]) -> Any:
+    """Return this project's name of a value; a value without one is unchanged."""
+    return names.get(value, value) if value is None or isinstance(value, str) else value
+
+
 def names_of(value: Any) -> list[str]:
     """Return a list of names from a comma-separated text or a list."""
     parts = value.split(",") if isinstance(value, str) else value or []
+    parts = parts if isinstance(parts, list | tuple | set) else [parts]
     return [str(part).strip() for part in parts if str(part).strip()]
 
 

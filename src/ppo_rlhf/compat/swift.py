@@ -236,7 +236,7 @@ def _carry_models(c: Conversion) -> None:
 def _carry_dtype(c: Conversion) -> None:
     """Carry over the precision. In ms-swift torch_dtype sets fp16 and bf16, and float32 also sets fp16."""
     named = {None: "auto", "bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
-    dtype = named.get(c["torch_dtype"], c["torch_dtype"])
+    dtype = arguments.renamed(c["torch_dtype"], named)
     if c["bf16"] is not None or c["fp16"] is not None:
         dtype = "bfloat16" if c.flag("bf16") else "float16" if c.flag("fp16") else "float32"
     c.carry("ppo.dtype", "torch_dtype", "bf16", "fp16", value=dtype, otherwise="auto")

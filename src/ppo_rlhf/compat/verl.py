@@ -397,7 +397,7 @@ def _carry_losses(c: Conversion) -> None:
     if not is_read:
         c.leave("verl reads clip_ratio_low and clip_ratio_high, which are 0.2 by default", f"{A}clip_ratio")
     mode = f"{A}loss_agg_mode"
-    c.carry("ppo.loss_aggregation", mode, value=_LOSSES.get(c[mode], c[mode]), otherwise="token_mean")
+    c.carry("ppo.loss_aggregation", mode, value=arguments.renamed(c[mode], _LOSSES), otherwise="token_mean")
     in_loss, in_reward = c.flag(f"{A}use_kl_loss"), c.flag("algorithm.use_kl_in_reward")
     kinds = {
         True: (f"{A}kl_loss_coef", f"{A}kl_loss_type"),
@@ -409,7 +409,7 @@ def _carry_losses(c: Conversion) -> None:
         return
     c.carry_over("algorithm.use_kl_in_reward", f"{A}use_kl_loss")
     c.carry("ppo.kl_coef", coefficient)
-    estimator = _KL.get(c[kind], c[kind])
+    estimator = arguments.renamed(c[kind], _KL)
     if in_loss and estimator == "k1":
         c.leave("k1 in the loss has no gradient of the KL; k2 has", kind)
         c.write("ppo.kl_estimator", "k2", kind)
@@ -523,7 +523,7 @@ def _carry_schedule(c: Conversion, iterations: int | None) -> None:
     ratio = float(c.checked(share, Annotated[float, Field(ge=0.0, lt=1.0)]))
     warms = steps > 0 or ratio > 0
     constant = "constant_with_warmup" if warms else "constant"
-    c.carry("ppo.lr_scheduler_type", kind, value={"constant": constant}.get(c[kind], c[kind]), otherwise=constant)
+    c.carry("ppo.lr_scheduler_type", kind, value=arguments.renamed(c[kind], {"constant": constant}), otherwise=constant)
     if steps < 1:
         c.carry("ppo.warmup_ratio", share, number, value=ratio)
     elif iterations is None:
@@ -541,14 +541,14 @@ def _carry_rest(c: Conversion) -> None:
     c.carry("ppo.adam_beta1", f"{A}optim.betas", value=beta1)
     c.carry("ppo.adam_beta2", f"{A}optim.betas", value=beta2)
     optimiser, dtype, k = f"{A}optim.optimizer", f"{A}fsdp_config.dtype", int(c.checked(f"{R}top_k", int))
-    c.carry("ppo.optim", optimiser, value=_OPTIMISERS.get(c[optimiser], c[optimiser]), otherwise="adamw_torch_fused")
-    c.carry("ppo.dtype", dtype, value=_DTYPES.get(c[dtype], c[dtype]), otherwise="bfloat16")
+    c.carry("ppo.optim", optimiser, value=arguments.renamed(c[optimiser], _OPTIMISERS), otherwise="adamw_torch_fused")
+    c.carry("ppo.dtype", dtype, value=arguments.renamed(c[dtype], _DTYPES), otherwise="bfloat16")
     c.carry("ppo.top_k", f"{R}top_k", value=max(0, k))
     c.carry("ppo.stop_token", f"{R}ignore_eos", value="none" if c.flag(f"{R}ignore_eos") else "eos")
     cut = (
         "drop"
         if c.flag("data.filter_overlong_prompts")
-        else {"left": "truncate_left"}.get(c["data.truncation"], c["data.truncation"])
+        else arguments.renamed(c["data.truncation"], {"left": "truncate_left"})
     )
     c.carry("ppo.overlong_prompts", "data.truncation", "data.filter_overlong_prompts", value=cut, otherwise="error")
     epochs = c[f"{C}ppo_epochs"]
@@ -566,7 +566,7 @@ def _carry_rest(c: Conversion) -> None:
     if c["data.seed"] is not None:
         c.carry("seed", "data.seed")
     device = "trainer.device"
-    c.carry("ppo.device", device, value={"cuda": "auto", "npu": "auto"}.get(c[device], c[device]), otherwise="auto")
+    c.carry("ppo.device", device, value=arguments.renamed(c[device], {"cuda": "auto", "npu": "auto"}), otherwise="auto")
     kwargs = {n.removeprefix("data.apply_chat_template_kwargs."): n for n in c.given if n.startswith("data.apply_chat")}
     if kwargs := {key: name for key, name in kwargs.items() if "." not in key}:
         c.carry("chat_template_kwargs", *kwargs.values(), value={key: c.given[name] for key, name in kwargs.items()})
