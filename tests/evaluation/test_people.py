@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
 import pytest
 
 from ppo_rlhf.evaluation.people import compare_by_people
@@ -78,6 +79,32 @@ def test_the_judge_agrees_where_it_prefers_what_people_prefer_and_half_on_its_ti
     assert found["metrics"]["human/judge_agreement"] == pytest.approx(2.5 / 4)
     assert found["judged"] == 4
     assert "human/judge_agreement" not in compare_by_people(worths)["metrics"]
+
+
+def test_the_interval_over_people_covers_people_whose_tastes_differ() -> None:
+    """Five people judge 120 pairs; each person's log-odds for ours are normal around 0.3 with deviation 1."""
+    drawn, rounds, covered, by_pairs = np.random.default_rng(0), 300, 0, 0
+    true = float(np.mean(1 / (1 + np.exp(-drawn.normal(0.3, 1.0, 1_000_000)))))
+    for _ in range(rounds):
+        tastes = 1 / (1 + np.exp(-drawn.normal(0.3, 1.0, 5)))
+        wins = drawn.random((120, 5)) < tastes
+        found = compare_by_people([dict(zip("abcde", map(float, row), strict=True)) for row in wins])["metrics"]
+        covered += found["human/win_rate_over_people_low"] <= true <= found["human/win_rate_over_people_high"]
+        by_pairs += found["human/win_rate_low"] <= true <= found["human/win_rate_high"]
+    assert 0.91 <= covered / rounds <= 0.99  # 0.95 ± 3 standard errors
+    assert by_pairs / rounds < 0.7  # of these people only
+
+
+def test_with_fewer_than_five_people_there_is_no_interval_over_people() -> None:
+    four = compare_by_people([dict.fromkeys("abcd", 1.0)] * 12)
+    assert "human/win_rate_over_people" not in four["metrics"]
+    assert "Verdict and interval hold for these people only." in say_result_by_people(four)
+    # by hand: rates 0, 0.25, 0.5, 0.75, 1, of mean 0.5 and deviation 0.3953; t(4, 0.975) = 2.776
+    rates = dict(zip("abcde", (0.0, 0.25, 0.5, 0.75, 1.0), strict=True))
+    five = compare_by_people([rates] * 12)
+    ends = [five["metrics"][f"human/win_rate_over_people{end}"] for end in ("", "_low", "_high")]
+    assert ends == pytest.approx([0.5, 0.5 - 2.776 * 0.3953 / 5**0.5, 0.5 + 2.776 * 0.3953 / 5**0.5], abs=1e-3)
+    assert "Over people like these, the win rate is 50.0% (95% interval 0.9% to 99.1%)." in say_result_by_people(five)
 
 
 def test_the_result_in_words() -> None:

@@ -7,12 +7,28 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.evaluation.verdict import conclude_outcomes
-from ppo_rlhf.evaluation.win_rate import win_rate
+from ppo_rlhf.evaluation.win_rate import CONFIDENCE, WinRate, win_rate
+from ppo_rlhf.models.loading import PretrainedHandle
 
 KINDS = {"sft_policy": "SFT", "ppo_policy": "PPO"}
 PREFIX = "human/"
+OVER_PEOPLE = "win_rate_over_people"
+MIN_PEOPLE = 5
+"""With fewer people no interval over people is given."""
+
+
+def is_policy_of(summary: Mapping[str, Any], policy: PretrainedHandle) -> bool:
+    """Return whether people judged this policy: by its weights, or by its path in a summary of an earlier version."""
+    if "fingerprint" not in summary:
+        return bool(summary.get("policy") == policy.source)
+    try:
+        return bool(summary["fingerprint"] == policy.fingerprint())
+    except ModelError:  # there is no policy at this path
+        return False
 
 
 def compare_by_people(
@@ -42,7 +58,9 @@ def compare_by_people(
         `wins`, `losses` and `judged`.
 
         The outcome of a pair is the mean over people, and the outcome of a prompt is the mean over its pairs. Responses
-        to one prompt are correlated, so intervals and verdict treat prompts, not pairs, as independent. The agreement
+        to one prompt are correlated, so intervals and verdict treat prompts, not pairs, as independent. These intervals
+        and the verdict hold for these people only: other people have other tastes. `human/win_rate_over_people` is the
+        mean of `MIN_PEOPLE` or more people's win rates, with an interval over people (`over_people`). The agreement
         of judge and people counts only pairs in which people on average prefer one side; a pair that the judge scores
         as a tie counts as half.
     """
@@ -78,6 +96,8 @@ def compare_by_people(
         answers = [(prompt, by_name[person]) for prompt, by_name in answered if person in by_name]
         rate = win_rate(_by_prompt(answers))
         by_person.append({"pairs": len(answers), "win_rate": rate.rate, "low": rate.low, "high": rate.high})
+    if len(people) >= MIN_PEOPLE:
+        metrics |= _named(OVER_PEOPLE, over_people([row["win_rate"] for row in by_person]))
     # Sort people's rows by their numbers, so that the order does not reveal people's names
     by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))
     return {
@@ -99,5 +119,19 @@ def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
     return np.array([[np.mean(each)] for each in by_prompt.values()])
 
 
+def over_people(rates: Sequence[float]) -> WinRate:
+    """Return the mean of people's win rates with Student's 95 % interval, which holds for people like these.
+
+    Each person counts alike, however many pairs they answered.
+    """
+    mean, spread = float(np.mean(rates)), float(np.std(rates, ddof=1)) / len(rates) ** 0.5
+    half = float(stdtrit(len(rates) - 1, 0.5 + CONFIDENCE / 2.0)) * spread
+    return WinRate(mean, low=max(0.0, mean - half), high=min(1.0, mean + half))
+
+
 def _rate(name: str, outcomes: Any) -> dict[str, float]:
-    return {f"{PREFIX}{name}{end}": value for end, value in zip(("", "_low", "_high"), win_rate(outcomes), strict=True)}
+    return _named(name, win_rate(outcomes))
+
+
+def _named(name: str, rate: WinRate) -> dict[str, float]:
+    return {f"{PREFIX}{name}{end}": value for end, value in zip(("", "_low", "_high"), rate, strict=True)}

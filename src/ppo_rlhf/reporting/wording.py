@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
-from ppo_rlhf.evaluation.people import PREFIX
+from ppo_rlhf.evaluation.people import OVER_PEOPLE, PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
@@ -134,6 +134,9 @@ def say_result_by_people(summary: Mapping[str, Any]) -> str:
     if summary["prompts"] < summary["answered"]:
         pairs += f" of {summary['prompts']} prompts"
     text = f"{verdict}, decided by {people} on {pairs}: win rate {_by_people(metrics, 'win_rate')}."
+    text += f" Verdict and interval hold for {'this person' if summary['people'] == 1 else 'these people'} only."
+    if f"{PREFIX}{OVER_PEOPLE}" in metrics:
+        text += f" Over people like these, the win rate is {_by_people(metrics, OVER_PEOPLE)}."
     if f"{PREFIX}agreement" in metrics:
         text += f" The agreement of the people (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
     if f"{PREFIX}judge_agreement" in metrics:
