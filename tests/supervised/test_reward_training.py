@@ -87,7 +87,7 @@ def test_metrics_come_by_optimiser_step_and_once_an_epoch(two_epochs):
     }
 
 
-def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(two_epochs, tmp_path):
+def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(two_epochs, policies, tmp_path):
     trained, history = two_epochs
     handle = PretrainedHandle(save(tmp_path / "reward", trained.model, trained.tokenizer))
     model = handle.reward_model()
@@ -98,6 +98,7 @@ def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(tw
     ]
     assert history[-1]["reward_model/eval_accuracy"] == pytest.approx(sum(right) / len(right))
     assert handle.config().held_out_accuracy == history[-1]["reward_model/eval_accuracy"]
+    assert handle.config().trained_from == policies["llama"].fingerprint()
 
 
 def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(two_epochs, policies, tmp_path):

@@ -25,6 +25,9 @@ from ppo_rlhf.rewards.config import Reference
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
+TRAINED_FROM = "trained_from"
+"""Name in a reward model's config.json of the fingerprint of the SFT policy that its training started from."""
+
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
@@ -128,8 +131,9 @@ def train_reward_model(
             OWN_FORM,
             error,
         )
-    # Reports read the reward model's held-out accuracy from its configuration
+    # Reports read the reward model's held-out accuracy from its configuration, and checks read what it came from
     saved.config.held_out_accuracy = accuracy
+    setattr(saved.config, TRAINED_FROM, sft_policy.fingerprint())
     facts = _facts(config, len(trained), accuracy, len(held_out))
     has_template = tokenizer.chat_template is not None
     card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
