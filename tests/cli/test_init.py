@@ -20,10 +20,11 @@ from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
+from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.runtime.paths import DOCS, SHIPPED_CONF
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.conftest import REPOSITORY
-from tests.tiny_models import save, tiny_model
+from tests.tiny_models import draw_weights, save, tiny_model
 
 Kedro = Callable[..., Result]
 SMALL = "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,ppo.response_length=8,evaluation.iteration_prompts=4"
@@ -114,6 +115,37 @@ def test_what_is_left_out_is_left_open_and_said(tmp_path: Path, options: list[st
         assert re.search(rf"{setting}: .* {tmp_path}/later/conf/base/globals\.yml", result.output)
     components = settings(tmp_path / "later")["parameters"]["reward"]["components"]
     assert components == [{"type": "function", "function": "later.rewards:score"}]
+
+
+@pytest.mark.slow
+def test_in_a_project_whose_reward_is_a_function_the_feedback_page_ends_with_a_policy_of_peoples_answers(
+    tmp_path: Path, kedro: Kedro, kedro_logging: None, no_mlflow_left_over: None, migrated_database: Path
+) -> None:
+    model = save(tmp_path / "models", draw_weights(tiny_model(), 0.5))
+    prompts, project = tmp_path / "prompts.jsonl", tmp_path / "own"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a} {b}"}) + "\n" for a in "abcdefg" for b in "hijklm"))
+    assert init(project, "--model", model, "--prompts", prompts).exit_code == 0
+    shutil.copy(migrated_database, project / "mlflow.db")
+    small = "ppo.response_length=8,reward_modelling.minimum_accuracy=0,evaluation.iteration_prompts=4"
+    small += ",ppo.total_episodes=8,ppo.per_device_train_batch_size=4"
+    asked = "feedback.pairs=16,ppo.response_length=8"
+    collected = kedro(project, "run", "--pipelines", "collect_feedback", "--params", asked)
+    assert collected.exit_code == 0, collected.output
+    name = yaml.safe_load((project / "conf/base/globals.yml").read_text())["experiment"]
+    queues = ReviewQueues(f"sqlite:///{project}/mlflow.db", name)
+    for pair in queues.read("sft_policy"):
+        longer = "A" if len(pair.response_a) > len(pair.response_b) else "B"
+        queues.answer("sft_policy", pair.trace_id, longer, "ann")
+    reads = f"preferences_path=mlflow:sft_policy,{small}"
+    refused = kedro(project, "run", "--pipelines", "reward_modelling,align", "--params", reads)
+    assert refused.exit_code == 1
+    assert "reward_components=[{type: model}]" in refused.stderr
+    by_model = "reward_components=[{type: model}]"
+    trained = kedro(project, "run", "--pipelines", "reward_modelling,align", "--params", f"{reads},{by_model}")
+    assert trained.exit_code == 0, trained.output
+    for pipeline in ("evaluation", "reporting"):
+        result = kedro(project, "run", "--pipelines", pipeline, "--params", by_model)
+        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
@@ -218,8 +250,8 @@ def test_a_project_of_a_version_without_feedback_runs_and_is_told_what_feedback_
     assert (project / "data/08_reporting/report.html").is_file()
 
     for arguments, lacking in (
-        (["collect_feedback"], "params:feedback, feedback_pairs"),
-        (["human_evaluation"], "params:feedback, human_evaluation"),
+        (["collect_feedback"], "params:feedback, feedback_pairs, collected_pairs"),
+        (["human_evaluation"], "params:feedback, collected_pairs, human_evaluation"),
         (["reward_modelling", "--params", "preferences_path=mlflow:sft_policy"], "answered_preferences"),
     ):
         result = kedro(project, "run", "--pipelines", *arguments)

@@ -15,6 +15,8 @@ import pytest
 from mlflow.entities import AssessmentSource
 
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.datasets import review_queues as module
+from ppo_rlhf.datasets.pair_page import CUT_OFF
 from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
 
 HARD = {
@@ -68,13 +70,68 @@ def test_a_chat_comes_back_with_its_messages_and_tools(queues: ReviewQueues) -> 
     assert (read.prompt, read.tools) == (chat, tools)
 
 
-@pytest.mark.parametrize("text", HARD.values(), ids=HARD)
-def test_no_response_leads_out_of_its_place_on_the_page(queues: ReviewQueues, text: str) -> None:
-    [trace_id] = filled(queues, [Comparison(0, "p", text, "second")])
+def previews(queues: ReviewQueues, trace_id: str) -> tuple[str, str]:
     mlflow.set_tracking_uri(queues.uri)
-    shown = mlflow.get_trace(trace_id).data.spans[0].outputs["choices"][0]["message"]["content"]
-    outside = [line for line in shown.split("\n") if line and not line.startswith(">")]
-    assert outside == ["## Response A", "## Response B"]
+    info: Any = mlflow.get_trace(trace_id).info
+    return info.request_preview, info.response_preview
+
+
+def test_the_page_has_the_whole_question_and_both_whole_responses(queues: ReviewQueues) -> None:
+    long = [f"{side}{'x' * 5_000}" for side in "ab"]
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "p" * 2_000}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    pair = Comparison(0, chat, *long, tools, cut_off_b=True)
+    assert queues.shows_whole([pair])
+    [trace_id] = filled(queues, [pair])
+    request, response = previews(queues, trace_id)
+    assert all(text in request for text in ("Be kind.", "p" * 2_000, '"name": "add"'))
+    assert all(text in response for text in long)
+    assert response.index("### Response A\n") < response.index(f"### Response B ({CUT_OFF})\n")
+    assert len(mlflow.MlflowClient().search_traces(locations=["1"])) == 1  # the trace that tried the store is gone
+
+
+def test_a_store_that_cuts_what_its_page_shows_is_known_before_anything_is_written(
+    queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = mlflow.update_current_trace
+
+    def cut(*given: Any, response_preview: str, **options: Any) -> None:
+        update(*given, **options, response_preview=response_preview[:1_000])
+
+    monkeypatch.setattr(mlflow, "update_current_trace", cut)
+    assert queues.shows_whole([Comparison(0, "p", "a", "b")])
+    assert not queues.shows_whole([Comparison(0, "p", "a", "b"), Comparison(1, "p", "a" * 600, "b" * 600)])
+    assert mlflow.MlflowClient(queues.uri).search_traces(locations=["1"]) == []
+
+
+def test_traces_are_written_and_added_to_the_queue_in_parts(
+    queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.genai import review_queues
+
+    flushes, parts, flush = list[int](), list[int](), mlflow.flush_trace_async_logging
+    add = review_queues.add_items_to_review_queue
+    monkeypatch.setattr(module, "_PART", 3)
+    monkeypatch.setattr(mlflow, "flush_trace_async_logging", lambda: flushes.append(1) or flush())
+    monkeypatch.setattr(
+        review_queues,
+        "add_items_to_review_queue",
+        lambda queue, item_ids: parts.append(len(item_ids)) or add(queue, item_ids=item_ids),
+    )
+    ids = filled(queues, [Comparison(n, "p", "a", "b") for n in range(7)])
+    assert (len(flushes), parts) == (3, [3, 3, 1])
+    assert [each.trace_id for each in queues.read("sft")] == ids
+
+
+def test_a_queue_whose_question_was_renamed_is_refused_with_what_it_asks(queues: ReviewQueues) -> None:
+    from mlflow.genai import label_schemas
+
+    [trace_id] = filled(queues, [Comparison(0, "p", "a", "b")])
+    answer(queues, trace_id, "A")
+    [schema] = [each for each in label_schemas.list_label_schemas(experiment_id="1") if each.name == "preferred"]
+    label_schemas.update_label_schema(str(schema.schema_id), name="better")
+    with pytest.raises(DataError, match=r"^mlflow:sft: this queue asks better, not `preferred`\. "):
+        queues.read("sft")
 
 
 def test_the_newest_answer_of_each_person_counts_and_only_peoples(queues: ReviewQueues) -> None:

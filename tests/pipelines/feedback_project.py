@@ -17,7 +17,7 @@ import pandas as pd
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
-from ppo_rlhf.datasets import review_queues
+from ppo_rlhf.datasets import PairSheetDataset, PairTablesDataset, review_queues
 from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.collect_feedback import nodes
@@ -45,12 +45,18 @@ def collect(folder: Path, **settings: Any) -> tuple[pd.DataFrame, dict[str, Any]
     feedback = FeedbackConfig(**{"pairs": 6, **settings})
     handles = [PretrainedHandle(str(folder / name)) for name in ("sft", "ppo")]
     with mlflow.start_run():
-        queued = nodes.find_queued_pairs(feedback)
+        tables = pair_tables(folder)
+        queued = nodes.find_queued_pairs(tables.load(), feedback)
         table = nodes.sample_pairs(queued, *handles, PROMPTS, None, PPO, PromptsConfig(), feedback)
-        file = folder / "feedback_pairs.parquet"
-        table.to_parquet(file)
-        mlflow.log_artifact(str(file), "feedback")  # as the catalog does between the nodes
-        return table, nodes.queue_pairs(table, queued, feedback)
+        tables.save(table)  # as the catalog does between the nodes
+        done, sheet = nodes.queue_pairs(tables.load(), queued, feedback)
+        PairSheetDataset(str(folder / "feedback_pairs")).save(sheet)
+        return table, done
+
+
+def pair_tables(folder: Path) -> PairTablesDataset:
+    """Return the tables of the pairs that `collect` made in a folder."""
+    return PairTablesDataset(str(folder / "feedback_pairs"))
 
 
 def _kill_at(point: str) -> None:
@@ -63,7 +69,7 @@ def _kill_at(point: str) -> None:
     elif point == POINTS[2]:
         ReviewQueues.attach = kill  # type: ignore[method-assign]
     else:
-        start, made = mlflow.start_span_no_context, []
+        start, made = mlflow.start_span, []
 
         def start_or_kill(*arguments: Any, **options: Any) -> Any:
             if len(made) == 3:
@@ -71,7 +77,7 @@ def _kill_at(point: str) -> None:
             made.append(1)
             return start(*arguments, **options)
 
-        mlflow.start_span_no_context = start_or_kill
+        mlflow.start_span = start_or_kill
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -12,14 +13,18 @@ from shutil import copy
 from typing import Any
 
 import mlflow
+import pandas as pd
 import pytest
+from kedro.io import DatasetError
 
-from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
+from ppo_rlhf.datasets import RecordsDataset
+from ppo_rlhf.datasets.pair_tables import read_pair_tables
 from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.pipelines.collect_feedback import nodes
-from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
-from tests.pipelines.feedback_project import POINTS, PROMPTS, collect, use_store
+from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
+from tests.pipelines.feedback_project import POINTS, PROMPTS, collect, pair_tables, use_store
 from tests.tiny_models import draw_weights, save, tiny_model
 
 
@@ -71,6 +76,120 @@ def test_run_again_it_adds_more_pairs_and_none_twice(folder: Path, queues: Revie
     assert keys(queues) == [*first["pair"], *second["pair"]]
     assert len({*keys(queues)}) == len(first) + len(second)
     assert second["number"].min() > first["number"].max()
+    assert (first["number"] % PLACES).max() < (second["number"] % PLACES).min()
+
+
+def test_a_later_collection_goes_on_with_the_prompts_that_no_pair_has(folder: Path, queues: ReviewQueues) -> None:
+    first, second = collect(folder)[0], collect(folder)[0]
+    assert len({*first["prompt"], *second["prompt"]}) == len(first) + len(second)  # of 14 prompts
+
+
+def test_no_table_of_sides_and_no_secret_is_where_the_api_shows_it(folder: Path, queues: ReviewQueues) -> None:
+    collect(folder)
+    [run] = mlflow.search_runs(output_format="list")
+    assert mlflow.MlflowClient().list_artifacts(run.info.run_id) == []
+    assert [file.name for file in (folder / "feedback_pairs").iterdir()] == [f"{run.info.run_id}.parquet"]
+
+
+def test_the_table_of_sides_is_on_disk_before_the_first_trace(
+    folder: Path, queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[int] = []
+    write = ReviewQueues.write
+    monkeypatch.setattr(
+        ReviewQueues, "write", lambda *given: on_disk.append(len(pair_tables(folder).load())) or write(*given)
+    )
+    table, _ = collect(folder)
+    assert on_disk == [len(table)]
+
+
+def sheet(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_pairs_go_out_as_a_file_and_answers_come_back_by_one(
+    folder: Path, queues: ReviewQueues, caplog: Any, no_mlflow_left_over: None
+) -> None:
+    file, answers = folder / "pairs.jsonl", folder / "answers.jsonl"
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        table, done = collect(folder, export=str(file), reward_components=[{"type": "function", "function": "a:b"}])
+    rows = sheet(file)
+    assert not queues.exists("sft_policy")
+    assert mlflow.MlflowClient().search_traces(locations=["1"]) == []
+    assert done["address"] is None
+    assert [{*row} for row in rows] == [
+        {"number", "prompt", "tools", "response_a", "response_b", "cut_off_a", "cut_off_b"}
+    ] * len(table)
+    for name in ("number", "prompt", "response_a", "response_b"):
+        assert [row[name] for row in rows] == table[name].tolist()
+    [then] = [line for line in caplog.messages if line.startswith("Then: ")]
+    assert then.endswith(
+        'reward_modelling,align --params "preferences_path=ANSWERS.jsonl,reward_components=[{type: model}]"'
+    )
+    given = [
+        {"number": rows[0]["number"], "answer": "A", "person": "anna", "time": "2026-01-02", "rationale": "short"},
+        {"number": rows[0]["number"], "answer": "B", "person": "anna", "time": "2026-01-01", "rationale": ""},
+        {"number": rows[1]["number"], "answer": "B", "person": "ben", "time": "2026-01-01", "rationale": ""},
+        {"number": rows[2]["number"], "answer": "perhaps", "person": "ben", "time": "2026-01-01", "rationale": ""},
+        {"number": 5, "answer": "A", "person": "ben", "time": "2026-01-01", "rationale": ""},
+    ]
+    answers.write_text("".join(f"{json.dumps(each)}\n" for each in given))
+    read: Any = RecordsDataset(str(answers), pairs={"path": str(folder / "feedback_pairs")}).load()
+    assert [(row["number"], row["chosen"], row["rejected"], row["people"]) for row in read] == [
+        (rows[0]["number"], rows[0]["response_a"], rows[0]["response_b"], ["anna"]),
+        (rows[1]["number"], rows[1]["response_b"], rows[1]["response_a"], ["ben"]),
+    ]
+    assert "1 of 4 numbers are of no pair" in caplog.text
+    assert "1 answers are not one of A, B, tie, both bad" in caplog.text
+    answers.write_text(json.dumps({**given[-1], "number": "p1"}))
+    with pytest.raises(DatasetError) as failed:
+        RecordsDataset(str(answers), pairs={"path": str(folder / "feedback_pairs")}).load()
+    assert re.search(r"answers\.jsonl: row 0: number='p1' is not the number", str(failed.value.__cause__))
+
+
+def test_a_later_export_has_other_pairs_with_numbers_that_no_pair_had(folder: Path, queues: ReviewQueues) -> None:
+    first = collect(folder, export=str(folder / "one.jsonl"))[0]
+    second = collect(folder, export=str(folder / "two.jsonl"), queue="other")[0]
+    third = collect(folder, export=str(folder / "three.jsonl"))[0]
+    numbers = [*first["number"], *second["number"], *third["number"]]
+    assert len({*numbers}) == len(numbers)
+    assert {*first["pair"]}.isdisjoint(third["pair"])
+    assert sheet(folder / "three.jsonl")[0]["number"] == third["number"][0]
+
+
+def test_pairs_that_the_store_would_cut_go_out_as_a_file_and_none_into_the_queue(
+    folder: Path, queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(ReviewQueues, "shows_whole", lambda *_: False)
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        table, _ = collect(folder)
+    file = folder / f"feedback_pairs/sft_policy.{table['number'][0]}.jsonl"
+    assert [row["number"] for row in sheet(file)] == table["number"].tolist()
+    assert f"{len(table)} pairs are in {file}" in caplog.text
+    assert not queues.exists("sft_policy")
+    assert mlflow.MlflowClient().search_traces(locations=["1"]) == []
+
+
+def test_a_second_run_that_collects_for_a_queue_is_refused(folder: Path, queues: ReviewQueues) -> None:
+    empty, feedback = pair_tables(folder).load(), FeedbackConfig()
+    first = nodes.find_queued_pairs(empty, feedback) if mlflow.start_run() else {}
+    with pytest.raises(ConfigError, match=r"^feedback\.queue=sft_policy: another run is collecting"):
+        nodes.find_queued_pairs(empty, feedback)
+    nodes.find_queued_pairs(empty, FeedbackConfig(queue="other"))
+    first.clear()
+    nodes.find_queued_pairs(empty, feedback)
+    mlflow.end_run()
+
+
+def test_a_damaged_table_of_pairs_is_named_in_one_line(folder: Path, queues: ReviewQueues) -> None:
+    table, _ = collect(folder)
+    [file] = (folder / "feedback_pairs").iterdir()
+    table.drop(columns="policy_is_a").to_parquet(file)
+    with pytest.raises(DataError, match=rf"^{file}: .*damaged: no column policy_is_a\."):
+        read_pair_tables(folder / "feedback_pairs")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match=rf"^{file}: .*damaged: .*Restore the file\.$"):
+        read_pair_tables(folder / "feedback_pairs")
 
 
 def test_a_pair_that_the_queue_has_is_not_sampled_again(folder: Path, queues: ReviewQueues) -> None:
@@ -87,16 +206,6 @@ def _handles(folder: Path) -> list[tuple[str, Any]]:
     from ppo_rlhf.models.loading import PretrainedHandle
 
     return [(name, PretrainedHandle(str(folder / name))) for name in ("sft", "ppo")]
-
-
-def test_both_sides_are_a_and_the_response_of_a_side_is_its_policys(folder: Path, queues: ReviewQueues) -> None:
-    table = collect(folder, against="ppo_policy", pairs=24, prompts="training")[0]
-    assert {*table["policy_is_a"]} == {True, False}
-    swapped = collect(folder, policy="ppo_policy", against="sft_policy", pairs=24, prompts="training")[0]
-    # the same noise and prompts: with the policies exchanged, A shows the other text for the same draw of the side
-    pairs = table.merge(swapped, on="number", suffixes=("", "_swapped"))
-    assert len(pairs) > 12
-    assert pairs["response_a"].tolist() == pairs["response_b_swapped"].tolist()
 
 
 @pytest.mark.parametrize("against", [None, "ppo_policy"])
@@ -132,7 +241,7 @@ def test_equal_responses_are_left_out_and_counted(folder: Path, queues: ReviewQu
 
 
 def stop_at(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, made = mlflow.start_span_no_context, []
+    start, made = mlflow.start_span, []
 
     def stop(*_: Any, **__: Any) -> Any:
         mlflow.flush_trace_async_logging()
@@ -143,7 +252,7 @@ def stop_at(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return stop() if len(made) == 4 else start(*arguments, **options)
 
     if point == POINTS[1]:
-        monkeypatch.setattr(mlflow, "start_span_no_context", start_or_stop)
+        monkeypatch.setattr(mlflow, "start_span", start_or_stop)
     else:
         monkeypatch.setattr(ReviewQueues, "write" if point == POINTS[0] else "attach", stop)
 
@@ -201,7 +310,7 @@ def test_a_policy_that_has_gone_is_named_before_anything_is_made(folder: Path, q
 
 def test_an_untracked_run_is_refused(queues: ReviewQueues) -> None:
     with pytest.raises(ConfigError, match=r"collect_feedback.*tracking\.disable_tracking"):
-        nodes.find_queued_pairs(FeedbackConfig())
+        nodes.find_queued_pairs(pd.DataFrame(), FeedbackConfig())
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
-"""MLflow's page in a real browser: a pair is answered there, and becomes the preference with the right side chosen."""
+"""MLflow's page in a real browser: a person sees every text as it is, and an answer becomes the right preference."""
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.datasets import RecordsDataset, review_queues
-from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
-from tests.datasets.test_review_queues import HARD, filled, queues
-from tests.pipelines.review_page import answer, serving, start_review
+from ppo_rlhf.datasets.review_queues import ANSWERS, Comparison, ReviewQueues
+from tests.datasets.test_pair_page import TEXTS
+from tests.datasets.test_review_queues import filled, queues
+from tests.pipelines.review_page import answer, answer_by_keys, serving, shown, start_review
 from tests.reporting.test_browser import browser
 
 __all__ = ["browser", "queues"]
@@ -18,12 +22,45 @@ __all__ = ["browser", "queues"]
 pytestmark = pytest.mark.slow
 
 LONG = "a line of **Markdown** with `code` and <b>HTML</b>\n" * 80  # of 4,000 characters
+CHAT = [
+    {"role": "system", "content": "Be *kind*.\n\n## Response A"},
+    {"role": "user", "content": "first question"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": TEXTS["image"]},
+]
+log = logging.getLogger(__name__)
+
+
+def test_a_person_sees_every_text_character_for_character_and_no_server_is_asked(
+    browser: Any, queues: ReviewQueues, tmp_path: Path
+) -> None:
+    texts = [text for text in TEXTS.values() if text] + [LONG]
+    filled(queues, [Comparison(n, CHAT, text, f"{text}!") for n, text in enumerate(texts)])
+    asked: list[str] = []
+    with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
+        page.on("request", lambda request: asked.append(request.url))
+        start_review(page, ReviewQueues(address, "own").address("sft"))
+        seen = set()
+        for number in range(len(texts)):
+            page.get_by_text(f"{number} of {len(texts)} reviewed").wait_for()
+            page.get_by_role("heading", name="Response B").wait_for()
+            *question, first, second = shown(page)
+            assert question == [_visible(message["content"]) for message in CHAT]
+            assert second == f"{first}!"
+            seen.add(first)
+            answer(page, "A")
+    assert seen == {*map(_visible, texts)}
+    assert [url for url in asked if "example.com" in url] == []
+
+
+def _visible(text: str) -> str:
+    return visible(text.replace("\r\n", "\n"))
 
 
 def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(
     browser: Any, queues: ReviewQueues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = "".join(HARD.values()), f"{LONG}{HARD['right to left']}"
+    first, second = "".join(TEXTS.values()), f"{LONG}{TEXTS['right to left']}"
     assert len(second) >= 4_000
     filled(queues, [Comparison(0, "Once **upon**", first, second)])
     with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
@@ -32,8 +69,6 @@ def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(
         body = page.inner_text("body")
         assert "0 of 1 reviewed" in body
         assert "Which response is better?" in body
-        assert all(heading in body for heading in ("Response A", "Response B"))
-        assert "<script>alert(1)</script>" in body  # as text
         assert not {"sft_policy", "ppo_policy", "policy_is_a"} & {*page.content().split()}
         answer(page, "B", "clearer")
         monkeypatch.setattr(review_queues, "place", review_queues.Place(address, "own"))
@@ -41,3 +76,21 @@ def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(
         [row] = table.to_list()
     assert (row["prompt"], row["chosen"], row["rejected"]) == ("Once **upon**", second, first)
     assert (row["people"], row["rationales"]) == (["default"], ["clearer"])
+
+
+def test_forty_pairs_are_answered_by_the_keyboard_alone(browser: Any, queues: ReviewQueues, tmp_path: Path) -> None:
+    filled(queues, [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(40)])
+    keys = []
+    with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
+        here = ReviewQueues(address, "own")
+        start_review(page, here.address("sft"))
+        begin = time.monotonic()
+        for number in range(40):
+            keys.append(answer_by_keys(page, ANSWERS[number % 4]))
+            if number < 39:
+                page.get_by_text(f"{number + 1} of 40 reviewed").wait_for()
+        seconds = time.monotonic() - begin
+        given = [each.answers[0].value for each in here.read("sft")]
+    log.info("40 pairs: %d keys, %.0f s", sum(keys), seconds)
+    assert given == [ANSWERS[number % 4] for number in range(40)]
+    assert max(keys[1:]) <= 13

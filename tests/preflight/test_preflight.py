@@ -29,6 +29,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.gguf import GGUFFile
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
@@ -426,6 +427,33 @@ def test_a_policy_of_ones_own_is_not_scored_by_the_reward_model_of_the_projects_
     assert problem.startswith("reward_model_path=data/06_models/reward_model is ")
     user.paths["reward_model"] = str(made_here / "version")  # this one is meant
     assert user.problems() == []
+
+
+def test_a_policy_of_ones_own_is_scored_by_the_reward_model_that_was_trained_from_it(user: User, models: Path):
+    version = user.folder / "data" / "06_models" / "reward_model" / "version"
+    shutil.copytree(models / "reward", version)
+    config = json.loads((version / "config.json").read_text())
+    policy = PretrainedHandle(str(user.paths["sft_policy"]))
+    (version / "config.json").write_text(json.dumps({**config, "trained_from": policy.fingerprint()}))
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.paths["reward_model"] = str(version.parent)
+    assert user.problems() == []
+    (version / "config.json").write_text(json.dumps({**config, "trained_from": "another"}))
+    (problem,) = user.problems()
+    assert problem.startswith("reward_model_path=data/06_models/reward_model is ")
+
+
+def test_a_reward_model_that_is_trained_and_that_nothing_reads_is_found_before_the_run(chain: User):
+    chain.made.append("training_state")
+    [problem] = [line for line in chain.problems() if "reward model that nothing reads" in line]
+    assert re.search(
+        r"reward_components.* ppo\.value_model=separate\. .*reward_components=\[\{type: model\}\]", problem
+    )
+    chain.set_ppo(value_model="reward_init")
+    assert not any("nothing reads" in line for line in chain.problems())
+    chain.set_ppo()
+    chain.groups["reward"] = RewardConfig(components=[MODEL])
+    assert not any("nothing reads" in line for line in chain.problems())
 
 
 def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):

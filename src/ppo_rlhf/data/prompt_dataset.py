@@ -119,9 +119,9 @@ def _rows(values: Any, indices: Sequence[int]) -> list[Any]:
     return [values[i] for i in indices] if isinstance(values, list) else list(values[list(indices)])
 
 
-def as_json(value: Any, *, sort_keys: bool = False) -> str:
+def as_json(value: Any, *, sort_keys: bool = False, indent: int | None = None) -> str:
     """Return a value as JSON. NumPy arrays and numbers become lists and numbers, other types that JSON lacks text."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, default=_plain)
+    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, indent=indent, default=_plain)
 
 
 def _plain(value: Any) -> Any:

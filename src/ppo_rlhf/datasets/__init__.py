@@ -7,6 +7,7 @@ from ppo_rlhf.datasets.checkpoints import (
     EvaluationLogDataset,
     ResumeCheckpointDataset,
 )
+from ppo_rlhf.datasets.pair_tables import PairSheetDataset, PairTablesDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records_dataset import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
@@ -20,6 +21,8 @@ __all__ = [
     "ModelCardDataset",
     "OptionalJSONDataset",
     "OptionalTableDataset",
+    "PairSheetDataset",
+    "PairTablesDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
     "ResumeCheckpointDataset",

@@ -1,10 +1,11 @@
-"""Load people's preferences from a review queue as a table, and store the rows that a reward model was trained on."""
+"""Load people's answers as a table of preferences, and store the rows that a reward model was trained on."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlflow
@@ -18,7 +19,7 @@ from ppo_rlhf.datasets.report_files import ReportFile
 from ppo_rlhf.datasets.review_queues import Comparison, queues_here
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.runtime.whole_files import written_whole
-from ppo_rlhf.supervised.answers import ALPHA, PEOPLE, RATIONALES, TRACE, WHEN, agreement, majority
+from ppo_rlhf.supervised.answers import ALPHA, NUMBER, PEOPLE, RATIONALES, TRACE, WHEN, agreement, majority
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,16 +31,23 @@ log = logging.getLogger(__name__)
 
 
 def load_answers(source: str) -> Dataset:
-    """Return the preferences of `mlflow:<queue>`: one row per pair in which a majority prefers one response.
-
-    The columns are `prompt`, `chosen` and `rejected` (texts, or chats as messages), `tools` if a prompt has tools, and
-    `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model sees.
+    """Return the preferences of `mlflow:<queue>` as `preferences_of` does.
 
     Raises:
-        DataError, ConfigError: As `ReviewQueues.read`; or no answer prefers a response; or the review queue has both
-            texts and chats.
+        DataError, ConfigError: As `ReviewQueues.read` and `preferences_of`.
     """
-    comparisons = queues_here().read(source.removeprefix(SCHEME))
+    return preferences_of(queues_here().read(source.removeprefix(SCHEME)), source)
+
+
+def preferences_of(comparisons: Sequence[Comparison], source: str) -> Dataset:
+    """Return one row per pair in which a majority prefers one response.
+
+    The columns are `prompt`, `chosen` and `rejected` (texts, or chats as messages), `tools` if a prompt has tools, and
+    `number`, `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model sees.
+
+    Raises:
+        DataError: No answer prefers a response, or the pairs have both texts and chats.
+    """
     answers = [{answer.person: answer.value for answer in comparison.answers} for comparison in comparisons]
     chosen = [majority(values) for values in answers]
     alpha = agreement(answers)
@@ -49,10 +57,10 @@ def load_answers(source: str) -> Dataset:
     _log_counts(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
     if not rows:
         raise DataError(
-            f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Answer some pairs in MLflow."
+            f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Let people answer some."
         )
     if len({is_text(row["chosen"]) for row in rows}) > 1:
-        raise DataError(f"{source}: this queue has pairs of texts and of chats. Collect each kind in a separate queue.")
+        raise DataError(f"{source}: these are pairs of texts and of chats. Collect each kind in a separate queue.")
     has_tools = any(row["tools"] is not None for row in rows)
     return table_of({name: [row[name] for row in rows] for name in rows[0] if name != "tools" or has_tools})
 
@@ -68,6 +76,7 @@ def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dic
         "chosen": [{"role": ASSISTANT, "content": better}] if is_chat else better,
         "rejected": [{"role": ASSISTANT, "content": worse}] if is_chat else worse,
         "tools": None if comparison.tools is None else as_json(comparison.tools),
+        NUMBER: comparison.number,
         TRACE: comparison.trace_id,
         PEOPLE: [answer.person for answer in answers],
         WHEN: [answer.when for answer in answers],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kedro.io import AbstractDataset, DatasetError
@@ -12,7 +13,8 @@ from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.files import HUB, Found, find, is_hub_name
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.datasets.answers import SCHEME, load_answers
+from ppo_rlhf.datasets.answers import SCHEME, load_answers, preferences_of
+from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_tables
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.own_process import guarded
@@ -37,6 +39,8 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
     - `mlflow:<queue>`, people's answers in a review queue of MLflow (`answers.load_answers`), read once per run.
 
+    With `pairs`, a table with the columns `number` and `answer` is people's answers, too (`pair_tables.join_answers`).
+
     The table is memory-mapped, except for CSV files and answers. In CSV only an empty cell is a missing value. A CSV
     column of numbers, or of true and false, is read as numbers or truth values (007 as 7), unless the column is called
     prompt, completion, text, chosen or rejected, or is `text_column`. Example:
@@ -55,19 +59,22 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         prepare: str | None = None,
         cache: dict[str, str] | None = None,
         load_args: dict[str, Any] | None = None,
+        pairs: dict[str, str] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
         """Store where the table is, without reading the table. `load_table` documents `text_column` and `load_args`.
 
         `prepare` is the `module:name` of a function that takes the loaded `datasets.Dataset` and returns the
         `datasets.Dataset` to use; the module is searched in the same places as the module of a reward function.
-        `cache["path"]` is the folder for the Arrow files of the table.
+        `cache["path"]` is the folder for the Arrow files of the table. `pairs["path"]` is the folder with the tables of
+        the pairs to which people's answers belong.
         """
         place = None if filepath is None else expand_home(str(filepath))
         name = None if place is None else restore_hub_name(place)
         self._source = name if name is not None and is_hub_name(name) else place
         self._text_column, self._prepare = text_column, prepare
         self._answers: Dataset | None = None
+        self._pairs = (pairs or {}).get("path")
         self.cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata
 
@@ -79,13 +86,16 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         """
         if self._source is None:
             return None
-        if self._source.startswith(SCHEME):
-            # Load people's answers only once, so that all nodes of a run use the same answers
-            if self._answers is None:
-                self._answers = load_answers(self._source)
+        # Load people's answers only once, so that all nodes of a run use the same answers
+        if self._answers is not None:
             table = self._answers
+        elif self._source.startswith(SCHEME):
+            table = self._answers = load_answers(self._source)
         else:
             table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
+            if self._pairs is not None and is_answers(table.column_names):
+                pairs = join_answers(table.to_list(), read_pair_tables(Path(self._pairs)), self._source, self._pairs)
+                table = self._answers = preferences_of([pair for pair, _ in pairs], self._source)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:

@@ -2,7 +2,8 @@
 marks as experimental.
 
 Each pair of responses is one trace in MLflow. The attributes of the trace's span hold the exact texts of the prompt and
-the responses, and MLflow's page shows the texts as a conversation.
+the responses; `pair_page` writes what MLflow's page shows. A program that asks people by files needs none of this:
+`pair_tables` writes the pairs and reads the answers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import pandas as pd
 from mlflow.entities import AssessmentSource, AssessmentSourceType, SpanType
+from mlflow.entities.trace_location import MlflowExperimentLocation
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.constant import TraceMetadataKey
 
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.core.visible import visible
-from ppo_rlhf.data.chats import Chat, Tools, is_text
+from ppo_rlhf.data.chats import Chat, Tools
+from ppo_rlhf.datasets import pair_page
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
+from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.runtime.processes import is_main_process
 
 if TYPE_CHECKING:
@@ -36,19 +39,19 @@ QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
 """The name of the question in MLflow, and the answers that MLflow's page offers."""
 TITLE = "Which response is better?"
 TABLE = "feedback/feedback_pairs.parquet"
-"""Artifact of a run of collect_feedback: the pairs of responses, and which policy each response is from."""
+"""Artifact of a run of collect_feedback of an earlier version: which policy each response is from."""
 QUEUE = "feedback.queue"
 """Tag of a trace: the name of the review queue for which the trace was created."""
-PROMPT, TOOLS, RESPONSE_A, RESPONSE_B = (
-    "feedback.prompt",
-    "feedback.tools",
-    "feedback.response_a",
-    "feedback.response_b",
-)
-NUMBER = "feedback.number"
-"""Attributes of a trace's span. `NUMBER` is the number of a pair in its review queue, which does not reveal which
-policy is A."""
+PROMPT, TOOLS, NUMBER = "feedback.prompt", "feedback.tools", "feedback.number"
+RESPONSES = {"response_a": "feedback.response_a", "response_b": "feedback.response_b"}
+CUT_OFF = {"cut_off_a": "feedback.cut_off_a", "cut_off_b": "feedback.cut_off_b"}
+"""Attributes of a trace's span. None of them reveals which policy is A."""
 _PAGE = 100
+_COLUMN = 1_000
+"""Number of characters that every store keeps of what MLflow's page shows."""
+_PART = 200
+"""Number of traces that are written, or added to a queue, at a time: MLflow drops what its export queue of 1,000 cannot
+hold, and a server takes too long over a request of many hundred traces."""
 _SQLITE = "sqlite:///"
 _MISSING, _UNKNOWN_ADDRESS = "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND"
 
@@ -74,6 +77,8 @@ class Comparison:
     response_a: str
     response_b: str
     tools: Tools = None
+    cut_off_a: bool = False  # whether the response ended at the length limit
+    cut_off_b: bool = False
     answers: tuple[Answer, ...] = ()  # each person's newest answer to the pair of responses
     trace_id: str = ""
     run_id: str = ""  # MLflow run that collected this pair of responses
@@ -136,6 +141,7 @@ class ReviewQueues:
         """
         with self._asked(queue):
             review_queue = self._find(queue)
+            self._check_question(review_queue)
             items = self._items(review_queue)
             traces = self._traces(queue, review_queue.experiment_id)
             for item in items:
@@ -147,16 +153,7 @@ class ReviewQueues:
             logger.warning("mlflow:%s: %d of %d traces hold no pair and are left out.", queue, lost, len(items))
         if not comparisons:
             raise DataError(f"mlflow:{queue}: this queue has no pairs. Run `kedro run --pipelines collect_feedback`.")
-        others = [other for comparison in comparisons for other in comparison.others]
-        if others:
-            examples = ", ".join(sorted(set(others))[:3])
-            logger.warning(
-                "mlflow:%s: %d answers are not one of %s and are left out: %s.",
-                queue,
-                len(others),
-                ", ".join(ANSWERS),
-                examples,
-            )
+        warn_of_others(f"mlflow:{queue}", [other for comparison in comparisons for other in comparison.others])
         return sorted(comparisons, key=lambda comparison: comparison.number)
 
     def table_of_run(self, run_id: str) -> pd.DataFrame | None:
@@ -243,20 +240,11 @@ class ReviewQueues:
         """
         with self._asked(queue):
             experiment = self._experiment_id(queue)
-            trace_ids = []
-            for each in comparisons:
-                span = mlflow.start_span_no_context(
-                    TITLE,
-                    span_type=SpanType.CHAT_MODEL,
-                    inputs={"messages": _messages(each.prompt)},
-                    attributes=_attributes(each),
-                    tags={QUEUE: queue},
-                    experiment_id=experiment,
-                )
-                message = {"role": "assistant", "content": _side_by_side(each.response_a, each.response_b)}
-                span.end(outputs={"choices": [{"message": message}]})
-                trace_ids.append(span.trace_id)
-            mlflow.flush_trace_async_logging()
+            trace_ids: list[str] = []
+            for start in range(0, len(comparisons), _PART):
+                for each in comparisons[start : start + _PART]:
+                    trace_ids.append(_start(_page(each), experiment, {QUEUE: queue}, _attributes(each)))
+                mlflow.flush_trace_async_logging()
             written = self._traces(queue, experiment)
         missing = [trace_id for trace_id in trace_ids if trace_id not in written]
         if missing:
@@ -266,13 +254,33 @@ class ReviewQueues:
             )
         return trace_ids
 
+    def shows_whole(self, pairs: Sequence[Comparison]) -> bool:
+        """Return whether the store keeps what MLflow's page shows of the longest pair.
+
+        MLflow's tables have 1,000 characters for it, which SQLite does not enforce. A trace of its own tries it, and is
+        deleted.
+        """
+        pages = [_page(pair) for pair in pairs]
+        longest = max(pages, key=lambda page: max(map(len, page)), default=("", ""))
+        if max(map(len, longest)) <= _COLUMN:
+            return True
+        with self._asked(TITLE), errors_only("mlflow.tracing", logging.CRITICAL):
+            experiment = self._experiment_id(TITLE)
+            trace_id = _start(longest, experiment)
+            mlflow.flush_trace_async_logging()
+            kept = _trace(trace_id)
+            if kept is not None:
+                mlflow.MlflowClient().delete_traces(experiment, trace_ids=[trace_id])
+        return kept is not None and (kept.info.request_preview, kept.info.response_preview) == longest
+
     def attach(self, queue: str, trace_ids: Sequence[str]) -> None:
-        """Add traces to a review queue, all or none. A trace that is already in the review queue keeps its state."""
+        """Add traces to a review queue. A trace that is already in the review queue keeps its state."""
         from mlflow.genai import review_queues
 
-        if trace_ids:
+        for start in range(0, len(trace_ids), _PART):
             with self._asked(queue):
-                review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=[*trace_ids])
+                part = [*trace_ids[start : start + _PART]]
+                review_queues.add_items_to_review_queue(self._find(queue).queue_id, item_ids=part)
 
     def answer(self, queue: str, trace_id: str, value: str, person: str, rationale: str = "") -> None:
         """Record an answer to a pair of responses from a script, with the same effect as an answer on MLflow's page.
@@ -333,6 +341,18 @@ class ReviewQueues:
                 f"{elsewhere[0]} in mlflow.yml"
             )
         raise DataError(f"mlflow:{queue}: no such queue in MLflow's experiment {self.experiment}{hint}.")
+
+    def _check_question(self, queue: ReviewQueue) -> None:
+        """Raise `DataError` if somebody renamed or removed the question whose answers are read."""
+        from mlflow.genai import label_schemas
+
+        asked = _pages(label_schemas.list_label_schemas, queue.experiment_id)
+        names = [each.name for each in asked if each.schema_id in queue.schema_ids]
+        if QUESTION not in names:
+            raise DataError(
+                f"mlflow:{queue.name}: this queue asks {', '.join(names) or 'nothing'}, not `{QUESTION}`. Rename the "
+                f"question to {QUESTION} in MLflow; the answers under its other name are not read."
+            )
 
     def _experiment_id(self, queue: str) -> str:
         experiment = mlflow.get_experiment_by_name(self.experiment)
@@ -403,6 +423,18 @@ class ReviewQueues:
         )
 
 
+def warn_of_others(source: str, others: Sequence[str]) -> None:
+    """Log how many answers are not in `ANSWERS`."""
+    if others:
+        logger.warning(
+            "%s: %d answers are not one of %s and are left out: %s.",
+            source,
+            len(others),
+            ", ".join(ANSWERS),
+            ", ".join(sorted({*others})[:3]),
+        )
+
+
 def _pages(listing: Any, experiment: str) -> Iterator[Any]:
     token = None
     while True:
@@ -424,16 +456,18 @@ def _trace(trace_id: str) -> Trace | None:
 
 def _attributes(each: Comparison) -> dict[str, Any]:
     tools = {} if each.tools is None else {TOOLS: each.tools}
-    texts = {PROMPT: each.prompt, RESPONSE_A: each.response_a, RESPONSE_B: each.response_b}
-    return {**texts, **tools, NUMBER: each.number}
+    given = {PROMPT: each.prompt, **tools, NUMBER: each.number}
+    return given | {name: getattr(each, field) for field, name in (RESPONSES | CUT_OFF).items()}
 
 
 def _comparison(trace: Trace) -> Comparison | None:
     """Return the pair that a trace holds; None if its span is missing, for example because the run was killed."""
     span = next((span for span in trace.data.spans if span.parent_id is None), None)
     attributes = {} if span is None else span.attributes
-    if not {PROMPT, RESPONSE_A, RESPONSE_B, NUMBER} <= attributes.keys():
+    if not {PROMPT, *RESPONSES.values(), NUMBER} <= attributes.keys():
         return None
+    texts: Any = {field: attributes[name] for field, name in RESPONSES.items()}
+    cut_off: Any = {field: bool(attributes.get(name)) for field, name in CUT_OFF.items()}
     newest: dict[str, Any] = {}
     answers: list[Any] = [each for each in trace.info.assessments if each.name == QUESTION and each.valid is not False]
     for each in sorted(answers, key=lambda each: each.last_update_time_ms):
@@ -442,9 +476,9 @@ def _comparison(trace: Trace) -> Comparison | None:
     return Comparison(
         number=int(attributes[NUMBER]),
         prompt=attributes[PROMPT],
-        response_a=attributes[RESPONSE_A],
-        response_b=attributes[RESPONSE_B],
         tools=attributes.get(TOOLS),
+        **texts,
+        **cut_off,
         answers=tuple(_answer(person, each) for person, each in newest.items() if each.feedback.value in ANSWERS),
         trace_id=trace.info.trace_id,
         run_id=trace.info.trace_metadata.get(TraceMetadataKey.SOURCE_RUN, ""),
@@ -457,27 +491,23 @@ def _answer(person: str, given: Any) -> Answer:
     return Answer(given.feedback.value, person, when, given.rationale or "")
 
 
-def _messages(prompt: str | Chat) -> list[dict[str, str]]:
-    """Return a prompt as the messages that MLflow's page shows."""
-    if is_text(prompt):
-        return [{"role": "user", "content": visible(str(prompt))}]
-    return [
-        {
-            "role": str(message["role"]),
-            "content": visible(str(message.get("content") or message.get("tool_calls") or "")),
-        }
-        for message in prompt
-        if isinstance(message, dict)
-    ]
+def _page(pair: Comparison) -> tuple[str, str]:
+    """Return the question and the responses as MLflow's page shows them."""
+    cut_off = {field: getattr(pair, field) for field in CUT_OFF}
+    return pair_page.question(pair.prompt, pair.tools), pair_page.responses(pair.response_a, pair.response_b, **cut_off)
 
 
-def _side_by_side(response_a: str, response_b: str) -> str:
-    """Return both responses as one Markdown text.
-
-    Each response is written as a block quote, so that a heading or code fence in a response cannot break the layout.
-    """
-    quoted = (
-        "\n".join(f"> {line}" for line in visible(text.replace("\r\n", "\n")).split("\n"))
-        for text in (response_a, response_b)
-    )
-    return "## Response A\n\n{}\n\n## Response B\n\n{}\n".format(*quoted)
+def _start(
+    page: tuple[str, str],
+    experiment: str,
+    tags: dict[str, str] | None = None,
+    attributes: dict[str, Any] | None = None,
+) -> str:
+    """Create a trace and return its id. MLflow's review page shows a trace's previews, which MLflow would cut."""
+    request, response = page
+    place = MlflowExperimentLocation(experiment)
+    with mlflow.start_span(TITLE, SpanType.CHAT_MODEL, attributes, trace_destination=place) as span:
+        span.set_inputs({"messages": [{"role": "user", "content": request}]})
+        span.set_outputs({"choices": [{"message": {"role": "assistant", "content": response}}]})
+        mlflow.update_current_trace(tags, request_preview=request, response_preview=response)
+    return str(span.trace_id)

@@ -8,13 +8,14 @@ run makes itself are not checked; for example, a run of the whole chain needs no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from datasets import Dataset
 from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.core.errors import PPORLHFError, project_error
+from ppo_rlhf.core.errors import ModelError, PPORLHFError, project_error
 from ppo_rlhf.data.chats import TOOLS, Chat, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
@@ -49,17 +50,20 @@ from ppo_rlhf.rewards.functions import call_reward_function, check_column_names,
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.runtime.names import HUMAN_EVALUATION
+from ppo_rlhf.runtime.names import HUMAN_EVALUATION, STATE
 from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
-from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.reward_training import TRAINED_FROM, RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
 # Stages that may run under FSDP; the stage ppo is the only one that trains
 SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}
 OWN_CODE = "transformers_modules."  # transformers imports Python code of a model's directory as modules of this package
+FROM_FEEDBACK = {"collected_pairs"}
+"""Inputs of which `check_feedback` says where the catalog gets them from."""
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
@@ -90,6 +94,7 @@ def find_problems(run: RunRequest) -> list[str]:
         check_sweep,
         check_protection,
         check_scorer,
+        check_reward_model_is_read,
     ):
         ask(first)
     for name in filter(run.reads, TABLES):
@@ -122,7 +127,9 @@ def check_sharding(run: RunRequest) -> None:
 
 def check_feedback(run: RunRequest) -> Iterator[str]:
     """Find missing catalog entries for people's answers; without an entry, the answers are lost at the run's end."""
-    keeps = ["params:feedback", "feedback_pairs", *([HUMAN_EVALUATION] if run.writes(HUMAN_EVALUATION) else [])]
+    keeps = ["params:feedback", "feedback_pairs", *sorted(FROM_FEEDBACK)]
+    if run.writes(HUMAN_EVALUATION):
+        keeps.append(HUMAN_EVALUATION)
     if (run.source("raw_preferences") or "").startswith(SCHEME):
         keeps.append("answered_preferences")
     if lacking := [name for name in keeps if run.lacks(name)]:
@@ -130,11 +137,17 @@ def check_feedback(run: RunRequest) -> Iterator[str]:
             f"conf/base has no {', '.join(lacking)}, because the project was made by an earlier version. Copy "
             "conf/base/catalog_feedback.yml and conf/base/parameters_feedback.yml from a new project (`ppo_rlhf init`)."
         )
+    feedback = run.group("feedback", FeedbackConfig)
+    export = None if feedback is None or not run.writes("feedback_pairs") else feedback.export
+    if export and (run.project_path / export).exists():
+        yield f"feedback.export={export}: this file exists, and is not overwritten. Give another name."
 
 
 def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs without a file: the run starts after the nodes that make them, and no earlier run saved them."""
-    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - {"params:feedback"})}
+    entries = {
+        name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - {"params:feedback"} - FROM_FEEDBACK)
+    }
     unsaved = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if unsaved:
         yield f"No file holds {', '.join(unsaved)}, so the run cannot start there: use --from-nodes with earlier nodes."
@@ -194,15 +207,36 @@ def check_protection(run: RunRequest) -> Iterator[str]:
 
 
 def check_scorer(run: RunRequest) -> Iterator[str]:
-    """Find a user's own policy that would be scored by the reward model that belongs to the project's SFT policy."""
+    """Find a user's own policy that would be scored by the reward model that belongs to the project's SFT policy.
+
+    A reward model that this project trained from the user's policy belongs to the user's policy.
+    """
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
-    policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
     if run.reads("reward_model") and run.needs("reward_model") and run.is_made_here("reward_model"):
+        handles = [run.catalog[name].load() for name in ("reward_model", "sft_policy")]
+        with suppress(ModelError):  # a model that cannot be read is reported by `check_model`
+            if getattr(handles[0].config(), TRAINED_FROM, None) == handles[1].fingerprint():
+                return
+        policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set reward_model_path to your own reward model (or to a version in that folder, if you mean "
             "it), or give functions as reward."
+        )
+
+
+def check_reward_model_is_read(run: RunRequest) -> Iterator[str]:
+    """Find a run that trains a reward model and then trains the policy without it."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is None or not (run.writes("reward_model") and run.writes(STATE)):
+        return
+    is_critic = CRITIC_STARTS.get(ppo.value_model) == "reward_model"
+    if not is_critic and not any(reward.needs_model for reward in run.rewards):
+        yield (
+            "This run trains a reward model that nothing reads: no entry of reward_components is of type model, and "
+            f"ppo.value_model={ppo.value_model}. Add reward_components=[{{type: model}}] to --params or to "
+            f"{run.globals_file}, or leave the pipeline reward_modelling out."
         )
 
 

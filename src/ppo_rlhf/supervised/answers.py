@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 AGREEMENT = "feedback/agreement"
 """The MLflow key of the metric `agreement`."""
-TRACE, PEOPLE, WHEN, RATIONALES, ALPHA = "trace_id", "people", "answered_at", "rationales", "agreement"
-KEPT = (TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
+NUMBER, TRACE, ALPHA = "number", "trace_id", "agreement"
+PEOPLE, WHEN, RATIONALES = "people", "answered_at", "rationales"
+KEPT = (NUMBER, TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
 """Columns that a table of people's preferences has beside the columns from which a reward model is trained."""
 
 

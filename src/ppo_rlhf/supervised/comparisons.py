@@ -1,15 +1,19 @@
 """Sample pairs of responses for people to compare: two responses of one policy, or one response of each of two
 policies.
+
+Each pair has a number that no other pair has: seconds of the collection, then six digits for the pair's place in the
+order of its queue's prompts. Earlier versions numbered by the place alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from collections.abc import Set
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
@@ -19,15 +23,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, generator
+from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import TOOLS, Chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.runtime.paths import last_name
 
-NOISE, SIDE = "feedback", "feedback side"
-COLUMNS = ("number", "pair", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b", "policy_is_a")
+NOISE = "feedback"
+PLACES = 1_000_000
+"""A pair's number modulo `PLACES` is its place in the order of its queue's prompts."""
+SHOWN = ("number", "pair", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b")
+COLUMNS = (*SHOWN, "cut_off_a", "cut_off_b", "policy_is_a")
 _NAME = re.compile(r"[\w][\w .+-]{0,199}")
 
 
@@ -60,10 +67,18 @@ class FeedbackConfig:
     with."""
     instruction: str = "Which response is better?"
     """The question that MLflow's page shows."""
+    export: str | None = None
+    """A new file to which `collect_feedback` writes the pairs as JSON lines, for a program that asks people, instead of
+    putting the pairs into a review queue of MLflow."""
+    answers: str | None = None
+    """A file with people's answers as JSON lines, which `human_evaluation` reads instead of MLflow's review queue."""
+    reward_components: list[dict[str, Any]] | None = None
+    """The project's `reward_components`, filled from globals, for the command that the log of `collect_feedback`
+    suggests."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of responses in one generation batch."""
     seed: Seed = 42
-    """Seed of the order of the prompts, the sampling noise, and the choice of the response shown as A."""
+    """Seed of the order of the prompts and of the sampling noise. The side of a response is drawn without a seed."""
 
     def __post_init__(self) -> None:
         if self.against == self.policy:
@@ -83,6 +98,12 @@ class FeedbackConfig:
         """Whether the pairs of responses use held-out prompts."""
         return (self.prompts or ("held_out" if self.against else "training")) == "held_out"
 
+    @property
+    def trains_by_model(self) -> bool:
+        """Whether the project's reward reads the reward model; True if the project's reward is not known."""
+        parts = self.reward_components
+        return parts is None or any(part.get("type") == "model" for part in parts)
+
     def names(self, policy: str) -> bool:
         """Return whether `policy` is one of the compared policies."""
         return policy in (self.policy, self.against)
@@ -100,27 +121,32 @@ def sample_comparisons(
     pairs: int,
     known: Set[str] = frozenset(),
 ) -> tuple[pd.DataFrame, int]:
-    """Sample the pairs of responses with the numbers `start` to `start + pairs - 1`, and draw each pair's response A.
+    """Sample pairs of responses, and draw each pair's response A.
 
-    The prompt, the sampling noise and the sides (A or B) of a pair of responses depend only on the seed and the pair's
-    number. Two policies get the same sampling noise, as in an evaluation; a policy that is compared with itself gets
-    different noise for each response. Pairs of equal responses and pairs whose key is in `known` are left out.
+    `start` is the first pair's number, of which the place in the queue selects prompt and noise. Prompt and noise
+    depend only on the seed and the place. The side comes from the operating system's random numbers: no setting, number
+    or time predicts it, so only the returned table tells it. Two policies get the same sampling noise, as in an
+    evaluation; a policy that is compared with itself gets different noise for each response. Pairs of equal responses
+    and pairs whose key is in `known` are left out.
 
     Returns:
         A table with the columns `COLUMNS`, one row per pair, and the number of pairs of equal responses. `policy_is_a`
-        is True if response A is the first policy's; `pair` is the pair's `pair_key`.
+        is True if response A is the first policy's; `cut_off_a` and `cut_off_b` are True if the response ended at the
+        length limit; `pair` is the pair's `pair_key`.
     """
     if not pairs:
         return pd.DataFrame(columns=[*COLUMNS]), 0
-    chosen = prompts.select(episode_prompts(feedback.seed, 1, start + pairs, len(prompts))[start:])
+    place, draw = start % PLACES, random.SystemRandom()
+    chosen = prompts.select(episode_prompts(feedback.seed, 1, place + pairs, len(prompts))[place:])
     if feedback.temperature is not None:
         sampling = replace(sampling, temperature=feedback.temperature)
-    is_same, texts = policies[0] is policies[1], []
+    is_same, texts, cut_off = policies[0] is policies[1], [], []
     for side, policy in enumerate(policies):
-        streams = [2 * number + (side if is_same else 0) for number in range(start, start + pairs)]
+        streams = [2 * number + (side if is_same else 0) for number in range(place, place + pairs)]
         noise = torch.cat([episode_uniforms(feedback.seed, NOISE, n, 1, sampling.response_length) for n in streams])
         responses = sample_responses(policy, chosen, noise, sampling, ppo, batch_size=feedback.batch_size)
         texts.append([*response_batch(chosen, responses, tokenizer).completions])
+        cut_off.append((~responses.terminated).tolist())
     rows, equal, seen = [], 0, {*known}
     messages, tools = chosen.messages or [None] * pairs, chosen.columns.get(TOOLS, [None] * pairs)
     for row, pair in enumerate(zip(*texts, strict=True)):
@@ -130,12 +156,12 @@ def sample_comparisons(
             equal += 1
         elif key not in seen:
             seen.add(key)
-            number = start + row
-            is_a = bool(torch.randint(2, (1,), generator=generator(feedback.seed, SIDE, number)))
-            sides = pair if is_a else pair[::-1]
+            is_a = bool(draw.getrandbits(1))
+            first, second = (0, 1) if is_a else (1, 0)
+            sides = pair[first], pair[second], cut_off[first][row], cut_off[second][row]
             columns = {name: values[row] for name, values in chosen.columns.items()}
             chat_cells = None if chat is None else as_json(chat), None if chat is None else as_json(tools[row])
-            rows.append([number, key, chosen.texts[row], *chat_cells, as_json(columns), *sides, is_a])
+            rows.append([start + row, key, chosen.texts[row], *chat_cells, as_json(columns), *sides, is_a])
     return pd.DataFrame(rows, columns=[*COLUMNS]), equal
 
 

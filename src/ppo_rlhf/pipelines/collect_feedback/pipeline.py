@@ -14,11 +14,15 @@ def create_pipeline() -> Pipeline:
     sampled = ["sft_policy", "ppo_policy", "raw_prompts", "raw_evaluation_prompts"]
     return stage(
         "collect_feedback",
-        named(nodes.find_queued_pairs, "params:feedback", "queued_pairs"),
+        named(nodes.find_queued_pairs, ["collected_pairs", "params:feedback"], "queued_pairs"),
         named(
             nodes.sample_pairs,
             ["queued_pairs", *sampled, "params:ppo", "params:prompts", "params:feedback"],
             "feedback_pairs",
         ),
-        named(nodes.queue_pairs, ["feedback_pairs", "queued_pairs", "params:feedback"], "feedback_queue"),
+        named(
+            nodes.queue_pairs,
+            ["feedback_pairs", "queued_pairs", "params:feedback"],
+            ["feedback_queue", "feedback_sheet"],
+        ),
     )

@@ -10,7 +10,7 @@ def create_pipeline() -> Pipeline:
     """Return the pipeline answers in an MLflow review queue → win rate by people → model card of the policy."""
     return stage(
         "human_evaluation",
-        named(nodes.unblind_answers, "params:feedback", "answered_comparisons"),
+        named(nodes.unblind_answers, ["collected_pairs", "params:feedback"], "answered_comparisons"),
         named(nodes.compare_by_people, ["answered_comparisons", "params:evaluation"], "human_evaluation"),
         named(nodes.write_people_card, ["human_evaluation", "ppo_policy"], "human_model_card"),
     )

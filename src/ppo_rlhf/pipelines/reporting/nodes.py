@@ -17,6 +17,7 @@ from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints.training_record import settings_of_training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.evaluation.people import is_policy_of
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.reporting import charts
@@ -83,7 +84,7 @@ def write_report(
     models = [("SFT policy", shown(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", shown(reward_model.source)))
-    is_of_policy = human_evaluation.get("policy") == ppo_policy.source
+    is_of_policy = is_policy_of(human_evaluation, ppo_policy)
     by_people = f" By people: {human_evaluation['result']}" if is_of_policy else ""
     return render_page(
         title=reporting.title,
