@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.datasets import ModelCardDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from tests.tiny_models import CHAT_TEMPLATE, save, vision_model, word_tokenizer, write_gguf
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, vision_model, word_tokenizer, write_gguf
 
 CARD = "README.md"
 
@@ -55,6 +56,18 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
     assert str(tmp_path) not in text
 
 
+def test_a_card_says_the_type_of_the_exported_weights(make_run, tmp_path: Path) -> None:
+    assert "- Exported as: float32 weights\n" in render_card(make_run(dtype="float32").state, [])
+    state = make_run(dtype="float32", export_dtype="bfloat16").state
+    assert "- Exported as: bfloat16 weights\n" in render_card(state, [])
+    state.policy.config._name_or_path = save(tmp_path, tiny_model())
+    quantised = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    assert "- Exported as: bfloat16 weights, not in the mxfp4 of the start model\n" in render_card(state, [])
+    state.config = replace(state.config, use_peft=True, load_in_4bit=True)
+    assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in render_card(state, [])
+
+
 def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_path: Path) -> None:
     state = make_run().state
     assert "Left out" not in render_card(state, [])
@@ -67,6 +80,7 @@ def test_a_card_says_from_which_types_a_gguf_file_was_dequantised(make_run, tmp_
     state = make_run().state
     state.policy.config._name_or_path = str(tmp_path / "tiny.gguf")
     types = "Q4_1 (14 tensors), F32 (5), Q8_0 (1)"
+    assert "- Exported as: float64 weights, not in the GGUF types of the start model\n" in render_card(state, [])
     line = f"- Started from: `tiny.gguf`, a GGUF file, whose weights of the types {types} were dequantised\n"
     metadata, text = parts(render_card(state, []))
     assert line in text

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.files import HUB, is_hub_name
+from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -62,6 +63,7 @@ def render_card(
     library = "peft" if state.config.export == "adapter" else "transformers"
     origin = {
         "Started from": _started_from(base),
+        "Exported as": _exported_as(state),
         "Left out": _left_out(state.policy),
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
@@ -242,6 +244,35 @@ def _started_from(base: str) -> str:
     if gguf is None or not gguf.path.is_file():
         return name
     return f"{name}, a GGUF file, whose weights of the types {gguf.types} were dequantised"
+
+
+def _exported_as(state: TrainingState) -> str:
+    """Return the type of the exported weights, and how they differ from the start model's, if that was quantised."""
+    config = state.config
+    if config.export == "adapter":
+        return "a LoRA adapter, without the weights of the start model"
+    dtype = config.export_dtype or str(next(state.policy.parameters()).dtype).removeprefix("torch.")
+    if has_adapter(state.policy) and config.export_dtype is None:
+        dtype = "float32"  # `merged` merges an adapter in float32
+    if config.load_in_4bit:
+        return f"{dtype} weights: the start model's, rounded to 4 bits (NF4) and dequantised, and the merged adapter"
+    if quantised := _quantisation(state.policy.config.name_or_path or ""):
+        return f"{dtype} weights, not in the {quantised} of the start model"
+    return f"{dtype} weights"
+
+
+def _quantisation(base: str) -> str | None:
+    """Return the kind of quantisation of a start model, such as GGUF, fp8 or mxfp4; None if it is not quantised."""
+    if not base:
+        return None
+    handle = PretrainedHandle(base)
+    try:
+        if handle.gguf:
+            return "GGUF types"
+        return (getattr(handle.config(), "quantization_config", None) or {}).get("quant_method")
+    # A policy that the user passed as a model object may have a name that is neither a folder nor on the hub
+    except ModelError:
+        return None
 
 
 def _left_out(policy: PreTrainedModel) -> str | None:

@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "report_to",
         "callbacks",
         "export",
+        "export_dtype",
         "export_critic",
         "shutdown_grace_s",
         "max_skipped_steps",

@@ -290,6 +290,9 @@ class PPOConfig:
     export: Literal["merged", "adapter"] = "merged"
     """What is exported with use_peft. merged: a whole model with the adapter merged into its weights. adapter: only the
     adapter, which peft loads onto the SFT model that the adapter's configuration names."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the exported policy's weights. null: as they were trained (float32). A 16-bit type halves the files; the
+    exported policy then differs slightly from the trained one. Evaluation reads the export."""
     dtype: Precision = "auto"
     """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
     started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit
