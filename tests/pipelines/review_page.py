@@ -77,8 +77,9 @@ def answer_by_keys(page: Any, value: str) -> int:
         press("ArrowDown")
     press("Enter")
     page.wait_for_function("value => document.querySelector('[role=combobox]').innerText.trim() == value", arg=value)
-    press("Tab")
-    press("Tab")
+    page.get_by_role("button", name="Submit", disabled=False).wait_for()  # once it knows of no earlier answer
+    while focused()[1] != "Submit":
+        press("Tab")
     with page.expect_response(lambda response: "assessments" in response.url and response.ok):
         press("Enter")
     return keys
