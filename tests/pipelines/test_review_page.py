@@ -80,17 +80,20 @@ def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(
 
 def test_forty_pairs_are_answered_by_the_keyboard_alone(browser: Any, queues: ReviewQueues, tmp_path: Path) -> None:
     filled(queues, [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(40)])
-    keys = []
+    keys, expected = list[int](), dict[str, str]()
     with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
         here = ReviewQueues(address, "own")
         start_review(page, here.address("sft"))
         begin = time.monotonic()
         for number in range(40):
-            keys.append(answer_by_keys(page, ANSWERS[number % 4]))
+            page.get_by_role("heading", name="Response B").wait_for()
+            prompt = shown(page)[0]  # MLflow's order is not that of the pairs
+            expected[prompt] = ANSWERS[number % 4]
+            keys.append(answer_by_keys(page, expected[prompt]))
             if number < 39:
                 page.get_by_text(f"{number + 1} of 40 reviewed").wait_for()
         seconds = time.monotonic() - begin
-        given = [each.answers[0].value for each in here.read("sft")]
+        given = {each.prompt: each.answers[0].value for each in here.read("sft")}
     log.info("40 pairs: %d keys, %.0f s", sum(keys), seconds)
-    assert given == [ANSWERS[number % 4] for number in range(40)]
+    assert given == expected
     assert max(keys[1:]) <= 13
