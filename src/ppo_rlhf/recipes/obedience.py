@@ -28,8 +28,8 @@ def naive(
 ) -> list[float]:
     """Return 1 for an answer of at least five words that obeys its instruction and names its topic, else 0."""
     return [
-        float(_obeys(*instruction, answer) and _names(topic, answer) and len(_words(answer)) >= FEWEST_WORDS)
-        for *instruction, topic, answer in zip(kind, limit, names, completions, strict=True)
+        float(_obeys(asked, most, answer) and _names(topic, answer) and len(_words(answer)) >= FEWEST_WORDS)
+        for asked, most, topic, answer in zip(kind, limit, names, completions, strict=True)
     ]
 
 
