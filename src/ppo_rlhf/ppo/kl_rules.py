@@ -165,7 +165,9 @@ KL_RULES = {
     ),
 }
 
-WINDOW = 10  # number of iterations in each mean of the KL
+WINDOW, WINDOW_RESPONSES = 10, 80
+"""Smallest number of iterations, and of responses, in each mean of the KL. With fewer responses noise alone is often
+"negative" or "collapsed"."""
 History = Sequence[Mapping[str, float]]
 
 
@@ -186,15 +188,17 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
 def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
     """Return the names of the KL rules that hold after the last iteration, each with the KL that it was checked on.
 
-    `alarm` and `warning` compare the last iteration's KL, the other rules the mean of the last `WINDOW` iterations.
+    `alarm` and `warning` compare the last iteration's KL. The other rules compare the mean of the last `WINDOW`
+    iterations, or of more iterations if the batch is so small that they have fewer than `WINDOW_RESPONSES` responses.
     """
     if not history:
         return {}
+    window = max(WINDOW, math.ceil(WINDOW_RESPONSES / config.batch_size))
     kl, kl_coef = np.array([row["objective/kl"] for row in history]), history[-1]["objective/kl_coef"]
     situations = dict.fromkeys(("alarm", "warning"), KLSituation(config, kl[-1], math.nan, math.nan, kl_coef))
-    if len(kl) >= WINDOW:
-        means = np.lib.stride_tricks.sliding_window_view(kl, WINDOW).mean(axis=1)
-        error = kl[-WINDOW:].std(ddof=1) / math.sqrt(WINDOW)
+    if len(kl) >= window:
+        means = np.lib.stride_tricks.sliding_window_view(kl, window).mean(axis=1)
+        error = kl[-window:].std(ddof=1) / math.sqrt(window)
         recent = KLSituation(config, means[-1], error, np.nanmax([0.0, *means]), kl_coef)
         situations |= dict.fromkeys(("collapsed", "negative"), recent)
     return {name: situation for name, situation in situations.items() if KL_RULES[name].holds(situation)}
