@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpu_parts
+from ppo_rlhf.config import ppo
 from ppo_rlhf.models import captures, packed_attention, transfers
 from ppo_rlhf.models.averages import WeightAverage, trained_parameters
 from ppo_rlhf.models.captures import Captures
@@ -216,7 +217,11 @@ def captured_on_cpu(launches: Launches) -> Iterator[None]:
             function()
         return is_plain
 
-    with mock.patch.object(captures, "CAPTURED_ON", ("cpu",)), mock.patch.object(Captures, "run", run):
+    with (
+        mock.patch.object(ppo, "GRAPHS_BY_DEFAULT", True),
+        mock.patch.object(captures, "CAPTURED_ON", ("cpu",)),
+        mock.patch.object(Captures, "run", run),
+    ):
         yield
 
 

@@ -6,14 +6,16 @@ run. As on CUDA, a capture leaves all tensors unchanged, and an operation that r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppo_rlhf.config import ppo
 from ppo_rlhf.models import captures
 
 READING = {
@@ -41,9 +43,6 @@ class GraphOnCPU(TorchDispatchMode):
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # tensors changed in place, with their old values
         self._created: dict[int, Tensor] = {}  # by storage; kept alive, so that no address is reused
-
-    def pool(self) -> tuple[int, int]:
-        return 0, 1
 
     def reset(self) -> None:
         self._calls.clear()
@@ -110,9 +109,13 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[GraphOnCPU]:
     """Let `Captures` capture and replay on the CPU. The returned class counts captures and replays."""
 
     class Graph(GraphOnCPU):
-        pass
+        ended: ClassVar[list[tuple[int, int]]] = []  # pools whose allocations a failed capture ended
 
+    monkeypatch.setattr(ppo, "GRAPHS_BY_DEFAULT", True)
     monkeypatch.setattr(captures, "CAPTURED_ON", ("cpu", "cuda"))
+    pools = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(captures, "_end_allocations", lambda device, pool: Graph.ended.append(pool))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
     return Graph

@@ -7,6 +7,7 @@ import logging
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,7 +185,91 @@ def test_a_pool_without_graphs_is_not_used_again(graphs_on_cpu, monkeypatch):
         captures.run((key,), add)
         if len(captures) == 1 and key == "b":
             captures.release("a")
-    assert pools == [None, None]
+    assert pools == [(0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("capture invalidated"), ValueError("mine"), KeyError()])
+def test_any_failed_capture_ends_its_allocations_in_the_runs_own_pool(graphs_on_cpu, monkeypatch, error):
+    """torch's capture_end raises before it tells the allocator, if CUDA has invalidated the capture."""
+    captures, add, fails = Captures(CPU), Counter(), []
+
+    def failing() -> None:
+        fails.append(None)
+        if len(fails) == 2:
+            raise error
+
+    for _ in range(2):
+        captures.run(("add",), add)
+    assert graphs_on_cpu.ended == []
+    for _ in range(2):
+        captures.run(("fails",), failing)
+    assert graphs_on_cpu.ended == [(0, 1)]
+    assert len(fails) == 3  # eager run, failed capture, eager run
+    assert captures.trouble["fails"]
+    captures.run(("add",), add)
+    captures.run(("add",), add)
+    assert (len(captures), captures._pool) == (1, (0, 2))
+
+
+def test_the_bytes_of_a_pool_are_those_of_all_its_graphs_until_they_are_released(graphs_on_cpu, monkeypatch):
+    reserved = iter((0, 10, 10, 30, 0, 7))
+    monkeypatch.setattr(module, "_reserved", lambda device: next(reserved))
+    captures, add = Captures(CPU), Counter()
+    for key in ("a", "a", "b", "b"):
+        captures.run((key,), add)
+    assert captures.bytes == 10 + 20
+    captures.release()
+    assert captures.bytes == 0
+    for _ in range(2):
+        captures.run(("c",), add)
+    assert captures.bytes == 7
+
+
+def test_a_capture_on_another_device_leaves_the_current_device_as_it_was(monkeypatch):
+    """torch's set_stream makes the stream's device the current one."""
+    current = [0]
+    for name, fake in {
+        "CUDAGraph": SimpleNamespace,
+        "graph": lambda graph, **_: nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
+        "current_device": lambda: current[-1],
+        "set_stream": lambda stream: current.append(1),
+        "set_device": current.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(module, "_current_stream", lambda device: "a stream of cuda:1")
+    monkeypatch.setattr(module, "_device_syncs_are_errors", lambda device: nullcontext())
+    monkeypatch.setattr(module, "_reserved", lambda device: 0)
+    Captures(torch.device("cuda:1"))._captured(lambda: None)
+    assert current == [0, 1, 0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_sync_that_torch_does_not_see_leaves_the_allocator_free_to_give_memory_back():
+    """A synchronisation by CUDA itself invalidates the capture; torch's debug mode does not see it."""
+    device, calls = torch.device("cuda"), []
+    captures = Captures(device)
+
+    def synchronises() -> None:
+        calls.append(torch.ones(2**20, device=device))
+        if len(calls) == 2:
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        captures.run(("synchronises",), synchronises)
+    assert "synchronises" in captures.trouble
+    calls.clear()
+    large = torch.ones(2**28, device=device)
+    before = torch.cuda.memory_reserved()
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before - 2**30
+    add = Counter()
+    add.total, add.summand = add.total.to(device), add.summand.to(device)
+    for _ in range(3):
+        captures.run(("add",), add)
+    assert len(captures) == 1
+    assert add.total.tolist() == [6.0] * 3
 
 
 def test_graphs_keep_nothing_alive_once_they_are_released(graphs_on_cpu):

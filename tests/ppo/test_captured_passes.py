@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models import forward
-from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
-from ppo_rlhf.ppo import captured_sampling, loop, rollouts, state
+from ppo_rlhf.models.captures import DECODING, UPDATE, Captures, fixed_state
+from ppo_rlhf.ppo import captured_passes, captured_sampling, loop, rollouts, state, update
 from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.captured_passes import CapturedPasses
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -272,6 +272,105 @@ def test_buffers_and_graphs_are_kept_over_iterations_and_made_anew_where_weights
     assert_same_training(run, plain)
     run.state.captures.close()
     assert run.state.captures.bytes == 0
+
+
+def frozen(run: Run) -> None:
+    for parameter in run.state.policy.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+
+
+def hooked(run: Run) -> None:
+    run.state.policy.model.layers[0].mlp.register_forward_hook(lambda module, given, made: 2.0 * made)
+
+
+def hotter(run: Run) -> None:
+    run.state.policy_forward.temperature = 3.0
+
+
+def patched(run: Run) -> None:
+    layer = run.state.policy.model.layers[0].mlp
+    original = layer.forward
+    layer.forward = lambda states: 0.5 * original(states)
+
+
+def replaced(run: Run) -> None:
+    class Other(type(run.state.policy.model.layers[0].mlp)):
+        def forward(self, states):
+            return 0.5 * super().forward(states)
+
+    run.state.policy.model.layers[0].mlp.__class__ = Other
+
+
+@pytest.mark.parametrize("change", [frozen, hooked, hotter, patched, replaced])
+def test_what_a_callback_changes_between_iterations_is_captured_anew(make_run, graphs_on_cpu, caplog, change):
+    """Before, captured updates went on training weights that a callback had frozen."""
+    caplog.set_level(logging.INFO)
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    for each in (run, plain):
+        each.iteration()
+    replays = graphs_on_cpu.replays
+    before = [parameter.clone() for parameter in run.state.policy.model.layers[0].parameters()]
+    for each in (run, plain):
+        change(each)
+        each.iteration()
+        each.iteration()
+    assert graphs_on_cpu.replays > replays
+    assert_same_training(run, plain)
+    (line,) = [line for line in caplog.messages if "captured anew" in line]
+    assert "layers.0" in line or "temperature" in line or ".modules." in line
+    after = run.state.policy.model.layers[0].parameters()
+    assert all(map(torch.equal, before, after)) == (change is frozen)
+
+
+def test_a_buffer_that_has_moved_is_part_of_what_is_captured():
+    module = torch.nn.BatchNorm1d(2)
+    before = fixed_state(module)
+    assert fixed_state(module) == before
+    module.running_mean = module.running_mean.clone()
+    assert fixed_state(module) != before
+    module = torch.nn.Dropout(0.5)
+    before = fixed_state(module)
+    for change in (module.eval, lambda: setattr(module, "p", 0.1)):
+        change()
+        assert fixed_state(module) != before
+        before = fixed_state(module)
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["first buffers", "a capture"])
+def test_where_the_updates_buffers_do_not_fit_the_minibatch_begins_again_plainly(
+    make_run, graphs_on_cpu, monkeypatch, caplog, at
+):
+    """The error comes behind a micro-batch whose gradients are there already."""
+    run, plain = (make_run(**SETTINGS, cuda_graphs=on) for on in (None, False))
+    made = []
+
+    class Full(captured_passes._Buffers):
+        def compute(self, compute):
+            made.append(compute)
+            super().compute(compute)  # adds its gradients first
+            if len(made) == at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(captured_passes, "_Buffers", Full)
+    for each in (run, plain):
+        each.iteration()
+        each.iteration()
+    assert len(made) >= at
+    assert_same_training(run, plain)
+    assert sum("The update runs without CUDA graphs" in line for line in caplog.messages) == 1
+
+
+def test_an_error_that_is_no_lack_of_memory_is_raised_by_the_plain_pass(make_run, graphs_on_cpu, monkeypatch):
+    run = make_run(**SETTINGS)
+    run.iteration()
+
+    def broken(*_, **__):
+        raise KeyError("mine")
+
+    monkeypatch.setattr(update, "clipped_value_loss", broken)
+    run.state.captures.release()
+    with pytest.raises(KeyError, match="mine"):
+        run.iteration()
 
 
 def trained(run: Run) -> list[torch.nn.Parameter]:

@@ -234,7 +234,7 @@ def test_a_later_batch_and_other_settings_take_the_same_buffers_and_other_weight
     assert captures.held[DECODING] is not sampler
 
 
-CHANGES = (*OPTIONS[:2], {"pad_token_id": 7}, {"unused_ids": (range(4), range(15, 25))}, {})
+CHANGES = (*OPTIONS[:2], {"pad_token_id": 7}, {"unused_ids": (range(4), range(15, 25))}, {}, {"temperature": 0.3}, {})
 
 
 @torch.no_grad()

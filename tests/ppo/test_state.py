@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from ppo_rlhf.checkpoints.store import write_checkpoint
-from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config import PPOConfig, ppo
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import build, loop
@@ -207,9 +207,19 @@ def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, m
 # --- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("default", [True, False])
 @pytest.mark.parametrize("setting", [None, False])
-def test_the_setting_says_whether_steps_are_captured_and_a_cpu_captures_none(make_run, graphs_on_cpu, setting):
-    assert make_run(cuda_graphs=setting).state.captures.on == (setting is None)
+def test_the_setting_says_whether_steps_are_captured_and_null_is_the_default(
+    make_run, graphs_on_cpu, monkeypatch, setting, default
+):
+    monkeypatch.setattr(ppo, "GRAPHS_BY_DEFAULT", default)
+    assert make_run(cuda_graphs=setting).state.captures.on == (setting is None and default)
+
+
+def test_nothing_is_captured_by_default():
+    """Until a GPU has timed CUDA graphs: docs/speed.md."""
+    assert not PPOConfig().captures_graphs
+    assert PPOConfig(cuda_graphs=True).captures_graphs
 
 
 def test_on_a_cpu_nothing_is_captured(make_run):

@@ -163,7 +163,7 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
 def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
     """By hand: a cache of 16 x 64 tokens for 8 x 14; gradients, and a micro-batch's activations and logits."""
     shape, kept = RunShape(LLAMA, 6, on_cpu=False), int(1.5 * 2 * 232) * 4
-    without, captured = (plan(shape, dtype="float32", cuda_graphs=wanted) for wanted in (False, None))
+    without, captured = (plan(shape, dtype="float32", cuda_graphs=wanted) for wanted in (False, True))
     token = (2 * 2 * 1 * 8) * 4
     cache, gradients = 16 * 64 * token, without.held[MOMENTS] // 2
     passes = gradients + 8 * 14 * kept + 2 * 8 * 8 * 23 * 4
@@ -171,11 +171,17 @@ def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
     assert captured.phases["update"] - without.phases["update"] == cache
     assert captured.phases["rollout"] - without.phases["rollout"] == passes + cache - 8 * 14 * token
     assert captured.phases["scoring"] - without.phases["scoring"] == cache + passes
-    by_two, on_cpu = (plan(replace(shape, **other), dtype="float32") for other in ({"processes": 2}, {"on_cpu": True}))
+    by_two, on_cpu = (
+        plan(replace(shape, **other), dtype="float32", cuda_graphs=True)
+        for other in ({"processes": 2}, {"on_cpu": True})
+    )
     assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
     assert on_cpu.held == without.held
     small_cards = [replace(shape, card=4 * size) for size in (cache + passes, cache + passes - 1, cache - 1)]
-    kept_by = [sum(plan(card, dtype="float32").held.values()) - sum(without.held.values()) for card in small_cards]
+    kept_by = [
+        sum(plan(card, dtype="float32", cuda_graphs=True).held.values()) - sum(without.held.values())
+        for card in small_cards
+    ]
     assert kept_by == [cache + passes, cache, 0]  # each kind of work is given up by itself
     assert plan(shape, dtype="float32", rollout_engine="hf").held == without.held
 
@@ -186,16 +192,16 @@ def test_a_rollout_is_cut_so_that_its_cache_takes_half_of_what_graphs_may_keep(r
     row = 64 * (2 * 2 * 1 * 8) * 4
     settings = {"dtype": "float32", "local_rollout_forward_batch_size": rows, "per_device_train_batch_size": 64}
     shape = RunShape(LLAMA, 6, on_cpu=False, free=2**30, card=8 * 48 * row - 1)
-    without, captured = (plan(shape, cuda_graphs=wanted, **settings) for wanted in (False, None))
+    without, captured = (plan(shape, cuda_graphs=wanted, **settings) for wanted in (False, True))
     assert (without.rollout_rows, captured.rollout_rows) == (64, 32)
     assert captured.held[DECODING] == 32 * row
-    larger = plan(replace(shape, card=8 * 64 * row), **settings)
+    larger = plan(replace(shape, card=8 * 64 * row), cuda_graphs=True, **settings)
     assert (larger.rollout_rows, larger.held[DECODING]) == (64, 64 * row)
 
 
 def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():
     shape, one_layer = RunShape(LLAMA, 6, on_cpu=False, card=2**30), int(1.5 * 2 * 232) * 4 // 2
-    settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14}
+    settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14, "cuda_graphs": True}
     held = sum(plan(shape, **settings).held.values())
     for fitting, rows in ((8, 8), (7, 4)):
         planned = plan(replace(shape, free=held + math.ceil((fitting + 0.5) * 14 * one_layer / 0.8)), **settings)
@@ -206,7 +212,7 @@ def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():
 
 def test_the_cache_that_graphs_keep_leaves_micro_batches_fewer_tokens():
     roomy = RunShape(LLAMA, 6, on_cpu=False, free=2**21, card=2**20)
-    without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, None))
+    without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, True))
     cache, kept = 16 * 64 * (2 * 2 * 1 * 8) * 4, int(1.5 * 2 * 232) * 4
     assert without is not None
     assert captured == pytest.approx(without - 0.8 * cache / kept, abs=1)
@@ -306,7 +312,8 @@ def test_a_critic_from_a_reward_model_needs_one():
 
 @pytest.mark.slow
 def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
-    config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
+    config = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16, "cuda_graphs": True})
+    shape = RunShape(WIDE, 6, on_cpu=False)
     found = list(suggestions(config, shape))
     assert found[0].changes == {"cuda_graphs": False}
     assert found[1].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}

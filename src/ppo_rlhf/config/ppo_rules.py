@@ -173,7 +173,7 @@ _RULES = (
     _Rule(
         ("cuda_graphs", "world_size"),
         lambda c: c.cuda_graphs is True and c.world_size > 1,
-        "communication between processes cannot be captured in a graph; leave out {0}: decoding still uses graphs",
+        "communication between processes cannot be captured in a graph; leave out {0}",
     ),
     # Rules about the KL penalty.
     _clash(

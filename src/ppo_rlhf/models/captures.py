@@ -172,8 +172,8 @@ class Captures:
             self._check_room()
             self._graphs[key] = self._captured(function)
             self._check_room()
-        except RuntimeError as error:  # the capture ran out of memory, or an operation read values from the device
-            return in_one_line(error)
+        except Exception as error:  # out of memory, a device sync, or an error that the plain run will raise again
+            return in_one_line(error) or type(error).__name__
         return ""
 
     def _check_room(self) -> None:
@@ -183,6 +183,8 @@ class Captures:
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, before = torch.cuda.CUDAGraph(), _current_stream(self._device)
+        device = None if before is None else torch.cuda.current_device()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             # "thread_local": CUDA calls of other threads, such as copies to pinned memory, must not break this capture
             options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
@@ -194,11 +196,12 @@ class Captures:
         except BaseException:
             graph.reset()
             _failed_graphs.append(graph)
+            _end_allocations(self._device, self._pool)
             raise
         finally:
             if before is not None:
                 torch.cuda.set_stream(before)  # torch does not restore the current stream after an invalid capture
-        self._pool = self._pool or graph.pool()
+                torch.cuda.set_device(device)  # set_stream has made the stream's device the current one
         return graph
 
     @contextmanager
@@ -218,9 +221,28 @@ class Captures:
             current.wait_stream(self._stream)
 
 
-def addresses(*models: nn.Module) -> tuple[int, ...]:
-    """Return the memory addresses of models' weights and buffers, which a CUDA graph reads at fixed addresses."""
-    return tuple(tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers()))
+def fixed_state(*models: nn.Module) -> dict[str, Hashable]:
+    """Return what a CUDA graph of the models takes as fixed, by the names of weights, buffers and modules.
+
+    Of a weight or buffer: its address and `requires_grad`. Of a module: its class, whether it is in training mode, its
+    hooks, a `forward` of its own, and its attributes that are numbers, texts or None. If `fixed_state` has changed, a
+    replay would compute what the models computed before.
+    """
+    state: dict[str, Hashable] = {}
+    for place, model in enumerate(models):
+        for kind in ("parameters", "buffers"):
+            for name, tensor in getattr(model, f"named_{kind}")():
+                state[f"{place}.{kind}.{name}"] = tensor.data_ptr(), tensor.requires_grad
+        for name, module in model.named_modules():
+            own = {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
+            hooks = [tuple(map(id, vars(module)[each].values())) for each in _HOOKS]
+            forward = id(vars(module).get("forward"))
+            state[f"{place}.modules.{name}"] = type(module), forward, tuple(hooks), tuple(sorted(own.items(), key=str))
+    return state
+
+
+_PLAIN = {bool, int, float, str, type(None)}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def pool_bytes(device: torch.device) -> int:
@@ -249,6 +271,21 @@ def _device_syncs_are_errors(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def _end_allocations(device: torch.device, pool: Any) -> None:
+    """Tell torch's allocator that a failed capture no longer allocates in a pool, and give the capture's share back.
+
+    If CUDA invalidates a capture, `capture_end` raises before it tells the allocator. The allocator then takes a
+    capture for under way for ever: `empty_cache` does nothing, and an allocation that fails is not tried again.
+    torch.cuda.memory.use_mem_pool ends its own allocations by the same two functions; there are no public ones.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:  # the capture had ended its allocations itself
+        return
+    torch._C._cuda_releasePool(index, pool)
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream | None:

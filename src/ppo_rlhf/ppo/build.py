@@ -303,9 +303,9 @@ def build_state(
 def captures_of(config: PPOConfig, device: torch.device) -> Captures:
     """Return the CUDA graphs of a run.
 
-    CUDA graphs are off with `cuda_graphs=false`, and with FSDP2, where weights do not keep their addresses.
+    CUDA graphs are off unless `PPOConfig.captures_graphs`, and with FSDP2, where weights do not keep their addresses.
     """
-    return Captures(device, wanted=config.cuda_graphs is not False and not shards_models())
+    return Captures(device, wanted=config.captures_graphs and not shards_models())
 
 
 def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:

@@ -9,6 +9,7 @@ every weight is None, as without CUDA graphs, because the optimiser skips weight
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppo_rlhf.models.captures import UPDATE, Captures, addresses
+from ppo_rlhf.models.captures import UPDATE, Captures, fixed_state
 from ppo_rlhf.models.transfers import tensors_of
+
+log = logging.getLogger(__name__)
 
 Inputs = tuple[Any, ...]
 """Inputs of a forward and backward pass: tensors and dataclasses of tensors, on the device."""
@@ -30,7 +33,7 @@ class CapturedPasses:
 
     def __init__(self, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Prepare passes with the run's CUDA graphs, the modules to capture, and the optimisers of the weights."""
-        self._captures, self._optimizers, self._addresses = captures, optimizers, addresses(*models)
+        self._captures, self._optimizers, self._fixed = captures, optimizers, fixed_state(*models)
         # The gradient tensor of each weight, at a fixed address, because a CUDA graph writes to fixed addresses
         self._gradients: dict[nn.Parameter, Tensor] = {}
         # For each kind of forward and backward pass, the weights that get a gradient
@@ -39,15 +42,25 @@ class CapturedPasses:
 
     @classmethod
     def of(cls, captures: Captures, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> CapturedPasses:
-        """Return the `CapturedPasses` in `captures`; make a new object if there is none or the weights have moved."""
+        """Return the `CapturedPasses` in `captures`; make a new object if there is none or the models have changed.
+
+        A callback may change the models between iterations, for example freeze weights or add hooks.
+        """
         held = captures.held.get(UPDATE)
-        if isinstance(held, cls) and held._addresses == addresses(*models):
-            return held
-        if held is not None:
+        if isinstance(held, cls):
+            now = fixed_state(*models)
+            if held._fixed == now:
+                return held
+            changed = next(name for name in held._fixed | now if held._fixed.get(name) != now.get(name))
+            log.info("The update's CUDA graphs are captured anew, because the models changed: %s", changed)
             captures.release()
         passes = cls(captures, models, optimizers)
         captures.held[UPDATE] = passes
         return passes
+
+    def give_up(self, why: str) -> None:
+        """Run all later passes without CUDA graphs, and release the graphs and the buffers."""
+        self._captures.give_up(UPDATE, why)
 
     @property
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
-from ppo_rlhf.models.captures import DECODING, Captures, addresses
+from ppo_rlhf.models.captures import DECODING, Captures, fixed_state
 from ppo_rlhf.models.decoding_in_place import (
     FEWEST_COLUMNS,
     FEWEST_ROWS,
@@ -43,7 +43,7 @@ class CapturedSampler:
         self.has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)  # number of the decoding step, counted from 0
         self.live = rows  # number of sequences that are still decoded; they are in the buffers' first rows
-        self._model, self._addresses, self._autocast = model, addresses(model), _autocast_now(device)
+        self._model, self._fixed, self._autocast = model, fixed_state(model), _autocast_now(device)
         self._stops: dict[tuple[int, ...], Tensor] = {}  # stop token ids as tensors on the device, by the tuple of ids
 
     @property
@@ -53,9 +53,9 @@ class CapturedSampler:
         return self.decoder.bytes + sum(buffer.nbytes for buffer in buffers)
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Return whether the CUDA graphs fit a model: its weights' addresses and autocast's dtype are unchanged."""
+        """Return whether the CUDA graphs fit a model: its `fixed_state` and autocast's dtype are unchanged."""
         is_same = self._model is model and self._autocast == _autocast_now(model.device)
-        return is_same and self._addresses == addresses(model)
+        return is_same and self._fixed == fixed_state(model)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.errors import ConfigError, DivergenceError
+from ppo_rlhf.core.errors import ConfigError, DivergenceError, in_one_line
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import (
     PolicyLoss,
@@ -31,6 +31,7 @@ from ppo_rlhf.core.losses import (
     importance_weights,
     masked_policy_loss,
 )
+from ppo_rlhf.models.captures import UPDATE as UPDATE_GRAPHS
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
@@ -191,9 +192,30 @@ def compute_gradients(
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
     `mask`, `[B, T]` bool, is True on the tokens that the losses count. If `passes` is given, the forward and backward
-    passes run as CUDA graphs. Returns the losses and token sums of this process's micro-batches, and the number of
-    tokens that the losses count in the whole minibatch.
+    passes run as CUDA graphs; if their buffers do not fit into memory, the minibatch begins again without CUDA graphs.
+    Returns the losses and token sums of this process's micro-batches, and the number of tokens that the losses count in
+    the whole minibatch.
     """
+    try:
+        return _gradients(state, experience, minibatch, mask, micro_batches, reference, passes)
+    except torch.OutOfMemoryError as error:
+        if passes is None or not state.captures.serves(UPDATE_GRAPHS):
+            raise
+        why = in_one_line(error)  # the exception itself would keep the tensors of its stack frames alive
+    passes.give_up(why)
+    _drop_gradients(state)
+    return _gradients(state, experience, minibatch, mask, micro_batches, reference, None)
+
+
+def _gradients(
+    state: TrainingState,
+    experience: Experience,
+    minibatch: Minibatch,
+    mask: Tensor,
+    micro_batches: list[MicroBatch],
+    reference: Reference,
+    passes: CapturedPasses | None,
+) -> StepSums:
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
     # Mask of the minibatch's rows of all processes

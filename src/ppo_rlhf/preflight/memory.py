@@ -123,7 +123,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     held[MOMENTS] = sizes.moments
     if config.ema_decay is not None:
         held[AVERAGE] = sizes.trained[0]
-    if not shape.on_cpu and config.cuda_graphs is not False and config.rollout_engine == "static" and sizes.kept:
+    if not shape.on_cpu and config.captures_graphs and config.rollout_engine == "static" and sizes.kept:
         held[COPIES] = sizes.kept
 
     text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
@@ -156,7 +156,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    most_kept = 0 if shape.on_cpu or config.cuda_graphs is False else shape.card // CARDS_SHARE
+    most_kept = shape.card // CARDS_SHARE if config.captures_graphs and not shape.on_cpu else 0
     columns = next_size(tokens, FEWEST_COLUMNS)
     rows = _most_rollout_rows(config)
     scored, most_rows = rows, rows

@@ -123,6 +123,8 @@ def graphs_line(config: PPOConfig) -> str:
         return "none except those that transformers' generate makes (ppo.rollout_engine=hf)"
     if config.rollout_engine != "static":
         return f"no decoding step is captured (ppo.rollout_engine={config.rollout_engine})"
+    if not config.captures_graphs:
+        return "none (ppo.cuda_graphs=null is off until a GPU has timed them)"
     if shards_models():
         return "none, because FSDP2 moves the weights in memory"
     if config.cuda_graphs:
