@@ -30,6 +30,7 @@ from pluggy import PluginManager
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.epilogue import Epilogue
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.progress import reporting, say, silenced
@@ -152,7 +153,7 @@ class LoopRunner(SequentialRunner):
             TrainingError: Another BaseException that is no Exception was raised.
         """
         try:
-            with raising_on_signals(), ending_children():
+            with raising_on_signals(), ending_together(), ending_children():
                 # For --only-missing-outputs, look for the outputs in their usual paths, not in the run's own folder
                 if only_missing_outputs:
                     pipeline = self._filter_pipeline_for_missing_outputs(pipeline, catalog)

@@ -138,7 +138,7 @@ def test_processes_whose_launcher_is_gone_end_with_one_line(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes, "_store", lost)
+    monkeypatch.setattr(processes, "default_store", lost)
     reset = torch.distributed.DistNetworkError("Connection reset by peer")
     for error in (reset, RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")):
         first = processes.first_error(processes.first_error(error))

@@ -35,6 +35,10 @@ PATIENCE = timedelta(minutes=10)
 SLOW_S = 60.0
 """A warning names processes that reach a collective more than `SLOW_S` seconds late, and calls of users' code that take
 longer than `SLOW_S` seconds."""
+ENDS_S = 3.0
+"""`runtime.launcher` notices the end of the launcher within `ENDS_S` seconds."""
+launcher_has_ended = threading.Event()
+"""Set when the launcher has ended, by the thread of `runtime.launcher`."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, or launch with conf/accelerate/fsdp2.yaml"
@@ -200,11 +204,19 @@ def together() -> Iterator[None]:
     if process_count() == 1:
         yield
         return
+    import torch.distributed as dist
+
     join_processes()
-    position = _collectives_reached(os.environ["RANK"], 1)
+    try:
+        position = 0 if launcher_has_ended.is_set() else _collectives_reached(os.environ["RANK"], 1)
+    except dist.DistError:
+        # The store has ended with the launcher: SIGTERM comes, before which an update is finished and saved
+        if not launcher_has_ended.wait(ENDS_S):
+            raise
+        position = 0
 
     def name_late() -> None:
-        if late := _late_ranks(position):
+        if position and (late := _late_ranks(position)):
             logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
     with _calling_after(SLOW_S, name_late):
@@ -251,7 +263,7 @@ def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
             error = LaunchError(f"process {late} has ended, or has not reached this point for {minutes:.0f} minutes.")
         names_process = isinstance(error, LaunchError)
         text = str(error) if names_process else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
-        first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", text).decode()
+        first = default_store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", text).decode()
     # torch's key-value store is gone, because the launcher or process 0 that holds the store has ended
     except dist.DistError:
         gone = "the launcher or process 0, which connects the processes, has ended."
@@ -259,7 +271,8 @@ def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
     return error if first in (text, "-") else LaunchError(" ".join(first.split()))
 
 
-def _store() -> Any:
+def default_store() -> Any:
+    """Return torch's key-value store, which connects the processes."""
     # torch has no public function that returns the default process group's key-value store
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -268,7 +281,7 @@ def _store() -> Any:
 
 def _collectives_reached(rank: int | str, more: int = 0) -> int:
     """Add `more` to the number of `together` blocks that a process has reached, and return the number."""
-    return int(_store().add(f"ppo_rlhf/places/{rank}", more))
+    return int(default_store().add(f"ppo_rlhf/places/{rank}", more))
 
 
 def wait_for_all() -> None:

@@ -40,6 +40,7 @@ from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.rewards.shaping import check_normalisation
+from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
 from ppo_rlhf.runtime.progress import readings, say
@@ -322,7 +323,7 @@ class PPOTrainer:
                 claim(directory, self._folders)
             state, save, can_evaluate = self.state, partial(self._save, directory), self.held_out is not None
             callbacks = Callbacks(state, self._callbacks, self._reporting, directory, save, can_evaluate=can_evaluate)
-            with closing(callbacks), watched(state, directory) as show, ending_children():
+            with closing(callbacks), watched(state, directory) as show, ending_together(), ending_children():
                 books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
                 books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
                 models_and_data = state, self.reference_policy, self._prompts, self._scorer
