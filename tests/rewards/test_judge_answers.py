@@ -285,6 +285,15 @@ NO_SCORES = [
     "8/10",
     "Score: 8\x00",
     "## Score\n1. The facts are right",
+    "Score: 8 — no, that is too high",
+    "Score: 8. Hmm, I take that back.",
+    "Score: 8. It is too generous.",
+    "Score: 4\n(out of 5)",
+    "<score>4</score> of 5",
+    "<score>4</score>/5",
+    '{"score": 4, "max_score": 5}',
+    '{"score": 4, "scale": "1-5"}',
+    '{"out_of": 5, "score": 4}',
 ]
 """Answers on a scale from 1 to 10 that do not plainly say a score."""
 OTHER_SCALES = [
@@ -432,6 +441,7 @@ NO_VERDICTS = [
     "Verdict: A, instead B",
     "Verdict: Unentschieden",
     "Verdict: A is better than A",
+    '{"verdict": "A", "winner": "B"}',
 ]
 
 

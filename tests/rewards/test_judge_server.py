@@ -171,8 +171,9 @@ def test_an_unparsable_answer_with_a_score_of_its_own_is_kept_and_marked(judge, 
     assert (len(server.bodies), rows(tmp_path, "answers"), rows(tmp_path, "unusable")) == (2, 1, 0)
 
 
-def test_an_answer_that_was_cut_off_is_no_score_from_the_cache_either(judge, server):
-    server.finish_reason = "length"
+@pytest.mark.parametrize("reason", ["length", "content_filter", "abort", "insufficient_system_resource"])
+def test_an_answer_that_was_cut_off_is_no_score_from_the_cache_either(judge, server, reason):
+    server.finish_reason = reason
     server.answer = lambda text: "Score: 1"
     for _ in range(2):
         assert scores(judge(unparsable=2), "one") == [2.0]

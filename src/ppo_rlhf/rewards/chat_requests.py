@@ -34,6 +34,8 @@ LONG_PAUSE_S = 10.0
 """A line in the log names pauses of at least `LONG_PAUSE_S` seconds."""
 MOST_WORDS = 400
 """Maximum length in characters of a server's words in a message."""
+_CUT = re.compile(r"length|max_tokens|filter|safety|abort|cancel|resource|timeout")
+"""Values of `finish_reason`, of OpenAI's API, SGLang, DeepSeek and others, of an answer that was cut off."""
 SHORTEST_SECRET = 4
 """Keys with fewer characters are not masked in answers: they are no secrets, and may be part of any word."""
 _STATUS_BY_WORD = {
@@ -184,7 +186,7 @@ def _read_completion(
         name: counted[key] if isinstance(counted.get(key), int) else 0
         for name, key in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens"))
     }
-    return Answer(answer, reason not in ("length", "max_tokens"), "" if answer.strip() else said()), tokens
+    return Answer(answer, _CUT.search(reason) is None, "" if answer.strip() else said()), tokens
 
 
 def asked_pause_s(headers: Mapping[str, str]) -> float | None:

@@ -62,6 +62,10 @@ _OUT_OF = re.compile(
     rf"(?:/|\bout\s+of\b|\bof\b)\s*(?:an?\s+)?(?:(?:possible|maximum)\s+(?:of\s+)?)?({_NUMBER})(?:\s*(?:points?|pts?)\b)?",
     re.IGNORECASE,
 )
+_OF_THE_SCALE = re.compile(r"max|scale|range|out.?of|winner", re.IGNORECASE)
+"""Names of a JSON object's fields that say what its score or verdict means."""
+_SCALE_BELOW = re.compile(r"\n[ \t]*(?=[(\[]?(?:/|out\s+of\b)\s*\d)", re.IGNORECASE)
+"""The end of a line above a line that begins with the scale's maximum."""
 _CLOSING = {"[": "]", "(": ")", "{": "}", "<": ">", '"': '"', "'": "'", "“": "”", "‘": "’"}
 _END = re.compile(r"[\s.,;:!|)\]}]*(?:(?<=\s)[✅✔⭐🌟🏆👍🎉\ufffd\s]+)?")
 """Signs that change nothing behind a score or verdict: punctuation, and some emoji behind a space."""
@@ -69,7 +73,8 @@ _BREAK = re.compile(r"[)\]}|\s]*(?:[.;:!,(\[|]|[–—]|-\s|\b(?:because|since|d
 _NUMBER_WORD = r"(?:zero|one(?!\s+of\b)|two|three|four|five|six|seven|eight|nine|ten)\b"
 _REVISED = re.compile(
     r"^[\W_]*(?:or|to|if|unless|assuming|provided|minus|plus|maybe|perhaps|possibly|at most|at least|half)\b"
-    r"|\b(?:wait|correction|scratch that|second thoughts?|reflection|not really|chang\w+ my mind)\b"
+    r"|\b(?:wait|correction|scratch that|second thoughts?|reflection|not really|chang\w+ my mind|never mind|no,)"
+    r"|\b(?:take|taking|strike|disregard|ignore) (?:that|it|this)\b|\b(?:that|this|it)(?:['’]s| is| was| seems) too\b"
     r"|\b(?:half a|and a half|per\s?cent|pct)\b"
     rf"|\b(?:or|to|from|be|it|is|a|an|maybe|perhaps|rather|actually|not|no|mean|instead|say)[\W_]+{_NUMBER_WORD}",
     re.IGNORECASE,
@@ -233,6 +238,8 @@ def _claims_of_record(text: str, form: _Form) -> tuple[Claims, str]:
         return [], text
     found: Claims = []
     for name, value in fields:
+        if _OF_THE_SCALE.search(name) and not form.fits(f"/{value}"):
+            found.append(None)
         if name.strip().lower() == form.label:
             is_text = isinstance(value, str)
             if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -247,8 +254,9 @@ def _claims_of_lines(text: str, form: _Form) -> Claims:
     for _ in range(2):  # an element within an element
         text = _WRAPPED.sub(r"\2", text)
     label = form.label
-    element = re.compile(rf"<{label}>\s*([^<>]*?)\s*</{label}>", re.IGNORECASE)
-    text = _without_quotes(element.sub(rf"\n{label}: \1\n", text), label)
+    element = re.compile(rf"<{label}>\s*([^<>]*?)\s*</{label}>([ \t]*(?:/|\(?(?:out )?of\b)[^\n]*)?", re.IGNORECASE)
+    text = element.sub(rf"\n{label}: \1\2\n", text)
+    text = _without_quotes(_SCALE_BELOW.sub(" ", text), label)
     word = re.compile(rf"(?<!\w){label}(?!\w)", re.IGNORECASE)
     has_several_records = text.count("{") > 1
     lines = text.split("\n")

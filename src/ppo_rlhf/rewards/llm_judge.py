@@ -183,7 +183,8 @@ class LLMJudge:
         lowest, highest = self.config.scale
         expected = "verdict A, B or tie" if self.config.is_pairwise else f"score from {lowest:g} to {highest:g}"
         form = "that llm.pattern matches" if self.config.pattern else "in one of the forms of docs/rewards.md"
-        what = f"does not plainly say one {expected} {form}" if answer.is_whole else "was cut off at its maximum length"
+        cut_off = "was cut off by llm.max_tokens or the server"
+        what = f"does not plainly say one {expected} {form}" if answer.is_whole else cut_off
         text = repr(answer.text[-80:]) if answer.text.strip() else f"it is empty, the server sent {answer.sent_instead}"
         problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {text}."
         if self.config.unparsable == "error":
