@@ -163,6 +163,17 @@ def test_the_first_twenty_completions_of_a_sampled_iteration_are_a_table(run_id:
     assert table["data"][0][-1] is False
 
 
+def test_the_table_of_samples_shows_a_chat_as_its_turns(run_id: str):
+    chat = '[{"role": "user", "content": "Hi"}]'
+    row = {"iteration": 1, "completion": "c", "score": 0.5, "kl": 0.0, "stopped": True, "tools": None}
+    rows = [row | {"prompt": "<|user|>Hi", "prompt_chat": chat}, row | {"prompt": "plain", "prompt_chat": None}]
+    log = RunLog(run_id, Pipeline([]), DataCatalog({}))
+    log.node_ran({}, {"completions": rows})
+    assert log.close(is_finished=True)
+    table = mlflow.artifacts.load_dict(f"{mlflow.active_run().info.artifact_uri}/samples.json")
+    assert [data[table["columns"].index("prompt")] for data in table["data"]] == ["User: Hi\n\nAssistant: ", "plain"]
+
+
 def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):
     MlflowClient().log_metric(run_id, "objective/scores", 0.25, step=1)
     evaluations = EvaluationLogDataset(str(tmp_path))

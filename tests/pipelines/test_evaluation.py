@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import shutil
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
-from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies
+from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies, pair_samples
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.reporting.wording import headline, say_verdict
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -235,6 +236,28 @@ def test_summary_holds_the_metrics_and_who_decided(outputs):
     sft, ppo = (outputs[name]["judge_score"] for name in ("sft_evaluation", "ppo_evaluation"))
     assert summary["eval/win_rate"] == pytest.approx((ppo > sft).mean() + 0.5 * (ppo == sft).mean(), abs=1e-12)
     assert set(outputs["sample_pairs"].columns) == COLUMNS["sample_pairs"]
+
+
+def test_sample_pairs_show_a_chat_as_its_turns(inputs, outputs):
+    prompts = PromptDataset.from_frame(inputs["evaluation_prompts"])
+    chats = [json.dumps([{"role": "user", "content": f"Say {text}"}]) for text in prompts.texts[:-1]]
+    table = replace(prompts, chats=[*chats, None]).to_frame()
+    evaluations = (outputs[name] for name in ("sft_evaluation", "ppo_evaluation"))
+    pairs = pair_samples(*evaluations, table, EvaluationConfig(sample_pairs=len(prompts)))
+    expected = [f"User: Say {text}\n\nAssistant: " for text in prompts.texts[:-1]] + prompts.texts[-1:]
+    assert sorted(pairs["prompt"]) == sorted(expected)
+
+
+def test_that_not_all_evaluation_prompts_are_used_is_said_once_in_a_run(inputs, caplog, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.models.quiet.said", set())
+    given, settings = table_of({"prompt": list("kji")}), PromptsConfig(max_held_out=2)
+    policy, ppo = inputs["sft_policy"], inputs["params:ppo"]
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        prepare_prompts(table_of({"prompt": list("abc")}), given, policy, ppo, settings)
+        choose_prompts(None, given, None, policy, ppo, settings)
+    assert [line for line in caplog.messages if "of 3" in line.lower()] == [
+        "Of 3 evaluation prompts, only the first 2 are used (prompts.max_held_out)."
+    ]
 
 
 def test_policy_compared_with_itself_ties_everywhere(inputs):

@@ -18,7 +18,10 @@ PROMPTS = table_of({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 
 
 @pytest.mark.parametrize(("maximum", "said"), [(4, True), (6, False), (7, False)])
-def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(tmp_path, caplog, maximum: int, said: bool):
+def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(
+    tmp_path, caplog, monkeypatch, maximum: int, said: bool
+):
+    monkeypatch.setattr("ppo_rlhf.models.quiet.said", set())
     handle = PretrainedHandle(save(tmp_path / "policy", tiny_model()))
     settings = PromptsConfig(max_held_out=maximum, train_on_evaluation_prompts=True)
     with caplog.at_level(logging.INFO, "ppo_rlhf"):

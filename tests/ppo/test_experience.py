@@ -252,6 +252,19 @@ def test_completions_are_a_row_for_each_response(rollouts):
     assert {row["iteration"] for row in rows} == {rollouts.iteration}
 
 
+def test_completions_have_the_columns_of_their_prompts_beside_their_own(rollouts):
+    chats = ['[{"role": "user", "content": "a"}]', None, None]
+    columns = {"topic": ["rain", "snow", "sun"], "score": [7, 8, 9], "tools": [None, None, None]}
+    rollouts = replace(rollouts, prompts=replace(rollouts.prompts, columns=columns, chats=chats))
+    scores = scores_of(3.0, -7.0, 1.0)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
+    rows = completion_rows(experience, build_tokenizer())
+    assert [row["topic"] for row in rows] == ["rain", "snow", "sun"]
+    assert [(row["score"], row["prompts.score"]) for row in rows] == [(3.0, 7), (-7.0, 8), (1.0, 9)]
+    assert [row["prompt_chat"] for row in rows] == chats
+    assert [row["prompt"] for row in rows] == rollouts.prompts.texts
+
+
 def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
     """Responses of 2, 4 and 3 tokens: 3 / 2, 8 / 4 and -3 / 3."""
     scores = scores_of(3.0, -7.0, 1.0)

@@ -144,6 +144,15 @@ def test_tokens_of_an_environment_are_read_without_numbers():
     assert page.attributes.count("data-numbers") == 2
 
 
+def test_a_chat_prompt_is_shown_as_its_turns():
+    rollouts = hand_made_experience([3], width=3).rollouts
+    chat = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    prompts = replace(rollouts.prompts, chats=[chat], texts=["<|im_start|>system\nBe brief."])
+    experience = replace(hand_made_experience([3], width=3), rollouts=replace(rollouts, prompts=prompts))
+    (sample,) = sample_tokens(experience, build_tokenizer())["samples"]
+    assert sample["prompt"] == "System: Be brief.\n\nUser: Hi\n\nAssistant: "
+
+
 def test_texts_cannot_become_markup_and_nothing_is_fetched():
     harmless = Page(render_page([shown_as(["x"])]))
     page = Page(render_page([shown_as([HOSTILE], prompt=HOSTILE)]))

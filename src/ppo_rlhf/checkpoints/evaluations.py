@@ -13,6 +13,7 @@ from typing import Any
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.runtime.names import TRAINING_KL
 from ppo_rlhf.runtime.whole_files import discard, written_whole
 
@@ -105,4 +106,4 @@ def write_completions(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Non
     if not rows:
         return
     with written_whole(directory / COMPLETIONS / f"{checkpoint_name(rows[0]['iteration'])}.jsonl") as draft:
-        draft.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+        draft.write_text("".join(f"{as_json(row)}\n" for row in rows), encoding="utf-8")

@@ -32,6 +32,7 @@ from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import encode_texts, printed_dates
 from ppo_rlhf.runtime import processes
 
@@ -237,6 +238,16 @@ def split_held_out(table: Dataset, evaluation: Dataset | None, settings: Prompts
     keys, share = _keys(table, settings.column, "prompts"), settings.held_out_share
     advice = "Give more prompts, or evaluation_prompts_path."
     return hold_out(keys, share, maximum, settings.seed, "held_out", name="prompts", advice=advice)
+
+
+def name_unevaluated(evaluation: Dataset, settings: PromptsConfig) -> None:
+    """Log once in a run how many evaluation prompts are used, if there are more than `max_held_out`."""
+    if settings.max_held_out < len(evaluation):
+        say_once(
+            f"Of {len(evaluation)} evaluation prompts, only the first {settings.max_held_out} are used "
+            "(prompts.max_held_out).",
+            logging.INFO,
+        )
 
 
 def find_evaluated(table: Dataset, evaluation: Dataset, column: str) -> list[bool]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.data.chats import CALLS, Chat, Tools
-from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.data.chats import Chat, Tools
+from ppo_rlhf.data.shown import turns
 
 CUT_OFF = "cut off at the length limit"
 _ISOLATED = "\u2068{}\u2069"
@@ -17,14 +16,8 @@ dropped."""
 
 def question(prompt: str | Chat, tools: Tools = None) -> str:
     """Return a prompt, or all messages of a chat with tool calls and tools, under the names of their roles."""
-    parts = [("Tools", as_json(tools, indent=1))] if tools else []
-    messages: Any = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
-    for message in messages:
-        role = str(message["role"]).capitalize()
-        calls = [(f"{role}: {key}", as_json(message[key], indent=1)) for key in CALLS if message.get(key)]
-        content = _plain(message.get("content"))
-        parts += [(role, content), *calls] if content or not calls else calls
-    return "\n\n".join(_under(*part) for part in parts)
+    chat = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    return "\n\n".join(_under(*part) for part in turns(chat, tools))
 
 
 def responses(response_a: str, response_b: str, *, cut_off_a: bool = False, cut_off_b: bool = False) -> str:
@@ -47,14 +40,3 @@ def as_text(text: str) -> str:
 def _under(name: str, text: str) -> str:
     heading = " ".join(re.sub(r"[^\w(),:. -]", "", name).split())
     return f"### {heading}\n\n{as_text(text) if text else '*(empty)*'}"
-
-
-def _plain(content: Any) -> str:
-    """Return the content of a message as text; parts of other kinds than text as JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    return "\n".join(
-        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else as_json(part)
-        for part in parts
-    )

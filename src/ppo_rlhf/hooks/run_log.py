@@ -106,7 +106,11 @@ class RunLog:
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if rows := outputs.get("completions", [])[:SAMPLES]:
+            # Imported inside the function because the import is slow
+            from ppo_rlhf.data.shown import shown_prompt
+
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
+            columns["prompt"] = [shown_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools")) for row in rows]
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
             # Imported inside the function because the import is slow

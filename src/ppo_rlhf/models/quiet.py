@@ -15,11 +15,11 @@ said: set[str] = set()
 process has several runs."""
 
 
-def say_once(line: str) -> None:
-    """Log a warning only once in a run, because the checks before the run and the run's nodes read the same files."""
+def say_once(line: str, level: int = logging.WARNING) -> None:
+    """Log a line only once in a run, because the checks before the run and the run's nodes read the same files."""
     if line not in said:
         said.add(line)
-        log.warning("%s", line)
+        log.log(level, "%s", line)
 
 
 @contextmanager

@@ -133,7 +133,8 @@ def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) 
 
     Columns: iteration, prompt, completion, score (before shaping), `score_<name>` of each reward if there are several,
     kl (k1 summed over the response, nats), advantage (mean over the response's tokens), tokens (number of the policy's
-    tokens, stop token included) and stopped (False if the response was cut off).
+    tokens, stop token included), stopped (False if the response was cut off), prompt_chat (the messages as JSON, if
+    some prompts are chats), and the prompts' columns. A prompts' column whose name is taken is named `prompts.<name>`.
     """
     rollouts, scores = experience.rollouts, experience.scores
     tokens = rollouts.mask.sum(-1)
@@ -150,4 +151,8 @@ def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) 
     }
     if len(scores.components) > 1:
         columns |= {f"score_{name}": values.tolist() for name, values in scores.components.items()}
+    if rollouts.prompts.has_chats:
+        columns["prompt_chat"] = rollouts.prompts.chats[:]
+    others = rollouts.prompts.columns.items()
+    columns |= {f"prompts.{name}" if name in columns else name: values[:] for name, values in others}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -18,7 +18,8 @@ from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.chats import TOOLS, read_tools
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, prompt_key
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
+from ppo_rlhf.data.shown import shown_prompts
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
@@ -51,7 +52,7 @@ def choose_prompts(
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.select(range(min(prompts.max_held_out, len(raw_evaluation_prompts))))
-    logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
+    name_unevaluated(raw_evaluation_prompts, prompts)
     chosen = PromptReader.of(sft_policy, ppo).read(table, prompts.column, "evaluation prompts").to_frame()
     trained = 0 if training_prompts is None else int(_are_among(chosen, training_prompts).sum())
     if trained:
@@ -210,15 +211,24 @@ def compare_policies(
 
 
 def pair_samples(
-    sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
+    sft_evaluation: pd.DataFrame,
+    ppo_evaluation: pd.DataFrame,
+    evaluation_prompts: pd.DataFrame,
+    evaluation: EvaluationConfig,
 ) -> pd.DataFrame:
-    """Return both policies' responses side by side, for random prompts and for PPO's widest wins and losses."""
-    return sample_pairs(
+    """Return both policies' responses side by side, for random prompts and for PPO's widest wins and losses.
+
+    The column `prompt` shows a chat as its turns.
+    """
+    pairs = sample_pairs(
         PolicyEvaluation.from_frame(ppo_evaluation),
         PolicyEvaluation.from_frame(sft_evaluation),
         count=evaluation.sample_pairs,
         seed=evaluation.seed,
     )
+    prompts = PromptDataset.from_frame(evaluation_prompts)
+    shown = dict(zip(prompts.texts, shown_prompts(prompts), strict=True))
+    return pairs.assign(prompt=[shown.get(text, text) for text in pairs["prompt"]])
 
 
 def write_model_card(

@@ -29,7 +29,7 @@ def create_pipeline() -> Pipeline:
             [*evaluations, "sft_policy", "chosen_prompts", "trained_prompts", "training_history", *settings],
             {"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
         ),
-        named(nodes.pair_samples, [*evaluations, "params:evaluation"], "sample_pairs"),
+        named(nodes.pair_samples, [*evaluations, "chosen_prompts", "params:evaluation"], "sample_pairs"),
         named(
             nodes.write_model_card,
             ["evaluation_summary", "before_after", "ppo_policy", *models, *settings],

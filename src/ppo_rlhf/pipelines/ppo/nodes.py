@@ -17,7 +17,7 @@ from ppo_rlhf.checkpoints.model_files import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, name_unevaluated
 from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
@@ -69,12 +69,7 @@ def prepare_prompts(
         raw_prompts, raw_evaluation_prompts, prompts
     )
     if raw_evaluation_prompts is not None:
-        if prompts.max_held_out < len(raw_evaluation_prompts):
-            log.info(
-                "Of %d evaluation prompts, only the first %d are used (prompts.max_held_out).",
-                len(raw_evaluation_prompts),
-                prompts.max_held_out,
-            )
+        name_unevaluated(raw_evaluation_prompts, prompts)
         if shared := sum(find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column)):
             use = "trained on anyway" if prompts.train_on_evaluation_prompts else "left out of training"
             log.warning(

@@ -7,6 +7,7 @@ from typing import TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf.data.shown import shown_prompts
 from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
 
@@ -17,7 +18,7 @@ LIMIT = 6
 class TokenSample(TypedDict):
     """One response of n tokens."""
 
-    prompt: str
+    prompt: str  # as people read it: a chat as its turns
     tokens: list[str]  # the texts of the n tokens, whose concatenation is the response
     # N flags: True if the policy wrote the token, False if the token belongs to an environment's reply
     is_policy: list[bool]
@@ -52,13 +53,13 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
     rows = ranked[torch.linspace(0, len(ranked) - 1, min(limit, len(ranked))).round().long()].tolist()
     samples = [
         TokenSample(
-            prompt=rollouts.prompts.texts[row],
+            prompt=shown,
             tokens=token_texts(tokenizer, rollouts.prompts.prompt_ids[row], ids[row]),
             is_policy=rollouts.mask[row, : len(ids[row])].tolist(),
             score=scores[row].item(),
             terminated=bool(rollouts.responses.terminated[row]),
             numbers={name: values[row, : len(ids[row])].tolist() for name, values in quantities.items()},
         )
-        for row in rows
+        for row, shown in zip(rows, shown_prompts(rollouts.prompts.select(rows)), strict=True)
     ]
     return TokenSamples(iteration=rollouts.iteration, responses=len(ids), samples=samples)
