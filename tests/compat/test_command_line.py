@@ -28,13 +28,17 @@ def words(script: str) -> list[str]:
         "train now \\\n  --a 1 \\\n  --b 2\n\n",
         'set -euo pipefail\nexport A=1 B="2 3"\nexport C\nmkdir -p made\necho\ntrain now $A $B 2>&1\n',
         "A=x\nA=$A$A\nA=1 train now $A\n",
+        'A=old\nA=new B=$A C="$B"; train now $A $B $C\n',
+        "A='x y'\nexport B=1 C=$A; train now $C\n",
+        "mkdir -p made\ncd made\ntrain now $PWD/x\n",
         'train now "a"b\'c\'d "$@" $@ *.nothing [a,b] --e=f=g\n',
     ],
 )
-def test_words_are_those_that_a_shell_passes(script: str, tmp_path: Path):
+def test_words_are_those_that_a_shell_passes(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """bash itself is the judge: a function stands in for the command."""
     judge = f"train() {{ printf '%s\\n' \"$@\"; }}\n{script}"
     said = subprocess.run(["bash", "-c", judge], capture_output=True, text=True, check=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert words(script) == said.stdout.removeprefix("\n").splitlines()[1:]
 
 
@@ -65,6 +69,8 @@ def test_words_are_those_that_a_shell_passes(script: str, tmp_path: Path):
         ("A=`date`\ntrain now\n", 1, "`date`"),
         ("train now --a $((1/0))\n", 1, "$((1/0))"),
         ("train now --a $((2**64))\n", 1, "$((2**64))"),
+        ("train now --a $((010 + 1))\n", 1, "$((010 + 1))"),
+        ("IFS=,\nA=b,c\ntrain now --a $A\n", 1, "IFS"),
         ("train now --a $B\n", 1, "$B"),
         ("A=$B\ntrain now --a $A\n", 2, "$B"),
         ("train now --a ${A:?no}\n", 1, "${A:?no}"),
@@ -97,6 +103,12 @@ def test_a_variable_that_the_command_does_not_see_is_no_number_of_processes():
     with pytest.raises(ConfigError, match="N is set, but the command does not see it"):
         command.processes(("N",))
     assert find_command("export N\nN=8\ntrain now\n", NAMES, "x.sh").processes(("N",)) == 8
+    command = find_command("M=8\nM=2 N=$M train now\n", NAMES, "x.sh")
+    assert command.processes(("N",)) == 2  # as in bash: an assignment sees those on its left
+    with pytest.raises(ConfigError, match=r"line 1: python starts one process whatever N say"):
+        find_command("N=8 python train now\n", NAMES, "x.sh").processes(("N",))
+    command = find_command("CUDA_VISIBLE_DEVICES=0,1, deepspeed train now\n", NAMES, "x.sh")
+    assert command.processes() == 2
     for launch in ("srun", "time", "torchrun --nproc_per_node 1:4", "torchrun --nproc_per_node gpu", "deepspeed"):
         with pytest.raises(ConfigError, match="line 1"):
             find_command(f"{launch} train now\n", NAMES, "x.sh").processes()

@@ -354,6 +354,20 @@ def test_paths_are_seen_from_where_cd_leads(tmp_path: Path):
     assert conversion.tables["prompts_path"][0]["prompt"][0]["content"] == "yes"
 
 
+def test_a_table_that_only_another_folder_has_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"query": "no"}\n')
+    (tmp_path / "ppo.sh").write_text("cd empty\nswift rlhf --rlhf_type ppo --dataset rows.jsonl\n")
+    [conversion] = convert_files("ms-swift", [tmp_path / "ppo.sh"])
+    assert "rows.jsonl is not a file here" in dict(conversion.not_carried)["dataset"]
+    assert not conversion.tables
+
+
+def test_an_old_name_beside_the_current_one_is_refused():
+    with pytest.raises(ConfigError, match=r"train_type is the old name of tuner_type, and both are given\. Keep one"):
+        from_swift({"rlhf_type": "ppo", "train_type": "full", "tuner_type": "lora"})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

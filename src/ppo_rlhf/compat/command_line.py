@@ -33,7 +33,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "*": int.__mul__,
     "/": int.__floordiv__,
 }
-_NUMBER = re.compile(r"[0-9]{1,12}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,11}")  # a shell reads 010 as 8
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _UNKNOWN = "\0"  # stands around a variable that the script does not set; only the training command may not have it
 _SET = re.compile(r"[-+][eux]*o?|pipefail|errexit|nounset|xtrace")
@@ -76,7 +76,12 @@ class Command:
                 f"{self.where}: {hidden} is set, but the command does not see it; write export {hidden}=…."
             )
         given = [self.environment.get(name, "1") for name in variables]
-        return _product(variables, given, self.where)
+        if (total := _product(variables, given, self.where)) > 1 and words:
+            raise ConfigError(
+                f"{self.where}: python starts one process whatever {', '.join(variables)} say; remove them, or write "
+                "torchrun before the command."
+            )
+        return total
 
     def _launched(self, options: dict[str, Any], names: Sequence[str]) -> int:
         given = [str(options.get(name, "")) for name in names]
@@ -84,7 +89,7 @@ class Command:
         if given[0] in ("gpu", "auto") or (not given[0] and names != _TORCHRUN):
             if not visible or {"config_file", "include", "hostfile"} & options.keys():
                 raise ConfigError(f"{self.where}: the number of processes is not given; write --{names[0]}.")
-            given[0] = str(len(visible.split(",")))
+            given[0] = str(len([device for device in visible.split(",") if device]))
         return _product(names, [number or "1" for number in given], self.where)
 
 
@@ -92,7 +97,8 @@ def _product(names: Sequence[str], given: Sequence[str], where: str) -> int:
     total = 1
     for name, number in zip(names, given, strict=True):
         if not re.fullmatch(r"[1-9][0-9]{0,5}", number):
-            raise ConfigError(f"{where}: {name}={number!r} is no number of processes; write a whole number.")
+            shown = number.replace(_UNKNOWN, "")
+            raise ConfigError(f"{where}: {name}={shown!r} is no number of processes; write a whole number.")
         total *= int(number)
     return total
 
@@ -126,6 +132,7 @@ class _Script:
     def __init__(self, text: str, names: Sequence[tuple[str, ...]], where: str) -> None:
         self.text, self.names, self.where, self.line = text, names, where, 1
         self.variables = {"HOME": str(Path.home()), "PWD": os.getcwd()}
+        self.visible = self.variables  # what a word's expansions see: an assignment also sees those on its left
         self.exported: set[str] = set()
         self.folder, self.takes_arguments = "", False
 
@@ -146,6 +153,9 @@ class _Script:
                     self._add(statement, word)
                 skips = skips and word is None
                 word = None
+            is_assigned = _ASSIGNMENT.match(word or "") and statement.words[:1] in ([], ["export"])
+            sees_left = is_assigned and not statement.words
+            self.visible = self.variables | statement.assignments if sees_left else self.variables
             if kind == "end":
                 statement.is_redirected |= text == "&"
                 if statement.words or statement.assignments or statement.is_redirected:
@@ -160,7 +170,6 @@ class _Script:
             elif kind == "expansion":
                 self.takes_arguments |= text in ("$@", "$*")
                 value = "" if text in ("$@", "$*") else self._value(text)
-                is_assigned = _ASSIGNMENT.match(word or "") and statement.words in ([], ["export"])
                 first, *others = [value] if is_assigned else re.split(r"\s+", value)
                 word = f"{word or ''}{first}" if first or word is not None else None
                 for each in others:
@@ -207,7 +216,7 @@ class _Script:
         """Return the value of `$name`, `${name:-default}`, or a sum of two numbers."""
         if variable := _VARIABLE.fullmatch(text):
             name, default = variable["name"] or variable["braced"], variable["default"]
-            known = self.variables.get(name)
+            known = self.visible.get(name)
             if known or (known is not None and not (default or "").startswith(":")):
                 return known
             if default is None:
@@ -218,7 +227,7 @@ class _Script:
             return self._quoted(value)
         if total := _SUM.fullmatch(text):
             operands = [self._quoted(each) for each in (total[1], total[3])]
-            left, right = (self.variables.get(each, each) for each in operands)
+            left, right = (self.visible.get(each, each) for each in operands)
             operator = total[2][-1]
             if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right) and (operator != "/" or int(right)):
                 return str(_OPERATORS[operator](int(left), int(right)))
@@ -239,6 +248,8 @@ class _Script:
                 "is not read: beside the one command that trains a script may have assignments, export, set, cd, mkdir "
                 "and echo; remove the line, or write what it does",
             )
+        if "IFS" in self.variables:
+            self.refuse("IFS", "changes where words are split, which is not read; remove it")
         self.line = line
         return command
 
@@ -253,7 +264,9 @@ class _Script:
         if head == "set":
             return all(map(_SET.fullmatch, words))
         if head == "cd" and len(words) == 1 and _UNKNOWN not in words[0] and words[0] != "-":
-            self.folder = os.path.join(self.folder, os.path.expanduser(words[0]))
+            folder = os.path.expanduser(words[0])
+            self.folder = os.path.join(self.folder, folder)
+            self.variables["PWD"] = os.path.normpath(os.path.join(self.variables["PWD"], folder))
             return True
         return head in ("mkdir", "echo")
 

@@ -152,6 +152,10 @@ def from_swift(
         ConfigError: `rlhf_type` is not ppo, or ms-swift reads none of a table's columns.
         DataError: A table cannot be loaded.
     """
+    if twice := next((name for name in OLD if name in settings and OLD[name] in settings), None):
+        raise ConfigError(
+            f"ms-swift: {twice} is the old name of {OLD[twice]}, and both are given. Keep one of the two."
+        )
     given = arguments.normalised({OLD.get(name, name): value for name, value in settings.items()})
     kind = given.get("rlhf_type", DERIVED["rlhf_type"])
     if kind != "ppo":
@@ -257,7 +261,7 @@ def _carry_tables(c: Conversion, folders: Sequence[Path]) -> None:
     for name in names:
         place, _, count = name.rpartition("#") if name.rpartition("#")[2].isdecimal() else (name, "", "")
         file = Path(arguments.located(place, folders))
-        if not file.exists():
+        if not file.is_absolute() or not file.exists():  # a place that was found is absolute
             return c.leave(f"{place} is not a file here or above the source; set prompts_path", *settings)
         files.append((name, file, int(count) if count else None))
     for name, file, maximum in files:
