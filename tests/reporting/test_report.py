@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from kedro.config import OmegaConfigLoader
 from rich.console import Console
 from safetensors.torch import save_file
@@ -425,8 +426,8 @@ def test_page_gives_the_advice_that_follows_from_settings_and_curves():
 
 
 def test_settings_and_advice_are_those_of_the_policys_training_whatever_conf_says(tmp_path):
-    LlamaConfig().save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     own = {"kl_coef": 0.15, "kl_alarm": 40.0, "kl_warning": 35.0, "gamma": 0.99}
     (tmp_path / "ppo_rlhf.json").write_text(json.dumps({"ppo": own, "chat_template_kwargs": {}}))
     inputs = {"training_history": history().assign(**{"objective/kl": 30.0}), "params:ppo": PPOConfig(lam=0.5)}
@@ -437,10 +438,10 @@ def test_settings_and_advice_are_those_of_the_policys_training_whatever_conf_say
 
 
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):
-    config = LlamaConfig()
+    config = LlamaConfig(num_hidden_layers=1)
     config.held_out_accuracy = 0.61
     config.save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     reward = RewardConfig(components=[RewardComponentConfig(type="model")])
     page = run_reporting(**{"reward_model": PretrainedHandle(str(tmp_path)), "params:reward": reward})["report"]
     assert "right on only 61.0% of its held-out pairs" in page

@@ -43,7 +43,7 @@ def read_csv(files: Sequence[Path], text_column: str) -> Dataset:
     return datasets.Dataset(InMemoryTable(whole.cast(joint)))
 
 
-def read_text(file: Path) -> str:
+def decoded(file: Path) -> str:
     """Return the text of a file, compressed or not.
 
     Raises:
@@ -74,7 +74,7 @@ def _read_frame(file: Path, texts: set[str]) -> pd.DataFrame:
     # pandas' ParserError is a ValueError, and its message names the line
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, UnicodeDecodeError):
-            read_text(file)  # raises an error that names the undecodable line
+            decoded(file)  # raises an error that names the undecodable line
         reason = in_one_line(error)
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {_SURPLUS}' if 'saw' in reason else ''}"

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_rlhf.core.errors import DataError, in_one_line
-from ppo_rlhf.data.csv_tables import read_csv, read_text
+from ppo_rlhf.data.csv_tables import decoded, read_csv
 from ppo_rlhf.data.files import FORMATS, HUB_NAME, find, kind_of
 
 # Imported here only for type checkers: `datasets` takes two seconds to import, so functions that use it import it
@@ -207,7 +207,7 @@ def _load_files(
         for file in files if len(files) > 1 else ():
             _check_file(file, load, options.get("features"))
         if builder == "text":
-            read_text(files[0])
+            decoded(files[0])
         raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
     if builder != "text":
         return table

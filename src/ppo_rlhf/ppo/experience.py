@@ -152,7 +152,7 @@ def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) 
     if len(scores.components) > 1:
         columns |= {f"score_{name}": values.tolist() for name, values in scores.components.items()}
     if rollouts.prompts.has_chats:
-        columns["prompt_chat"] = rollouts.prompts.chats[:]
+        columns["prompt_chat"] = list(rollouts.prompts.chats)
     others = rollouts.prompts.columns.items()
     columns |= {f"prompts.{name}" if name in columns else name: values[:] for name, values in others}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
