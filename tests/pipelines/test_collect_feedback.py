@@ -147,7 +147,11 @@ def test_pairs_go_out_as_a_file_and_answers_come_back_by_one(
     assert re.search(r"answers\.jsonl: row 0: number='p1' is not the number", str(failed.value.__cause__))
 
 
-def test_a_later_export_has_other_pairs_with_numbers_that_no_pair_had(folder: Path, queues: ReviewQueues) -> None:
+def test_a_later_export_has_other_pairs_with_numbers_that_no_pair_had(
+    folder: Path, queues: ReviewQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three are collected within the same second."""
+    monkeypatch.setattr(nodes.time, "time", lambda: 1.7e9)
     first = collect(folder, export=str(folder / "one.jsonl"))[0]
     second = collect(folder, export=str(folder / "two.jsonl"), queue="other")[0]
     third = collect(folder, export=str(folder / "three.jsonl"))[0]

@@ -196,7 +196,8 @@ def _find(queues: ReviewQueues | None, queue: str, collected: pd.DataFrame) -> d
         )
     own = collected[collected["queue"] == queue]
     numbers = [*(each.number for each in held), *own["number"].tolist()]
-    begin = max(int(time.time()), *(number // PLACES + 1 for number in [*numbers, 0]))
+    taken = [*numbers, *collected["number"].tolist(), 0]  # pairs of other queues may be of the same second
+    begin = max(int(time.time()), *(number // PLACES + 1 for number in taken))
     drawn = max((number % PLACES for number in numbers), default=-1) + 1
     return {
         "next": begin * PLACES + drawn,
