@@ -200,7 +200,7 @@ TURNS = [
 
 def learnt_of(rows, template):
     trained, held_out = split_demonstrations(pd.DataFrame(rows), DataPreparationConfig())
-    tokenizer = word_tokenizer(chat_template=LEARNT_TURNS)
+    tokenizer = word_tokenizer(chat_template=template or LEARNT_TURNS)
     found = tokenise_demonstrations(pd.concat([trained, held_out]), tokenizer, None, template=template)
     return {" ".join(tokenizer.decode([label]) for label in labels if label != IGNORED) for labels in found.labels}
 
@@ -214,6 +214,12 @@ def test_an_answer_that_is_marked_as_not_learnt_is_not_learnt(mark):
     whole = [turn | {key: 1} for turn in TURNS[:2]]
     learnt = learnt_of({"messages": [*chats, whole]}, LEARNT_TURNS)
     assert learnt == {"d <s>", "b <s>", "b <s> d <s>"}
+
+
+def test_marked_text_that_ends_in_a_space_without_a_token_marks_nothing_behind_it():
+    """transformers' own mask then goes to the end of the chat, so that the user's next words were learnt."""
+    template = LEARNT_TURNS.replace("' <s>' }}{% endgeneration", "' <s> ' }}{% endgeneration")
+    assert learnt_of({"messages": [TURNS, TURNS[:2]]}, template) == {"b <s> d <s>", "b <s>"}
 
 
 def test_an_answer_that_is_marked_as_not_learnt_is_refused_where_all_is_learnt():

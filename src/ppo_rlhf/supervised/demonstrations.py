@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, in_one_line
@@ -340,15 +341,24 @@ def _marked(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and labels for the tokens of the assistant's turns only.
 
-    Turns that must not be learnt have no labels: the n-th run of marked tokens is the n-th turn.
+    Turns that must not be learnt have no labels: the n-th run of marked tokens is the n-th turn. A token is marked if
+    one of its characters is. The mask of transformers' `apply_chat_template` marks all later tokens, too, if no token
+    has the last marked character, such as a space that the tokenizer drops.
     """
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        rendered: Any = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,  # type: ignore[arg-type]
         )
     except Exception as error:  # a chat template is a program, so rendering can raise any exception
         raise DataError(f"{where}: the chat template refuses a chat: {in_one_line(error)}") from error
-    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+    (text,), (parts,) = rendered
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = encoded["input_ids"]
+    mask = [any(first < end and start < last for start, end in parts) for first, last in encoded["offset_mapping"]]
     check_shown(messages, tokenizer, where, str(tokenizer.decode(ids)), tools=tools)
     if any(unlearnt := _unlearnt(messages)):
         runs = [[*run] for is_marked, run in groupby(range(len(mask)), mask.__getitem__) if is_marked]
