@@ -188,7 +188,7 @@ def test_every_setting_is_probed_or_named_as_not_probed_or_changes_no_learning()
     """A new setting needs a decision: add it to one of the three."""
     indifferent = {
         *("offload_reference_policy", "offload_reward_model", "device", "deterministic", "export"),
-        *("export_value_head", "export_critic"),
+        *("export_value_head", "export_critic", "export_dtype"),
         *("sft_model_path", "reward_model_path", "eval_interval", "save_interval", "save_total_limit", "max_time"),
         "save_interval_minutes",
         *("report_to", "callbacks", "sample_interval", "shutdown_grace_s", "max_skipped_steps", "overlong_prompts"),
