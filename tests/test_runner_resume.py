@@ -34,7 +34,7 @@ ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
 class State:
     """One iteration."""
 
-    total_iterations, stopping, config = 1, False, PPOConfig()
+    total_iterations, stopping, stop_requested, config = 1, False, None, PPOConfig()
     captures = Captures(torch.device("cpu"))
 
     def __init__(self) -> None:
