@@ -37,6 +37,15 @@ def test_learning_rates_are_held_against_the_range_of_a_policy_of_their_size_and
 ADAPTIVE = {"kl_controller": "adaptive"}
 
 
+def test_the_head_of_a_shared_critic_has_a_range_of_its_own():
+    for rate, objections in ((3e-5, 1), (3e-4, 0), (2e-3, 1)):
+        for settings in ({}, {"use_peft": True}):
+            config = PPOConfig(value_model="shared", value_learning_rate=rate, **settings)
+            found = [line for line in config.advice(parameters=135_000_000) if "value_learning_rate" in line]
+            assert len(found) == objections, rate
+    assert "0.0001 to 0.001 (for the head of a shared critic" in found[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "without"),
     [
