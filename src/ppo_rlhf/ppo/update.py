@@ -196,50 +196,42 @@ def compute_gradients(
     Returns the losses and token sums of this process's micro-batches, and the number of tokens that the losses count in
     the whole minibatch.
     """
+    config = state.config
+    learns = experience.rollouts.iteration > config.critic_warmup_iterations
+    # Mask of the minibatch's rows of all processes
+    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation
+    count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
+    positive = positive_mask(experience, mask, config)
+    positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
+    factors = Factors(float(count(whole_mask)), positives, state.kl_controller.kl_coef)
+    kind = Kind(learns, minibatch.with_policy, reference)
+
+    def accumulate(passes: CapturedPasses | None) -> StepSums:
+        step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
+        scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
+
+        def compute(inputs: Inputs) -> Tensor:
+            micro_batch, numbers = inputs
+            return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
+
+        for micro_batch in micro_batches:
+            with synchronised(state, is_last=micro_batch is micro_batches[-1]):
+                if passes is None:
+                    terms = add_gradients(state, kind, micro_batch, factors)
+                else:
+                    terms = passes.run(kind, (micro_batch, scalars), compute)
+            step.add(terms, micro_batch.tokens)
+        return step
+
     try:
-        return _gradients(state, experience, minibatch, mask, micro_batches, reference, passes)
+        return accumulate(passes)
     except torch.OutOfMemoryError as error:
         if passes is None or not state.captures.serves(UPDATE_GRAPHS):
             raise
         why = in_one_line(error)  # the exception itself would keep the tensors of its stack frames alive
     passes.give_up(why)
     _drop_gradients(state)
-    return _gradients(state, experience, minibatch, mask, micro_batches, reference, None)
-
-
-def _gradients(
-    state: TrainingState,
-    experience: Experience,
-    minibatch: Minibatch,
-    mask: Tensor,
-    micro_batches: list[MicroBatch],
-    reference: Reference,
-    passes: CapturedPasses | None,
-) -> StepSums:
-    config = state.config
-    learns = experience.rollouts.iteration > config.critic_warmup_iterations
-    # Mask of the minibatch's rows of all processes
-    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation
-    step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
-    count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
-    positive = positive_mask(experience, mask, config)
-    positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
-    factors = Factors(float(count(whole_mask)), positives, state.kl_controller.kl_coef)
-    kind = Kind(learns, minibatch.with_policy, reference)
-    scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
-
-    def compute(inputs: Inputs) -> Tensor:
-        micro_batch, numbers = inputs
-        return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
-
-    for micro_batch in micro_batches:
-        with synchronised(state, is_last=micro_batch is micro_batches[-1]):
-            if passes is None:
-                terms = add_gradients(state, kind, micro_batch, factors)
-            else:
-                terms = passes.run(kind, (micro_batch, scalars), compute)
-        step.add(terms, micro_batch.tokens)
-    return step
+    return accumulate(None)
 
 
 def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, factors: Factors) -> Tensor:
