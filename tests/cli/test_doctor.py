@@ -73,6 +73,7 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
     assert "of 1024.00 GiB free on cpu" in found["ok", "Memory"][0]
+    assert " an iteration, " in found["ok", "Time"][0]
     assert "data" in found["ok", "Disk"][0]
     assert "ppo.kl_coef=9" in found["advice", "Settings"][0]
     monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.available_memory", lambda _: (2**20, 2**20))

@@ -30,6 +30,7 @@ from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 from ppo_rlhf.runtime.names import env_option
 
 if TYPE_CHECKING:
+    from ppo_rlhf.preflight.memory_plan import Planned
     from ppo_rlhf.preflight.request import RunRequest
 
 PACKAGE = "ppo_rlhf"
@@ -252,6 +253,19 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
         yield "problem", "Disk", f"{line}: free space, lower ppo.save_total_limit, or set data_root to a larger disk."
     else:
         yield "ok", "Disk", line
+    if planned.needed <= planned.share:
+        yield from _time(planned)
+
+
+def _time(planned: Planned) -> Iterator[Finding]:
+    from ppo_rlhf.preflight.run_time import Work, describe
+
+    if not planned.is_here or planned.shape.processes > 1:
+        yield "ok", "Time", f"not timed: planned for {'several processes' if planned.is_here else 'another machine'}"
+        return
+    shape = planned.shape
+    work = Work(shape.policy, planned.mean_prompt_length, planned.plan.rollout_rows, shape.trust_remote_code)
+    yield from ((level, "Time", line) for level, line in describe(planned.config, work, planned.device))
 
 
 def _probes(run: RunRequest, model: str | None) -> Iterator[Finding]:

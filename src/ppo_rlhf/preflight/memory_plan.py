@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -40,6 +41,8 @@ class Planned:
     device: torch.device
     free: int
     on_host: int
+    mean_prompt_length: int = 1  # tokens
+    is_here: bool = True  # True if the plan is for this machine's device and its free memory
 
     @property
     def process(self) -> int:
@@ -92,10 +95,11 @@ def plan(
     check_device(config, device)
     free, on_host = available_memory(torch.device("cpu") if memory_gib else device)
     free = round(memory_gib * 2**30) if memory_gib else free
+    lengths = [prompt_length] if prompt_length else _prompt_lengths(run, policy, config)
     policy_config, on_cpu, count = _model_config(policy), device.type == "cpu", processes or process_count()
     shape = memory.RunShape(
         policy=policy_config,
-        prompt_length=prompt_length or _longest_prompt(run, policy, config),
+        prompt_length=max(lengths),
         reward_model=_reward_model(run, policy, policy_config),
         on_cpu=on_cpu,
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
@@ -112,6 +116,8 @@ def plan(
         device=device,
         free=free,
         on_host=on_host,
+        mean_prompt_length=round(mean(lengths)),
+        is_here=not is_elsewhere and not memory_gib,
     )
 
 
@@ -236,11 +242,11 @@ def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedCo
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
 
-def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> int:
+def _prompt_lengths(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> Sequence[int]:
     prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
     try:
         reader = PromptReader.of(model, config)
     except ModelError as error:
         raise ModelError(f"{error} Or give --prompt-length; then no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    return max(reader.read(table, prompts.column, "prompts").lengths)
+    return reader.read(table, prompts.column, "prompts").lengths
