@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from inputs import find_noise_seed, make_models, make_prompts
-from workload import LENGTHS, PRECISIONS, PRESETS, Job
+from inputs import chat_ids, find_noise_seed, make_models, make_prompts, recipe_prompts
+from workload import LENGTHS, PRECISIONS, PRESETS, SAMPLED, Job
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = dict(os.environ)
@@ -28,8 +28,11 @@ PHASES = ("experience", "update", "iteration")
 TOLERANCE = {"ours": 0.05, "trl": 0.3}
 """Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
 but TRL's times do not depend on where responses end."""
+RECIPE = {"learning_rate": 1.5e-5, "kl_coef": 0.03, "temperature": 0.7, "missing_eos_penalty": 0.5}
+"""Settings of the recipe obedience (conf/obedience)."""
 Result = dict[str, Any]
-"""Figures of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
+"""Figures of one process: `iterations` (seconds of each phase, tokens, score), `steps`, `memory_mib`, and `cpu_s`, the
+processor seconds of an iteration."""
 
 
 class SideError(SystemExit):
@@ -45,12 +48,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--peer-python", help="Python of an environment with TRL 1.12.0; without it only our side runs")
+    add("--model", type=Path, help="for the preset smollm2: a directory of SmolLM2-135M-Instruct in safetensors")
     add("--presets", type=names_of(PRESETS), default=["tiny", "small"], help="comma-separated: " + ", ".join(PRESETS))
     add(
         "--lengths",
         type=names_of(LENGTHS),
         default=["full", "mixed"],
-        help="full: no response ends early; mixed: half as long on average",
+        help="of random models' responses. full: none ends early; mixed: half as long on average",
     )
     add("--precisions", type=names_of(PRECISIONS), default=["float32"], help=", ".join(PRECISIONS))
     add("--pairs", type=int, default=3, help="runs of each side, in turn")
@@ -58,7 +62,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a field of our PPOConfig")
     add("--json", type=Path, help="where to write the results, anew after each combination")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.model is None and any(PRESETS[name].chats for name in parsed.presets):
+        parser.error("the preset smollm2 needs --model")
+    return parsed
 
 
 def names_of(known: Iterable[str]) -> Any:
@@ -137,11 +144,13 @@ def run_side(side: str, command: list[str], environment: dict[str, str]) -> Resu
 
 def check_work(job: Job, side: str, result: Result) -> None:
     """Raise an error if a side took another number of optimiser steps or sampled another number of tokens than
-    planned.
+    planned. How many tokens a real model samples is its own matter.
     """
     expected = job.iterations * job.preset.steps
     if result["steps"] != expected:
         raise SideError(side, f"{result['steps']} optimiser steps, {expected} expected")
+    if job.preset.chats:
+        return
     found = tokens(result)
     if abs(found / job.expected_tokens - 1) > TOLERANCE[side]:
         raise SideError(side, f"{found:.0f} response tokens an iteration, {job.expected_tokens:g} expected")
@@ -174,12 +183,14 @@ def rows_of(labels: dict[str, str], pairs: Sequence[tuple[Result, ...]]) -> list
     for side, name in enumerate(("ours", "trl")[: len(pairs[0])]):
         rows[-1][f"{name}_tokens"] = median(tokens(pair[side]) for pair in pairs)
         rows[-1][f"{name}_mib"] = max(pair[side]["memory_mib"] for pair in pairs)
+        rows[-1][f"{name}_cpu"] = median(pair[side]["cpu_s"] for pair in pairs)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    head = ["preset", "lengths", "precision", "phase", "ours s", "TRL s", "times faster", "range", "tokens", "MiB"]
+    head = ["preset", "lengths", "precision", "phase", "ours s", "TRL s", "times faster", "range"]
+    head += ["tokens", "MiB", "CPU s"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         line = [row[name] for name in ("preset", "lengths", "precision", "phase")]
@@ -189,12 +200,32 @@ def table(rows: list[dict[str, Any]]) -> str:
             line.append(f"{row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f}")
         else:
             line += ["–"] * 3
-        for name in ("tokens", "mib"):
-            line.append(
-                " / ".join(f"{row[f'{side}_{name}']:.0f}" for side in ("ours", "trl") if f"{side}_{name}" in row)
-            )
+        for name, digits in (("tokens", 0), ("mib", 0), ("cpu", 1)):
+            found = [row[f"{side}_{name}"] for side in ("ours", "trl") if f"{side}_{name}" in row]
+            line.append(" / ".join(f"{figure:.{digits}f}" for figure in found))
         lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def curve_rows(pairs: Sequence[tuple[Result, ...]]) -> list[dict[str, Any]]:
+    """Return one row a run of a real model: the mean score of each iteration's responses."""
+    return [
+        {"side": side, "pair": number, "scores": [iteration["score"] for iteration in result["iterations"]]}
+        for number, pair in enumerate(pairs, 1)
+        for side, result in zip(("ours", "trl"), pair, strict=False)
+    ]
+
+
+def curves_table(curves: list[dict[str, Any]]) -> str:
+    """Return the mean scores of blocks of four iterations as a Markdown table."""
+    starts = range(0, max(len(row["scores"]) for row in curves), 4)
+    head = ["score of iterations", *(f"{start + 1} to {start + 4}" for start in starts)]
+    lines = [head, ["---"] * len(head)]
+    for row in curves:
+        blocks = [row["scores"][start : start + 4] for start in starts]
+        means = [f"{sum(block) / len(block):.3f}" if block else "" for block in blocks]
+        lines.append([f"{row['precision']}, {row['side']}, run {row['pair']}", *means])
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def machine(peer_python: str | None) -> dict[str, Any]:
@@ -224,38 +255,51 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**machine(arguments.peer_python), **settings}
 
 
+def make_job(name: str, lengths: str, arguments: argparse.Namespace, folder: Path) -> Job:
+    """Return the job of a preset in float32, and write its models, unless they are real, into the folder."""
+    preset, iterations = PRESETS[name], 1 + arguments.iterations
+    work: dict[str, Any]
+    if preset.chats:
+        policy, rows = str(arguments.model), recipe_prompts()
+        work = {"policy": policy, "reward": None, "prompt_ids": chat_ids(policy, rows), "rows": rows, **RECIPE}
+    else:
+        policy, reward = make_models(preset, lengths, folder)
+        prompts = make_prompts(preset, lengths, preset.batch * iterations)
+        seed = find_noise_seed(preset, 1, iterations) if lengths == "mixed" else 0
+        work = {"policy": policy, "reward": reward, "prompt_ids": prompts, "seed": seed}
+    return Job(
+        preset=preset,
+        lengths=lengths,
+        precision="float32",
+        device=arguments.device,
+        iterations=iterations,
+        overrides=dict(arguments.set),
+        **work,
+    )
+
+
 def main() -> int:
     """Measure each combination, write the results and print them; return 1 if a side failed in one of them."""
     arguments, failures = parse_arguments(), list[str]()
-    rows, description, iterations = list[dict[str, Any]](), describe(arguments), 1 + arguments.iterations
+    rows, curves, description = list[dict[str, Any]](), list[dict[str, Any]](), describe(arguments)
     for name in arguments.presets:
-        for lengths in arguments.lengths:
-            preset = PRESETS[name]
+        for lengths in [SAMPLED] if PRESETS[name].chats else arguments.lengths:
             with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-                policy, reward = make_models(preset, lengths, Path(folder))
-                job = Job(
-                    preset=preset,
-                    lengths=lengths,
-                    precision="float32",
-                    device=arguments.device,
-                    iterations=iterations,
-                    policy=policy,
-                    reward=reward,
-                    prompt_ids=make_prompts(preset, lengths, preset.batch * iterations),
-                    seed=find_noise_seed(preset, 1, iterations) if lengths == "mixed" else 0,
-                    overrides=dict(arguments.set),
-                )
+                job = make_job(name, lengths, arguments, Path(folder))
                 for precision in arguments.precisions:
                     print(f"{name}, {lengths}, {precision}", file=sys.stderr, flush=True)
                     given = replace(job, precision=precision), arguments.peer_python, arguments.pairs, Path(folder)
                     pairs, reasons = compare_what_runs(*given)
                     failures += [f"{name}, {lengths}, {precision}: {reason}" for reason in reasons]
+                    labels = {"preset": name, "lengths": lengths, "precision": precision}
                     if pairs:
-                        rows += rows_of({"preset": name, "lengths": lengths, "precision": precision}, pairs)
+                        rows += rows_of(labels, pairs)
+                    if pairs and job.preset.chats:
+                        curves += [{**labels, **row} for row in curve_rows(pairs)]
                     if arguments.json:
-                        results = {**description, "rows": rows, "failures": failures}
+                        results = {**description, "rows": rows, "curves": curves, "failures": failures}
                         arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print("\n".join([table(rows), *failures]))
+    print("\n".join([table(rows), *([curves_table(curves)] if curves else []), *failures]))
     return int(bool(failures))
 
 

@@ -1,16 +1,40 @@
-"""Models with random weights, their tokenizer and prompts, made once and read by both sides."""
+"""Models with random weights, their tokenizer and prompts, and the prompts of a real model: what both sides read."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from workload import STOP_TOKEN, Preset
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+def recipe_prompts(name: str = "obedience_prompts") -> list[dict[str, Any]]:
+    """Return the rows of a file of the recipe obedience."""
+    lines = (PROJECT / f"data/01_raw/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def chat_ids(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of each row's chat, up to where the model answers."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [row["prompt"] for row in rows]
+    ids: list[list[int]] = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    return ids
 
 
 def make_models(preset: Preset, lengths: str, folder: Path, seed: int = 0) -> tuple[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 from inputs import word
+from ppo_rlhf.recipes.obedience import strict
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from workload import Job, peak_memory_mib
 
@@ -24,8 +26,9 @@ def our_config(job: Job) -> PPOConfig:
         "learning_rate": job.learning_rate,
         "kl_coef": job.kl_coef,
         "response_length": preset.response_length,
-        "temperature": 1.0,
-        "stop_token": "none" if job.stop_token_id is None else "eos",
+        "temperature": job.temperature,
+        "missing_eos_penalty": job.missing_eos_penalty,
+        "stop_token": "eos" if job.preset.chats or job.stop_token_id is not None else "none",
         "stop_token_id": job.stop_token_id,
         "dtype": job.precision,
         "device": job.device,
@@ -35,20 +38,23 @@ def our_config(job: Job) -> PPOConfig:
 
 def run(job: Job) -> dict[str, Any]:
     """Train, and return seconds and tokens of each iteration, optimiser steps and peak memory."""
-    prompts = [" ".join(map(word, ids)) for ids in job.prompt_ids]
-    trainer = PPOTrainer(our_config(job), job.policy, reward=job.reward, prompts=prompts)
+    prompts = job.rows or [" ".join(map(word, ids)) for ids in job.prompt_ids]
+    trainer = PPOTrainer(our_config(job), job.policy, reward=job.reward or strict, prompts=prompts)
+    started = time.process_time()
     history = list(trainer.train())
+    cpu_s = (time.process_time() - started) / len(history)
     iterations = [
         {
             "experience": metrics["time/iteration_s"] - metrics["time/optimise_s"],
             "update": metrics["time/optimise_s"],
             "iteration": metrics["time/iteration_s"],
             "tokens": metrics["response/length"] * job.preset.batch,
+            "score": metrics["objective/scores"],
         }
         for metrics in history
     ]
     steps = int(history[-1]["optimiser/steps"])
-    return {"iterations": iterations, "steps": steps, "memory_mib": peak_memory_mib(job.device)}
+    return {"iterations": iterations, "steps": steps, "memory_mib": peak_memory_mib(job.device), "cpu_s": cpu_s}
 
 
 if __name__ == "__main__":

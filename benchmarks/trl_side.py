@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PreTrainedModel,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
@@ -33,11 +35,16 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 from workload import Job, peak_memory_mib, response_length_of
 
 
-def load_tokenizer(job: Job) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose pad token is outside the vocabulary, because TRL finds padding by its id.
+def load_tokenizer(job: Job) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose pad token is in no text, because TRL finds padding by its id.
 
-    With full lengths so does the end of text: then no response ends early.
+    The pad token of random models is outside the vocabulary; with full lengths the end of text is, too: then no
+    response ends early.
     """
+    if job.preset.chats:
+        tokenizer = AutoTokenizer.from_pretrained(job.policy, padding_side="left")
+        tokenizer.pad_token = tokenizer.unk_token  # SmolLM2 pads with its end of text
+        return tokenizer
     size = job.preset.vocabulary
     words = {f"t{i}": i for i in range(size)} | {"<pad>": size, "<eos>": size + 1}
     backend = Tokenizer(WordLevel(words, unk_token="t1"))
@@ -63,7 +70,9 @@ def peer_config(job: Job) -> PPOConfig:
         gradient_checkpointing=False,
         kl_coef=job.kl_coef,
         response_length=preset.response_length,
-        temperature=1.0,
+        temperature=job.temperature,
+        missing_eos_penalty=job.missing_eos_penalty,
+        stop_token="eos" if job.preset.chats else None,
         stop_token_id=job.stop_token_id,
         use_cpu=job.device == "cpu",
         tf32=job.device == "cuda" or None,
@@ -78,12 +87,36 @@ def peer_config(job: Job) -> PPOConfig:
     )
 
 
-def load_models(job: Job) -> dict[str, PreTrainedModel]:
+class RecipeReward(nn.Module):
+    """Stands for the reward model that TRL wants, with the reward of the recipe obedience."""
+
+    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        sys.path.append(str(Path(__file__).parents[1] / "src"))
+        from ppo_rlhf.recipes.obedience import strict  # here, since importing ppo_rlhf sets a variable of cuBLAS
+
+        self.function, self.tokenizer = strict, tokenizer
+        self.rows = {tuple(ids): row for ids, row in zip(job.prompt_ids, job.rows, strict=True)}
+
+    def score(self, sequences: Tensor, context: int) -> Tensor:
+        """Return the rewards `[B]` of prompts of `context` tokens, padded on the left, with their responses."""
+        pad = self.tokenizer.pad_token_id
+        rows = [self.rows[tuple(token for token in ids if token != pad)] for ids in sequences[:, :context].tolist()]
+        completions = self.tokenizer.batch_decode(sequences[:, context:], skip_special_tokens=True)
+        columns = {name: [row[name] for row in rows] for name in ("kind", "limit", "names")}
+        messages = [row["prompt"] for row in rows]
+        return torch.tensor(self.function([""] * len(rows), completions, messages, **columns))
+
+
+def load_models(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, nn.Module]:
     """Return TRL's four models in float32, from the files that our side reads."""
     policy = AutoModelForCausalLM.from_pretrained(job.policy, dtype=torch.float32)
     value = AutoModelForSequenceClassification.from_pretrained(job.policy, dtype=torch.float32, num_labels=1)
     nn.init.zeros_(value.score.weight)
-    reward = AutoModelForSequenceClassification.from_pretrained(job.reward, dtype=torch.float32)
+    if job.reward is None:
+        reward = RecipeReward(job, tokenizer)
+    else:
+        reward = AutoModelForSequenceClassification.from_pretrained(job.reward, dtype=torch.float32)
     models = {
         "model": policy,
         "ref_model": copy.deepcopy(policy).requires_grad_(False),
@@ -96,17 +129,19 @@ def load_models(job: Job) -> dict[str, PreTrainedModel]:
 class Timer(TrainerCallback):
     """Times the parts of each iteration."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, stop_token_id: int | None) -> None:
+        self.job, self.stop_token_id = job, stop_token_id
         self.iterations: list[dict[str, float]] = []
         self.steps = 0
         self.started = 0.0
         self.updating: float | None = None
-        self.responses = torch.zeros(0)
+        self.responses, self.score = torch.zeros(0), 0.0
 
     def wrap_functions(self) -> None:
-        """Note when TRL's loop has sampled, and when it first calls the trained models together: the update begins."""
-        generation, forward = peer.batch_generation, peer.forward
+        """Note when TRL's loop has sampled, when it first calls the trained models together (the update begins), and
+        the scores of the recipe's reward.
+        """
+        generation, forward, get_reward = peer.batch_generation, peer.forward, peer.get_reward
 
         def noted_generation(model: nn.Module, queries: Tensor, *rest: Any) -> Any:
             result = generation(model, queries, *rest)
@@ -118,7 +153,14 @@ class Timer(TrainerCallback):
                 self.updating = self.now()
             return forward(model, *rest)
 
-        peer.batch_generation, peer.forward = noted_generation, noted_forward
+        def noted_reward(model: nn.Module, sequences: Tensor, pad: int, context: int) -> Any:
+            if isinstance(model, RecipeReward):
+                scores = model.score(sequences, context)
+                self.score = float(scores.mean())
+                return None, scores, None
+            return get_reward(model, sequences, pad, context)
+
+        peer.batch_generation, peer.forward, peer.get_reward = noted_generation, noted_forward, noted_reward
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimiser steps."""
@@ -146,7 +188,8 @@ class Timer(TrainerCallback):
                 "experience": self.updating - self.started,
                 "update": ended - self.updating,
                 "iteration": ended - self.started,
-                "tokens": sum(response_length_of(row, self.job.stop_token_id) for row in self.responses.tolist()),
+                "tokens": sum(response_length_of(row, self.stop_token_id) for row in self.responses.tolist()),
+                "score": self.score,
             }
         )
         self.started, self.updating = self.now(), None
@@ -158,19 +201,26 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     output, sys.stdout = sys.stdout, sys.stderr
     torch.backends.cuda.enable_cudnn_sdp(False)  # as on our side: it makes a plan for each new shape, in 40 ms
-    timer = Timer(job)
+    tokenizer = load_tokenizer(job)
+    timer = Timer(job, tokenizer.eos_token_id if job.preset.chats else job.stop_token_id)
     timer.wrap_functions()
     trainer = PPOTrainer(
         args=peer_config(job),
-        processing_class=load_tokenizer(job),
-        **load_models(job),
+        processing_class=tokenizer,
+        **load_models(job, tokenizer),
         train_dataset=[{"input_ids": ids} for ids in job.prompt_ids],
         callbacks=[timer],
     )
     timer.count_steps(trainer.optimizer)
     np.random.seed(job.seed)  # TRL shuffles minibatches by numpy and does not seed it
+    started = time.process_time()
     trainer.train()
-    result = {"iterations": timer.iterations, "steps": timer.steps, "memory_mib": peak_memory_mib(job.device)}
+    result = {
+        "iterations": timer.iterations,
+        "steps": timer.steps,
+        "memory_mib": peak_memory_mib(job.device),
+        "cpu_s": (time.process_time() - started) / len(timer.iterations),
+    }
     print(json.dumps(result), file=output)
 
 

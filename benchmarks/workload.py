@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = ("full", "mixed")
+SAMPLED = "sampled"
+"""The lengths of a real model's responses, which end where the model ends them."""
 PRECISIONS = ("float32", "bfloat16")
 STOP_TOKEN = 0
 """Ends responses of mixed lengths; with full lengths it is a token like any other."""
@@ -27,6 +29,9 @@ class Preset:
     prompt_length: int
     response_length: int
     epochs: int = 4
+    chats: bool = False
+    """True if the model is real (`--model`), with the recipe obedience's prompts, reward and learning rate. Responses
+    end where the model ends them."""
 
     @property
     def steps(self) -> int:
@@ -39,8 +44,11 @@ PRESETS = {
     "tiny": Preset(4, 256, 4, 2000, batch=32, minibatch=8, prompt_length=16, response_length=32),
     "small": Preset(6, 512, 8, 8192, batch=32, minibatch=8, prompt_length=32, response_length=64),
     "gpt2": Preset(12, 768, 12, 50257, batch=256, minibatch=32, prompt_length=64, response_length=128),
+    "smollm2": Preset(
+        30, 576, 9, 49152, batch=16, minibatch=8, prompt_length=64, response_length=40, epochs=2, chats=True
+    ),
 }
-"""toy tries the scripts; gpt2 is GPT-2 124M, for a GPU."""
+"""toy tries the scripts; gpt2 is GPT-2 124M, for a GPU; smollm2 is SmolLM2-135M-Instruct."""
 QUIET_PEER = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",
@@ -61,8 +69,8 @@ class Job:
     iterations: int
     policy: str
     """Model directory. The critic starts as its backbone with a head of zeros."""
-    reward: str
-    """Directory of a sequence classifier with one label."""
+    reward: str | None
+    """Directory of a sequence classifier with one label; None for the reward of the recipe obedience."""
     prompt_ids: list[list[int]] = field(repr=False)
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -70,10 +78,14 @@ class Job:
     learning_rate: float = 1e-7
     """So small that the planted probability of a stop stays what it is."""
     kl_coef: float = 0.05
+    temperature: float = 1.0
+    missing_eos_penalty: float | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """The chats that `prompt_ids` were made from, with the columns that the reward reads."""
 
     @property
     def stop_token_id(self) -> int | None:
-        """The token that ends a response."""
+        """The token that ends a response; None if none does, or if the real model's end of text does."""
         return STOP_TOKEN if self.lengths == "mixed" else None
 
     @property

@@ -1,15 +1,18 @@
 """The benchmark's own side and arithmetic, on a toy shape and without TRL."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from ppo_rlhf.ppo import loop
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import build_run
+from tests.tiny_models import CHATML, byte_tokenizer, save, tiny_model
 
 __all__ = ["graphs_on_cpu"]  # a fixture
 HERE = Path(__file__).parents[1] / "benchmarks"
@@ -19,7 +22,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    ours = ("critics", "invariances_ours", "our_side", "walks_ours")
+    ours = ("critics", "invariances_ours", "methods", "methods_side", "our_side", "walks_ours")
     reports = "compare", "gpu_parts", "gpu_report", "launches"
     for name in (*reports, "inputs", "invariances", "walks", "workload", *ours):
         sys.modules.pop(name, None)
@@ -64,7 +67,11 @@ def test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up():
 
     def result(seconds):
         times = dict.fromkeys(compare.PHASES, seconds)
-        return {"iterations": [dict.fromkeys((*times, "tokens"), 99.0), {**times, "tokens": 1.0}], "memory_mib": 1.0}
+        return {
+            "iterations": [dict.fromkeys((*times, "tokens"), 99.0), {**times, "tokens": 1.0}],
+            "memory_mib": 1.0,
+            "cpu_s": 1.0,
+        }
 
     pairs = [(result(ours), result(trl)) for ours, trl in ((1, 4), (10, 50), (8, 9))]
     assert [row["ratio"] for row in compare.rows_of({}, pairs)] == [4.0] * 3
@@ -79,7 +86,7 @@ def test_where_one_side_fails_the_other_work_is_timed_all_the_same(tmp_path, mon
             raise compare.SideError(side, "RuntimeError: NaN")
         tokens = 32 * 32
         times = dict.fromkeys(compare.PHASES, 1.0 if side == "ours" else 2.0)
-        return {"iterations": [{**times, "tokens": tokens}] * 2, "steps": 32, "memory_mib": 1.0}
+        return {"iterations": [{**times, "tokens": tokens}] * 2, "steps": 32, "memory_mib": 1.0, "cpu_s": 1.0}
 
     monkeypatch.setattr(compare, "run_side", run_side)
     monkeypatch.setattr(compare, "machine", lambda _: {})
@@ -94,6 +101,101 @@ def test_where_one_side_fails_the_other_work_is_timed_all_the_same(tmp_path, mon
     ]
     assert found["failures"] == ["tiny, full, bfloat16: trl: RuntimeError: NaN"]
     assert "trl: RuntimeError: NaN" in capsys.readouterr().out
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """A tiny chat model that can write any byte."""
+    tokenizer = byte_tokenizer(chat_template=CHATML)
+    return save(tmp_path / "chat", tiny_model(vocab_size=len(tokenizer), max_position_embeddings=160), tokenizer)
+
+
+def test_a_real_model_does_the_recipes_work_and_its_curve_is_printed(chat_model, monkeypatch, tmp_path):
+    import compare
+    import our_side
+    from workload import Job, Preset
+
+    small = Preset(0, 0, 0, 0, batch=4, minibatch=2, prompt_length=0, response_length=5, epochs=1, chats=True)
+    monkeypatch.setitem(compare.PRESETS, "smollm2", small)
+    options = compare.parse_arguments(["--presets", "smollm2", "--iterations", "4", "--model", chat_model])
+    compare.make_job("smollm2", "sampled", options, tmp_path).write(tmp_path / "job")
+    job = Job.read(tmp_path / "job")
+    assert len(job.prompt_ids) == len(job.rows) == 512
+    result = our_side.run(job)
+    compare.check_work(job, "ours", result)
+    assert result["cpu_s"] > 0
+    scores = [{"score": score} for score in (0.0, 0.5, 1.0, 0.5, 0.25)]
+    curves = compare.curve_rows([(result | {"iterations": scores},)])
+    assert curves == [{"side": "ours", "pair": 1, "scores": [0.0, 0.5, 1.0, 0.5, 0.25]}]
+    *_, row = compare.curves_table([{"precision": "float32", **curve} for curve in curves]).splitlines()
+    assert row == "| float32, ours, run 1 | 0.500 | 0.250 |"
+
+
+def test_a_real_model_has_to_be_named(capsys):
+    import compare
+
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(["--presets", "smollm2"])
+    assert "the preset smollm2 needs --model" in capsys.readouterr().err
+
+
+def various(prompts, completions, *_, **__):
+    """Return a reward that even a random model gets in parts."""
+    return [len(set(text)) / 5 for text in completions]
+
+
+@pytest.fixture
+def method_job(chat_model, monkeypatch, tmp_path):
+    """Of 16 responses in two iterations; four prompts are held out."""
+    import methods_side
+
+    rows = methods_side.recipe_prompts
+    monkeypatch.setattr(methods_side, "recipe_prompts", lambda *name: rows(*name)[:4])
+    monkeypatch.setattr(methods_side, "strict", various)
+    config = {
+        "total_episodes": 16,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    config |= {"num_mini_batches": 2, "num_ppo_epochs": 2, "response_length": 5, "missing_eos_penalty": 0.5}
+    return {"model": chat_model, "seed": 1, "config": config, "folder": str(tmp_path / "policy"), "policy": chat_model}
+
+
+def test_grpo_samples_as_many_responses_as_ppo(method_job):
+    import methods_side
+
+    found = methods_side.METHODS["grpo4"](method_job)["grpo4"]
+    assert len(found["curve"]) == 2
+    assert 16 <= found["tokens"] <= 16 * 5
+    assert found["kl"] != 0.0  # it learnt something, and its own files are evaluated
+    assert methods_side.METHODS["ppo"](method_job)["ppo"]["kl"] == 0.0
+
+
+def test_the_best_of_n_responses_is_taken_in_blocks(monkeypatch):
+    """Of 16 responses to a prompt, by hand: two prompts, rewards of 1 in one of 4 blocks and in none."""
+    import methods_side
+
+    rewards = [0.0] * 5 + [1.0] + [0.0] * 26
+    frame = pd.DataFrame({"reward": rewards, "prompt_number": [0] * 16 + [1] * 16, "kl": 0.0})
+    frame = frame.assign(copied=frame["reward"], terminated=True)
+    monkeypatch.setattr(methods_side, "evaluate", lambda *_: frame)
+    found = methods_side.best_of({"model": ""})
+    assert [found[name]["reward"] for name in ("sft", "best of 4", "best of 16")] == [1 / 32, 1 / 8, 1 / 2]
+    assert found["best of 4"]["kl"] == pytest.approx(math.log(4) - 3 / 4)
+    assert found["best of 4"]["copied"] == 1 / 8
+
+
+def test_methods_are_compared_by_their_means_over_seeds():
+    """By hand: 0.4 and 0.6 have a standard error of 0.1, and Student's t of one degree of freedom is 12.706."""
+    import methods
+
+    of = dict.fromkeys(methods.COLUMNS, 0.25)
+    two = {"1": of | {"reward": 0.4}, "2": of | {"reward": 0.6}}
+    taken = {"cpu_s": 120.0, "memory_mib": 2048.0}
+    *_, ppo, grpo = methods.table({"ppo": two, "grpo4": {"1": of | taken}}).splitlines()
+    assert ppo.startswith("| PPO, this project | 2 | 0.500 ± 1.271 | 0.2 ± 0.0 |")
+    assert grpo.endswith("| 0.250 (one seed) | 2 | 2.0 |")
 
 
 GPU_TESTS = """

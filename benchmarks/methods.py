@@ -1,0 +1,110 @@
+"""PPO, GRPO and best-of-n with the same model, prompts, reward and number of sampled responses. See docs/results.md.
+
+python benchmarks/methods.py --model DIR --policies DIR,DIR,DIR --seeds 1,2,3 --json OUT
+
+DIR of --model is SmolLM2-135M-Instruct in safetensors; those of --policies are the policies that
+`kedro run --env obedience --params seed=…` exported, one a seed. TRL's GRPOTrainer gets the settings of the recipe
+where it has them, and its defaults elsewhere. One evaluator measures every policy on the held-out prompts under the
+same noise. A result that OUT already holds is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import t as student
+
+from compare import ENVIRONMENT, machine, run_side
+from ppo_rlhf.config import PPOConfig
+from walks import recipe
+from workload import QUIET_PEER
+
+HERE = Path(__file__).resolve().parent
+NAMES = {"sft": "SFT policy", "ppo": "PPO, this project", "grpo4": "GRPO, 4 responses", "grpo8": "GRPO, 8 responses"}
+COLUMNS = ("reward", "kl", "copied", "cut_off")
+Results = dict[str, dict[str, dict[str, Any]]]
+"""Of each method and seed: the means of COLUMNS over held-out responses, and of GRPO what training took."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the directory of the SFT policy")
+    parser.add_argument("--policies", type=lambda text: text.split(","), default=[], help="PPO's policies, one a seed")
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["ppo", "grpo4", "grpo8", "best"])
+    parser.add_argument("--json", type=Path, required=True, help="where the results are kept")
+    arguments = parser.parse_args()
+    if "ppo" in arguments.methods and len(arguments.policies) != len(arguments.seeds):
+        parser.error("--policies names one directory for each seed")
+    return arguments
+
+
+def make_job(arguments: argparse.Namespace, method: str, number: int, folder: str) -> dict[str, Any]:
+    """Return the job of a method and of the seed with this number."""
+    seed = arguments.seeds[number]
+    return {
+        "method": method,
+        "seed": seed,
+        "model": arguments.model,
+        "policy": arguments.policies[number] if method == "ppo" else None,
+        "config": dataclasses.asdict(PPOConfig(**recipe(seed, "obedience")["ppo"])),
+        "folder": folder,
+    }
+
+
+def with_interval(values: list[float], digits: int) -> str:
+    """Return the mean over seeds and half of its 95 % interval (Student's t)."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f} (one seed)"
+    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+    return f"{mean(values):.{digits}f} ± {half:.{digits}f}"
+
+
+def table(results: Results) -> str:
+    """Return the results as a Markdown table."""
+    head = ["method", "seeds", "reward", "KL, nats a response", "copied", "cut off", "CPU minutes", "GiB"]
+    lines = [head, ["---"] * len(head)]
+    for method, found in results.items():
+        rows = list(found.values())
+        line = [NAMES.get(method, method), str(len(rows))]
+        line += [with_interval([row[name] for row in rows], 1 if name == "kl" else 3) for name in COLUMNS]
+        if "cpu_s" in rows[0]:
+            line.append(f"{mean(row['cpu_s'] for row in rows) / 60:.0f}")
+            line.append(f"{max(row['memory_mib'] for row in rows) / 1024:.1f}")
+        lines.append(line + [""] * (len(head) - len(line)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Measure what is missing, write the results after each process and print them."""
+    arguments = parse_arguments()
+    kept: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else machine(None)
+    results: Results = kept.setdefault("results", {})
+    for number, seed in enumerate(arguments.seeds):
+        for method in arguments.methods:
+            if str(seed) in kept.setdefault("done", {}).setdefault(method, []):
+                continue
+            with tempfile.TemporaryDirectory(prefix="methods-") as folder:
+                job = Path(folder) / "job.json"
+                job.write_text(json.dumps(make_job(arguments, method, number, folder)), encoding="utf-8")
+                command = [sys.executable, str(HERE / "methods_side.py"), str(job)]
+                for name, found in run_side(method, command, ENVIRONMENT | QUIET_PEER).items():
+                    results.setdefault(name, {})[str(seed)] = found
+                    figures = ", ".join(f"{column} {found[column]:.3f}" for column in COLUMNS)
+                    print(f"seed {seed}, {name}: {figures}", file=sys.stderr, flush=True)
+            kept["done"][method].append(str(seed))
+            arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One process of `methods.py`: `methods_side.py JOB` trains and evaluates one policy and prints one line of JSON.
+
+JOB is a JSON file with `method` (grpo4, grpo8, best, ppo), `seed`, `model` (a directory), `policy` (of ppo: the trained
+policy's directory), `config` (the recipe's PPOConfig) and `folder` (where to write).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from inputs import recipe_prompts
+from ppo_rlhf.recipes.obedience import copied, strict
+from ppo_rlhf.training import PPOConfig, PPOTrainer
+from workload import peak_memory_mib
+
+SAMPLES = 4
+"""Responses to each held-out prompt."""
+BEST_OF = (4, 16)
+
+
+def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
+    """Train by TRL's GRPO with `group` responses to a prompt, save the policy, and return what it took."""
+    config = PPOConfig(**job["config"])
+    micro, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    batch = micro * accumulation
+    updates = config.num_ppo_epochs * config.num_mini_batches
+    steps = config.total_episodes // batch * updates
+    scores, tokens = list[float](), list[int]()
+
+    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        texts = [chat[-1]["content"] for chat in completions]
+        found = strict(texts, texts, prompts, *(columns[name] for name in ("kind", "limit", "names")))
+        scores.append(sum(found) / len(found))
+        tokens.append(sum(map(len, completion_ids)))
+        end = trainer.processing_class.eos_token_id
+        cut = [ids[-1] != end for ids in completion_ids]
+        return [score - config.missing_eos_penalty * missing for score, missing in zip(found, cut, strict=True)]
+
+    trainer = GRPOTrainer(
+        model=job["model"],
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(recipe_prompts()),
+        args=GRPOConfig(
+            output_dir=job["folder"],
+            seed=job["seed"],
+            num_generations=group,
+            generation_batch_size=batch,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation // config.num_mini_batches,
+            num_iterations=config.num_ppo_epochs,
+            max_steps=steps,
+            max_completion_length=config.response_length,
+            temperature=config.temperature,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type=config.lr_scheduler_type,
+            warmup_steps=math.ceil(config.warmup_ratio * steps),
+            beta=config.kl_coef,
+            epsilon=config.cliprange,
+            max_grad_norm=config.max_grad_norm,
+            model_init_kwargs={"dtype": "float32"},
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    started, cpu_started = time.perf_counter(), time.process_time()
+    trainer.train()
+    taken = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu_started}
+    trainer.save_model(job["folder"])
+    trainer.processing_class.save_pretrained(job["folder"])
+    return {**taken, "memory_mib": peak_memory_mib("cpu"), "curve": scores, "tokens": sum(tokens)}
+
+
+def evaluate(job: dict[str, Any], policy: str, samples: int) -> pd.DataFrame:
+    """Return the held-out responses of a policy, `samples` to each prompt, with their scores and KL from the model."""
+    held_out = [row for row in recipe_prompts("obedience_held_out") for _ in range(samples)]
+    config = PPOConfig(**{**job["config"], "value_model": "shared"})
+    trainer = PPOTrainer(config, policy, job["model"], reward=strict, evaluation_prompts=held_out)
+    _, responses = trainer.evaluate()
+    chats, completions = [row["prompt"] for row in held_out], list(responses["response"])
+    numbers = [row // samples for row in range(len(held_out))]
+    return responses.assign(prompt_number=numbers, copied=copied(completions, completions, chats))
+
+
+def means(responses: pd.DataFrame) -> dict[str, float]:
+    """Return the means over held-out responses."""
+    found = {name: float(responses[name].mean()) for name in ("reward", "kl", "copied")}
+    return {**found, "cut_off": 1 - float(responses["terminated"].mean())}
+
+
+def best_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the mean reward of the best of n responses of the model itself, and the KL of choosing it.
+
+    The KL is at most ln n - (n - 1) / n nats (Stiennon et al. 2020, appendix G.3; a bound: Beirami et al. 2024).
+    """
+    responses = evaluate(job, job["model"], max(BEST_OF))
+    found: dict[str, Any] = {"sft": means(responses)}
+    for many in BEST_OF:
+        blocks = responses.assign(block=responses.groupby("prompt_number").cumcount() // many)
+        best = blocks.loc[blocks.groupby(["prompt_number", "block"])["reward"].idxmax()]
+        found[f"best of {many}"] = {**means(best), "kl": math.log(many) - (many - 1) / many}
+    return found
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "grpo4": lambda job: {"grpo4": train_grpo(job, 4) | means(evaluate(job, job["folder"], SAMPLES))},
+    "grpo8": lambda job: {"grpo8": train_grpo(job, 8) | means(evaluate(job, job["folder"], SAMPLES))},
+    "ppo": lambda job: {"ppo": means(evaluate(job, job["policy"], SAMPLES))},
+    "best": best_of,
+}
+
+
+def main() -> None:
+    """Print the figures; whatever the libraries print goes to stderr."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    output, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps(METHODS[job["method"]](job)), file=output)
+
+
+if __name__ == "__main__":
+    main()
