@@ -299,6 +299,14 @@ def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
     assert (whole.trained, whole.exported) == (packed.trained, packed.exported)
 
 
+def test_a_policy_that_is_exported_in_16_bits_takes_half_the_disk_and_its_critic_all():
+    shape = RunShape(WIDE, 6)
+    whole, half = (plan(shape, export_dtype=dtype).exported for dtype in (None, "bfloat16"))
+    critics = [plan(shape, export_dtype=dtype, export_critic=True).exported for dtype in (None, "bfloat16")]
+    assert whole == 2 * half
+    assert critics[0] - critics[1] == half
+
+
 @pytest.mark.slow
 def test_8_bit_moments_and_4_bit_weights_are_suggested_last():
     found = list(suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6)))

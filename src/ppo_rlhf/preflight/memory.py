@@ -266,8 +266,10 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     copied = copied_bytes(config, policy, reference.base_model)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     embedding, head = cast(nn.Embedding, policy.get_input_embeddings()).weight, policy.get_output_embeddings()
-    stored_models = [reference] + ([critic.backbone] if config.export_critic else [])
-    exported = sum(p.numel() for m in stored_models for p in m.parameters()) * trained_dtype(config).itemsize
+    as_trained = trained_dtype(config)
+    exported = reference.num_parameters() * getattr(torch, config.export_dtype or "", as_trained).itemsize
+    if config.export_critic:  # the critic is stored as it trained
+        exported += sum(weight.numel() for weight in critic.backbone.parameters()) * as_trained.itemsize
     return _Sizes(
         weights=weights,
         trained=(trained[0], trained[1]),
