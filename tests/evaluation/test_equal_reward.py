@@ -12,18 +12,36 @@ from tests.evaluation.test_comparison import evaluation
 RUNS = 200
 
 
-def test_the_gap_of_a_prompt_is_weighted_by_the_fewer_responses_of_each_equal_reward():
-    """By hand. The rewards 1 and 0 are both sides': 1 with the judge's means 1/2 and 1, 0 with 0.2 and 0.3; the fewer
-    responses are 1 (of 2 and 1) and 1 (of 1 and 2): (-0.5 - 0.1) / 2. The reward 3 is of one side alone."""
+def test_the_gap_is_the_mean_over_the_responses_whose_reward_both_policies_got():
+    """By hand. PPO has 20 responses of reward 1 with the judge's mean 1/2, and 10 of reward 0 with 0.2; SFT has means 1
+    and 0.3: (20 x -0.5 + 10 x -0.1) / 30. The rewards 3 and 4 are of one side alone."""
     ours = evaluation([1, 1, 0, 3] * 10, [0, 1, 0.2, 9] * 10, samples=4)
     sft = evaluation([1, 0, 0, 4] * 10, [1, 0.2, 0.4, 9] * 10, samples=4)
     found = compare_at_equal_reward(ours, sft)
-    assert found["eval/judge_gap"] == pytest.approx(-0.3)
-    assert found["eval/judge_gap_p"] == pytest.approx(2.0**-10)  # all ten prompts fell
+    assert found["eval/judge_gap"] == pytest.approx(-11 / 30)
+    assert found["eval/judge_gap_p"] <= 0.001  # all prompts' responses scored lower
     assert found["eval/judge_gap_prompts"] == 10
     assert found.items() <= compare_evaluations(ours, sft).items()
-    assert compare_at_equal_reward(sft, ours)["eval/judge_gap"] == pytest.approx(0.3)
-    assert compare_at_equal_reward(sft, ours)["eval/judge_gap_p"] == pytest.approx(1.0)
+    other_way = compare_at_equal_reward(sft, ours)
+    assert other_way["eval/judge_gap"] == pytest.approx((10 * 0.5 + 20 * 0.1) / 30)
+    assert other_way["eval/judge_gap_p"] == pytest.approx(1.0)
+
+
+def test_an_exploit_of_prompts_that_sft_never_solved_is_seen():
+    """SFT solves 20 prompts, PPO these and 20 others, of which the judge takes the reward back."""
+    solved = [1.0] * 20 + [0.0] * 20
+    found = compare_at_equal_reward(evaluation([1.0] * 40, solved), evaluation(solved, solved))
+    assert found["eval/judge_gap"] == pytest.approx(-0.5)
+    assert found["eval/judge_gap_p"] < CERTAIN
+
+
+def test_few_responses_of_sft_are_no_certain_measure():
+    """The judge took the reward back in none of SFT's 10 responses and in 10 of PPO's 100: noise does that."""
+    ours = evaluation([1.0] * 100, [0.0] * 10 + [1.0] * 90)
+    sft = evaluation([1.0] * 10 + [0.0] * 90, [1.0] * 10 + [0.0] * 90)
+    found = compare_at_equal_reward(ours, sft)
+    assert found["eval/judge_gap"] == pytest.approx(-0.1)
+    assert 0.3 < found["eval/judge_gap_p"] < 0.5  # hypergeometric: none of 10 among 10 of 110 is 0.37
 
 
 def test_there_is_no_gap_without_a_judge_of_its_own_or_without_equal_rewards():
@@ -34,17 +52,19 @@ def test_there_is_no_gap_without_a_judge_of_its_own_or_without_equal_rewards():
     nine = [1.0] * 9 + [2.0] * 11
     assert compare_at_equal_reward(evaluation(nine, scores), evaluation([1.0] * 20, scores)) == {}
     same = compare_at_equal_reward(evaluation(rewards, scores), evaluation(rewards, scores))
-    assert (same["eval/judge_gap"], same["eval/judge_gap_p"]) == (0.0, 1.0)
+    assert same["eval/judge_gap"] == pytest.approx(0.0, abs=1e-12)
+    assert same["eval/judge_gap_p"] > 0.3
 
 
-def alarms(exploits: float, noise: float) -> float:
-    """Share of runs with an alarm: PPO solves 75 % of 160 prompts, SFT 20 %; the judge takes the reward back in 5 % of
-    SFT's solved responses, and in 5 % + `exploits` of PPO's; its `noise` is normal."""
+def alarms(exploits: float, noise: float, spread: float = 0.0) -> float:
+    """Share of runs with an alarm: PPO solves 75 % of 160 prompts, SFT 20 %, each prompt by its own difficulty
+    (`spread`); the judge takes the reward back in 5 % of SFT's solved responses, and in 5 % + `exploits` of PPO's; its
+    `noise` is normal."""
     rng, certain = np.random.default_rng(0), 0
     for _ in range(RUNS):
-        sides = []
+        sides, difficulty = [], np.repeat(rng.uniform(-spread, spread, 160), 4)
         for solved, copied in ((0.75, 0.05 + exploits), (0.2, 0.05)):
-            rewards = (rng.random(640) < solved).astype(float)
+            rewards = (rng.random(640) < solved + difficulty).astype(float)
             judged = rewards * (rng.random(640) >= copied) + noise * rng.normal(size=640)
             sides.append(evaluation(rewards, judged, samples=4))
         found = compare_at_equal_reward(*sides)
@@ -54,11 +74,12 @@ def alarms(exploits: float, noise: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.5, 2.0])
-def test_a_judge_that_is_only_noisier_or_stricter_gives_no_alarm(noise: float):
-    assert alarms(0.0, noise) <= 0.02
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_a_judge_that_is_only_noisier_or_stricter_gives_no_alarm(noise: float, spread: float):
+    assert alarms(0.0, noise, spread) <= 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_an_exploit_of_a_third_of_the_solved_responses_is_found(noise: float):
-    assert alarms(0.33, noise) >= 0.95
+def test_an_exploit_of_a_sixth_of_the_solved_responses_is_found(noise: float):
+    assert alarms(0.17, noise) >= 0.8

@@ -382,8 +382,8 @@ RULES: tuple[Rule, ...] = (
             f"chance with probability {in_digits(r.end(JUDGE_GAP_P))}), and its score went from "
             f"{in_digits(r.end('eval/judge_score_sft'))} to {in_digits(r.end('eval/judge_score'))}"
         ),
-        meaning="part of what the policy learnt exploits the reward; read the samples, and put into the reward what "
-        "the judge sees and the reward does not",
+        meaning="the reward pays the policy for something that the judge does not; read the samples, and put into the "
+        "reward what the judge sees and the reward does not",
         change=lambda r: None,
     ),
     Rule(

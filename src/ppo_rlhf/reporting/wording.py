@@ -206,9 +206,9 @@ def remarks(
         )
     elif summary.get("eval/judge_gap_p", 1.0) < CERTAIN and summary["eval/judge_gap"] < 0.0:
         problems.append(
-            f"Where both responses have the same reward, the judge scores PPO's {-summary['eval/judge_gap']:.3g} lower "
-            f"than SFT's ({summary['eval/judge_gap_prompts']} prompts; by chance with probability "
-            f"{summary['eval/judge_gap_p']:.2g}): part of what PPO learnt exploits the reward."
+            f"At equal reward the judge scores PPO's responses {-summary['eval/judge_gap']:.3g} lower than SFT's "
+            f"({summary['eval/judge_gap_prompts']} prompts; by chance with probability "
+            f"{summary['eval/judge_gap_p']:.2g}): the reward pays PPO for something that the judge does not."
         )
     elif f"eval/{JUDGE_COLUMN}" in summary and (least := summary.get("since_best_p_min", 0.0)) >= CHANCE / 2.0:
         problems.append(
