@@ -23,9 +23,9 @@ from ppo_rlhf.recipes.obedience import copied, strict
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from workload import peak_memory_mib
 
-SAMPLES = 4
-"""Responses to each held-out prompt."""
 BEST_OF = (4, 16)
+BEST_OF_EACH = 4
+"""Best of n is measured on every fourth held-out prompt, since it takes n responses to each."""
 
 
 def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
     return {**taken, "memory_mib": peak_memory_mib("cpu"), "curve": scores, "tokens": sum(tokens)}
 
 
-def evaluate(job: dict[str, Any], policy: str, samples: int) -> pd.DataFrame:
-    """Return the held-out responses of a policy, `samples` to each prompt, with their scores and KL from the model."""
-    held_out = [row for row in recipe_prompts("obedience_held_out") for _ in range(samples)]
+def evaluate(job: dict[str, Any], policy: str, samples: int = 1, each: int = 1) -> pd.DataFrame:
+    """Return a policy's responses with their scores and KL from the model, `samples` to `each`-th held-out prompt."""
+    held_out = [row for row in recipe_prompts("obedience_held_out")[::each] for _ in range(samples)]
     config = PPOConfig(**{**job["config"], "value_model": "shared"})
     trainer = PPOTrainer(config, policy, job["model"], reward=strict, evaluation_prompts=held_out)
     _, responses = trainer.evaluate()
@@ -107,8 +107,8 @@ def best_of(job: dict[str, Any]) -> dict[str, Any]:
 
     The KL is at most ln n - (n - 1) / n nats (Stiennon et al. 2020, appendix G.3; a bound: Beirami et al. 2024).
     """
-    responses = evaluate(job, job["model"], max(BEST_OF))
-    found: dict[str, Any] = {"sft": means(responses)}
+    found: dict[str, Any] = {"sft": means(evaluate(job, job["model"]))}
+    responses = evaluate(job, job["model"], max(BEST_OF), BEST_OF_EACH)
     for many in BEST_OF:
         blocks = responses.assign(block=responses.groupby("prompt_number").cumcount() // many)
         best = blocks.loc[blocks.groupby(["prompt_number", "block"])["reward"].idxmax()]
@@ -117,9 +117,9 @@ def best_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "grpo4": lambda job: {"grpo4": train_grpo(job, 4) | means(evaluate(job, job["folder"], SAMPLES))},
-    "grpo8": lambda job: {"grpo8": train_grpo(job, 8) | means(evaluate(job, job["folder"], SAMPLES))},
-    "ppo": lambda job: {"ppo": means(evaluate(job, job["policy"], SAMPLES))},
+    "grpo4": lambda job: {"grpo4": train_grpo(job, 4) | means(evaluate(job, job["folder"]))},
+    "grpo8": lambda job: {"grpo8": train_grpo(job, 8) | means(evaluate(job, job["folder"]))},
+    "ppo": lambda job: {"ppo": means(evaluate(job, job["policy"]))},
     "best": best_of,
 }
 

@@ -4,8 +4,8 @@ A prompt is a chat of one message: a request about a topic, and one instruction 
 files, the same bytes for the same seed:
 
 - `obedience_prompts.jsonl`: 512 prompts on 64 topics with four kinds of instruction, for training;
-- `obedience_held_out.jsonl`: 160 prompts on 16 other topics: 128 with the kinds of instruction that are trained, then
-  32 with a kind that is never trained, `one_sentence`.
+- `obedience_held_out.jsonl`: 512 prompts on 16 other topics: 448 with the kinds of instruction that are trained, then
+  64 with a kind that is never trained, `one_sentence`.
 
 The columns are `prompt`, `kind`, `limit` (the most words that the instruction allows; 0 for other kinds), `topic` and
 `names` (the words that name the topic). `ppo_rlhf.recipes.obedience` reads them.
@@ -68,7 +68,7 @@ UNTRAINED = {
         ("Write one sentence only.", 0),
     )
 }
-TRAINED, HELD_OUT, HELD_OUT_UNTRAINED = 512, 128, 32
+TRAINED, HELD_OUT, HELD_OUT_UNTRAINED = 512, 448, 64
 """Numbers of prompts."""
 
 

@@ -34,8 +34,8 @@ def test_held_out_are_topics_and_one_kind_of_instruction() -> None:
     assert len(others) == 16
     assert not topics & others
     assert Counter(r["kind"] for r in TRAINED) == dict.fromkeys(INSTRUCTIONS, 128)
-    assert Counter(r["kind"] for r in HELD_OUT) == dict.fromkeys(INSTRUCTIONS, 32) | dict.fromkeys(UNTRAINED, 32)
-    assert len({r["prompt"][0]["content"] for r in TRAINED + HELD_OUT}) == 512 + 160
+    assert Counter(r["kind"] for r in HELD_OUT) == dict.fromkeys(INSTRUCTIONS, 112) | dict.fromkeys(UNTRAINED, 64)
+    assert len({r["prompt"][0]["content"] for r in TRAINED + HELD_OUT}) == 512 + 512
 
 
 def test_each_limit_is_the_one_that_the_instruction_gives() -> None:
