@@ -22,7 +22,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    ours = ("critics", "invariances_ours", "methods", "methods_side", "our_side", "walks_ours")
+    ours = ("critics", "invariances_ours", "methods", "methods_side", "obedience", "our_side", "walks_ours")
     reports = "compare", "gpu_parts", "gpu_report", "launches"
     for name in (*reports, "inputs", "invariances", "walks", "workload", *ours):
         sys.modules.pop(name, None)
@@ -196,6 +196,40 @@ def test_methods_are_compared_by_their_means_over_seeds():
     *_, ppo, grpo = methods.table({"ppo": two, "grpo4": {"1": of | taken}}).splitlines()
     assert ppo.startswith("| PPO, this project | 2 | 0.500 ± 1.271 | 0.2 ± 0.0 |")
     assert grpo.endswith("| 0.250 (one seed) | 2 | 2.0 |")
+
+
+def finished_run(folder, reward, requests):
+    """The files of a run that `benchmarks/obedience.py` reads."""
+    names = ("reward", "judge_score", "obedient", "on_topic", "copied")
+    summary = {f"eval/{name}": reward for name in names} | {f"eval/{name}_sft": 0.25 for name in names}
+    history = {"iteration": range(1, 9), "objective/scores": reward, "eval/judge_score": reward}
+    history |= {"val/explained_variance": 0.5, "time/iteration_s": 30.0}
+    for part in ("08_reporting", "07_model_output/training_history"):
+        (folder / part).mkdir(parents=True)
+    text = json.dumps(summary | {"eval/kl": 2.0, "eval/win_rate": 0.75})
+    (folder / "08_reporting/evaluation_summary.json").write_text(text)
+    pd.DataFrame(history).to_csv(folder / "07_model_output/training_history/training_history.csv")
+    for side in ("sft", "ppo"):
+        rows = {"prompt": requests, "response": f"{side}\nsays | this", "reward": 1.0, "terminated": True}
+        pd.DataFrame(rows).to_parquet(folder / f"07_model_output/{side}_evaluation.parquet")
+    return folder
+
+
+def test_finished_runs_of_obedience_become_tables_and_a_picture(tmp_path, monkeypatch, capsys):
+    """By hand: 0.5 and 0.7 have a standard error of 0.1; eight iterations of 30 s are 4 minutes."""
+    import obedience
+    from inputs import recipe_prompts
+
+    requests = [row["prompt"][0]["content"] for row in recipe_prompts("obedience_held_out")]
+    folders = [str(finished_run(tmp_path / str(reward), reward, requests)) for reward in (0.5, 0.7)]
+    svg = tmp_path / "curves.svg"
+    monkeypatch.setattr(sys, "argv", ["obedience.py", "--strict", ",".join(folders), "--svg", str(svg)])
+    obedience.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert "| reward | 0.250 | 0.600 ± 1.271 |" in printed
+    assert "| minutes of training |  | 4.0 ± 0.0 |" in printed
+    assert sum(line.endswith("| sft says \\| this (1) | ppo says \\| this (1) |") for line in printed) == 6
+    assert svg.read_text().startswith("<?xml")
 
 
 GPU_TESTS = """
