@@ -85,12 +85,11 @@ def examples(data: Path) -> str:
 
 
 def draw(runs: dict[str, list[Path]], file: Path) -> None:
-    """Plot as SVG the held-out judge's score and the critic's explained variance by iteration, a thin line a seed."""
+    """Plot as SVG the batches' reward and the critic's explained variance by iteration, a thin line a seed."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "obedience", "font.family": "sans-serif"})
-    figure, axes = plt.subplots(1, 3, figsize=(10.0, 3.0), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.0), layout="constrained")
     panels = {
         "objective/scores": "reward of the batch",
-        "eval/judge_score": "held-out judge's score",
         "val/explained_variance": "explained variance of the critic",
     }
     for colour, (form, folders) in zip(("#1f77b4", "#d62728"), runs.items(), strict=False):
@@ -98,8 +97,8 @@ def draw(runs: dict[str, list[Path]], file: Path) -> None:
             history = pd.read_csv(data / "07_model_output/training_history/training_history.csv")
             for plot, key in zip(axes, panels, strict=True):
                 points = history[["iteration", key]].dropna()
-                style = {"color": colour, "linewidth": 0.9, "marker": "o" if key.startswith("eval") else None}
-                plot.plot(points["iteration"], points[key], markersize=3, label=None if number else form, **style)
+                label = None if number else form
+                plot.plot(points["iteration"], points[key], color=colour, linewidth=0.9, label=label)
     for plot, words in zip(axes, panels.values(), strict=True):
         plot.set_title(words, fontsize=10)
         plot.set_xlabel("iteration")
