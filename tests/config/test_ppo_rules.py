@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo_rules import _RULES
+from ppo_rlhf.config.ppo_rules import _rules
 from ppo_rlhf.core.errors import ConfigError
 
 ADAPTIVE = {"kl_controller": "adaptive"}
@@ -142,5 +142,5 @@ def test_all_broken_rules_are_told_at_once():
 
 
 def test_no_rule_calls_a_setting_the_first_or_the_second():
-    for rule in _RULES:
+    for rule in _rules(PPOConfig):
         assert not re.search(r"\b(the first|the second|the other)\b", rule.line(PPOConfig())), rule.names

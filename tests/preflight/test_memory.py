@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS
+from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.models.weight_copies import WeightCopies

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BertConfig, FalconConfig, GPT2Config, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.experience import estimate_advantages, shape_rewards
@@ -184,21 +185,9 @@ def test_the_tiny_model_is_of_the_architecture_or_says_why_not(config: Pretraine
     assert model.config.num_hidden_layers == 2
 
 
-def test_every_setting_is_probed_or_named_as_not_probed_or_changes_no_learning():
-    """A new setting needs a decision: add it to one of the three."""
-    indifferent = {
-        *("offload_reference_policy", "offload_reward_model", "device", "deterministic", "export"),
-        *("export_value_head", "export_critic", "export_dtype"),
-        *("sft_model_path", "reward_model_path", "eval_interval", "save_interval", "save_total_limit", "max_time"),
-        "save_interval_minutes",
-        *("report_to", "callbacks", "sample_interval", "shutdown_grace_s", "max_skipped_steps", "overlong_prompts"),
-        *("kl_warning", "kl_alarm", "max_tokens_per_micro_batch", "cuda_graphs"),
-        *(field.name for field in dataclasses.fields(PPOConfig) if field.name.startswith("vllm_")),
-    }
-    replaced = {*probes.SIZES, "value_learning_rate", "total_episodes", "response_length", "positive_threshold"}
-    groups = [set(probes.TAKEN), set(probes.NOT_PROBED), replaced, indifferent]
-    assert set.union(*groups) == {field.name for field in dataclasses.fields(PPOConfig)}
-    assert sum(map(len, groups)) == len(set.union(*groups))
+def test_the_probes_set_a_value_of_their_own_for_exactly_the_settings_declared_so():
+    replaced = set(names_of(PPOConfig, lambda use: use.probe == "replaced"))
+    assert replaced == {*probes.SIZES, "value_learning_rate", "total_episodes", "response_length", "positive_threshold"}
 
 
 def test_the_settings_taken_are_trained_with_and_the_others_are_named():

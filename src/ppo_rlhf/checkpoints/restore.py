@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
 from ppo_rlhf.checkpoints.store import ALIKE, STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
+from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
@@ -23,42 +23,10 @@ from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = {"per_device_train_batch_size", "gradient_accumulation_steps", "local_rollout_forward_batch_size"}
-MAY_CHANGE = frozenset(
-    {
-        "total_episodes",
-        "eval_interval",
-        "save_interval",
-        "save_interval_minutes",
-        "save_total_limit",
-        "sample_interval",
-        "max_time",
-        "report_to",
-        "callbacks",
-        "export",
-        "export_dtype",
-        "export_critic",
-        "shutdown_grace_s",
-        "max_skipped_steps",
-        "kl_warning",
-        "kl_alarm",
-        "kl_stop",
-        "device",
-        "cuda_graphs",
-        *_AT_A_TIME,
-        "offload_reference_policy",
-        "offload_reward_model",
-        *VLLM_FIELDS,
-    }
-)
-"""Settings that may change on resume: settings of the run's length, records, limits, device, micro-batches and vLLM's
-place.
-
-`total_episodes` changes the learning-rate schedule; the device, `cuda_graphs` and the three batch settings change the
-rounding. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the number of processes must
-stay the same.
-"""
-CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device", "cuda_graphs"}
+MAY_CHANGE = frozenset(names_of(PPOConfig, lambda use: use.resume != "same"))
+"""Settings that may change on resume. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and
+the number of processes must stay the same."""
+CHANGES_NUMBERS = frozenset(names_of(PPOConfig, lambda use: use.resume == "rounds"))
 """Settings of MAY_CHANGE whose change makes the resumed run's numbers differ from the uninterrupted run's, at least in
 the last bits."""
 MENDABLE = "reward_functions"

@@ -20,9 +20,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.config.ppo import on_processes
-from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS, VLLM_FIELDS
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import VLLM_FIELDS, on_processes
+from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
 from ppo_rlhf.models.loading import RECORD, PretrainedHandle
 from ppo_rlhf.models.quiet import say_once
@@ -31,34 +31,9 @@ from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.names import TEMPLATE
 
-DRAWN_BY = (
-    "response_length",
-    "min_response_length",
-    "temperature",
-    "top_k",
-    "top_p",
-    "stop_token",
-    "stop_token_id",
-    "environment",
-    "turn_length",
-)
+DRAWN_BY = names_of(PPOConfig, lambda use: use.record == "sampling")
 """Fields of PPOConfig that control how responses are sampled."""
-HERE = (
-    "device",
-    "compile",
-    "cuda_graphs",
-    *VLLM_FIELDS,
-    *OFFLOADING_FIELDS,
-    "local_rollout_forward_batch_size",
-    "max_tokens_per_micro_batch",
-    "max_time",
-    "shutdown_grace_s",
-    "report_to",
-    "callbacks",
-    *MODEL_PATHS,
-    "overlong_prompts",
-    "seed",
-)
+HERE = names_of(PPOConfig, lambda use: use.record == "here")
 """Fields of PPOConfig that belong to a machine, a run or its prompts, not to the policy; their values come from the
 current user's settings, not from the record."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")

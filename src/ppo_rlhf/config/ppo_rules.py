@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from ppo_rlhf.config.uses import names_in_group
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
 POLYNOMIAL_END = 1e-7
 """Learning rate at which transformers' polynomial schedule ends, whatever the peak learning rate is."""
-ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
-CLIPPING_FIELDS = ("cliprange", "cliprange_high", "dual_clip", "importance_cap")
-LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
-VLLM_SERVED = ("vllm_server_base_url", "vllm_server_timeout")
-VLLM_COLOCATED = (
-    "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size",
-    "vllm_enable_sleep_mode",
-    "vllm_max_model_length",
-)
-VLLM_FIELDS = ("vllm_mode", *VLLM_SERVED, *VLLM_COLOCATED)
-OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 FILTERED = "vLLM would return log-probabilities of the filtered distribution; leave out {0}"
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; unset one of them"
 
@@ -65,6 +56,17 @@ def _clash(values: Mapping[str, object], why: str) -> _Rule:
     return _Rule(tuple(values), _are(values), why)
 
 
+class _GroupRule(NamedTuple):
+    """A rule about each changed setting of a group together with settings that have the given values."""
+
+    group: str
+    values: Mapping[str, object]
+    why: str
+
+    def of(self, name: str) -> _Rule:
+        return _clash({name: _CHANGED, **self.values}, self.why)
+
+
 def _too_long(name: str, limit: str) -> _Rule:
     why = "{0} is above {1}; lower {0} or raise {1}"
     return _Rule((name, limit), lambda c: (getattr(c, name) or 0) > (getattr(c, limit) or math.inf), why)
@@ -78,7 +80,7 @@ def _modules(c: PPOConfig) -> list[str]:
     return [name.strip() for name in c.lora_target_modules.split(",")]
 
 
-_RULES = (
+_RULES: tuple[_Rule | _GroupRule, ...] = (
     # Rules about batch sizes.
     _clash(
         {"reward_normalisation": "batch", "batch_size": 1},
@@ -131,17 +133,16 @@ _RULES = (
         "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
     # Rules about vLLM.
-    *(
-        _clash({name: _CHANGED, "rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}")
-        for name in VLLM_FIELDS
+    _GroupRule("vllm", {"rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}"),
+    _GroupRule(
+        "vllm.served",
+        {"vllm_mode": "colocate", "rollout_engine": "vllm"},
+        "a colocated vLLM has no server; set {1} to server, or leave out {0}",
     ),
-    *(
-        _Rule((name, "vllm_mode"), _are({"rollout_engine": "vllm", "vllm_mode": mode, name: _CHANGED}), why)
-        for mode, why, names in (
-            ("colocate", "a colocated vLLM has no server; set {1} to server, or leave out {0}", VLLM_SERVED),
-            ("server", "a server gets this setting from its own command line; leave out {0}", VLLM_COLOCATED),
-        )
-        for name in names
+    _GroupRule(
+        "vllm.colocated",
+        {"vllm_mode": "server", "rollout_engine": "vllm"},
+        "a server gets this setting from its own command line; leave out {0}",
     ),
     *(
         _clash({name: _CHANGED, "rollout_engine": "vllm"}, why)
@@ -202,12 +203,10 @@ _RULES = (
         lambda c: c.kl_hold_iterations > 0 and c.held_iterations >= c.num_total_batches,
         "{0} plus {1} must be less than {2}; lower {0}, or set ppo.kl_controller=fixed",
     ),
-    *(
-        _clash(
-            {name: _CHANGED, "kl_controller": "fixed"},
-            "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
-        )
-        for name in ADAPTIVE_FIELDS
+    _GroupRule(
+        "adaptive_kl",
+        {"kl_controller": "fixed"},
+        "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
     ),
     _clash(
         {"lam": _CHANGED, "lam_alpha": _CHANGED, "lam_critic": _CHANGED},
@@ -223,12 +222,10 @@ _RULES = (
         lambda c: (c.importance_low is None) != (c.importance_high is None),
         "both are the ends of one band; set both, for example to 0.7 and 6, or neither",
     ),
-    *(
-        _clash(
-            {name: _CHANGED, "importance_low": _CHANGED},
-            "the loss that {1} asks for masks tokens, weighs them by their ratio and clips nothing; leave out {0}",
-        )
-        for name in CLIPPING_FIELDS
+    _GroupRule(
+        "clipping",
+        {"importance_low": _CHANGED},
+        "the loss that {1} asks for masks tokens, weighs them by their ratio and clips nothing; leave out {0}",
     ),
     # Rules about the optimiser.
     _Rule(
@@ -264,10 +261,8 @@ _RULES = (
         lambda c: c.export_value_head and c.value_model != "shared",
         "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
-    *(
-        _clash({name: _CHANGED, "use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}")
-        for name in (*LORA_FIELDS, "export")
-    ),
+    _GroupRule("lora", {"use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}"),
+    _clash({"export": _CHANGED, "use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}"),
     _clash(
         {"export": "adapter", "export_value_head": True},
         "the value head is saved with the weights of a whole model; set {0} to merged, or leave out {1}",
@@ -308,9 +303,22 @@ _RULES = (
 )
 
 
+@cache
+def _rules(config_class: type) -> tuple[_Rule, ...]:
+    """Return all rules, with one for each setting of a group."""
+    return tuple(
+        each
+        for rule in _RULES
+        for each in (
+            map(rule.of, names_in_group(config_class, rule.group)) if isinstance(rule, _GroupRule) else (rule,)
+        )
+    )
+
+
 def problems(config: PPOConfig) -> list[str]:
     """Return one line for each broken rule; an empty list means that the settings fit together."""
-    broken = [rule.line(config) for rule in _RULES if rule.broken(config)]
+    config_class: type = type(config)
+    broken = [rule.line(config) for rule in _rules(config_class) if rule.broken(config)]
     on_device = device_problems(config, config.device) if config.device in ("cpu", "cuda") else []
     return [*_indivisible(config), *broken, *on_device]
 
@@ -321,7 +329,7 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
         return
     if c.cuda_graphs:
         yield f"ppo.cuda_graphs=true needs a GPU (ppo.device={c.device}); leave it out, or run on a GPU"
-    for name in OFFLOADING_FIELDS:
+    for name in names_in_group(type(c), "offloading"):
         if getattr(c, name):
             yield (
                 f"ppo.{name}=true has no effect on the CPU (ppo.device={c.device}): all models are in host memory "

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo_rules import VLLM_FIELDS
+from ppo_rlhf.config.ppo import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError, TrainingError, in_one_line
 from ppo_rlhf.models.adapters import merged_parameters
 from ppo_rlhf.models.loading import PretrainedHandle

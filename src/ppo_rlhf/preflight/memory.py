@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo_rules import OFFLOADING_FIELDS
+from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import CARDS_SHARE

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import PPORLHFError, in_one_line
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.capabilities import check_causal
@@ -28,75 +29,9 @@ from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
-TAKEN = (
-    "cliprange",
-    "cliprange_high",
-    "cliprange_value",
-    "dual_clip",
-    "vf_coef",
-    "max_grad_norm",
-    "importance_cap",
-    "importance_low",
-    "importance_high",
-    "value_freeze",
-    "gamma",
-    "lam",
-    "lam_critic",
-    "lam_alpha",
-    "whiten_rewards",
-    "whiten_advantages",
-    "loss_aggregation",
-    "kl_coef",
-    "kl_estimator",
-    "kl_in",
-    "entropy_coef",
-    "positive_coef",
-    "temperature",
-    "responses_per_prompt",
-    "reward_scale",
-    "reward_clip",
-    "reward_normalisation",
-    "value_model",
-    "seed",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-)
+TAKEN = names_of(PPOConfig, lambda use: use.probe == "taken")
 """Settings of PPOConfig that the probes take from the run, unless `probe_config` replaces their values."""
-NOT_PROBED = (
-    "critic_warmup_iterations",
-    "warmup_ratio",
-    "lr_scheduler_type",
-    "optim",
-    "ema_decay",
-    "target_kl",
-    "kl_controller",
-    "kl_target",
-    "kl_horizon",
-    "kl_hold_iterations",
-    "kl_stop",
-    "drop_uniform_prompts",
-    "top_k",
-    "top_p",
-    "stop_token",
-    "stop_token_id",
-    "min_response_length",
-    "missing_eos_penalty",
-    "truncated_responses",
-    "overlong_buffer",
-    "environment",
-    "turn_length",
-    "rollout_engine",
-    "dtype",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "load_in_4bit",
-    "gradient_checkpointing",
-    "compile",
-)
+NOT_PROBED = names_of(PPOConfig, lambda use: use.probe == "left out")
 """Settings of PPOConfig that change training and that no probe exercises."""
 SIZES: dict[str, Any] = {
     "per_device_train_batch_size": 256,
