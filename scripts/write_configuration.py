@@ -30,7 +30,7 @@ from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.supervised.sft import FromScratchConfig, SupervisedFinetuningConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -44,6 +44,7 @@ GROUPS = {
     "evaluation": EvaluationConfig,
     "data_preparation": DataPreparationConfig,
     "supervised_finetuning": SupervisedFinetuningConfig,
+    "supervised_finetuning.from_scratch": FromScratchConfig,
     "reward_modelling": RewardModellingConfig,
     "critic_pretraining": CriticPretrainingConfig,
     "reporting": ReportingConfig,

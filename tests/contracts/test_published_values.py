@@ -100,11 +100,12 @@ def test_the_demo_has_the_values_that_its_results_were_measured_with() -> None:
     }
     supervised_finetuning = {
         **{"num_train_epochs": 3, "learning_rate": 6e-3, "per_device_train_batch_size": 32},
-        **{"lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "hidden_size": 64, "num_hidden_layers": 3},
+        **{"lr_scheduler_type": "cosine", "warmup_ratio": 0.05},
     }
     assert group("demo", "ppo") == ppo
     for name, values in (("reward_modelling", reward_modelling), ("supervised_finetuning", supervised_finetuning)):
         found = group("demo", name)
         assert {key: found[key] for key in values} == values
+    assert group("demo", "supervised_finetuning")["from_scratch"]["num_hidden_layers"] == 3
     kl_study = {"kl_coefs": [0.02, 0.08, 0.32], "kl_target": 3.0, "kl_horizon": 300}
     assert group("base", "kl_study") == kl_study  # docs/studies.md

@@ -33,13 +33,11 @@ def run(
             "sft_policy": PretrainedModelDataset(str(tmp_path / "sft_policy")),
         }
     )
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     catalog["params:supervised_finetuning"] = SupervisedFinetuningConfig(
         max_steps=2,
         logging_steps=1,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        from_scratch=None if base_model else shape | {"max_position_embeddings": 64},
         device="cpu",
     )
     catalog["demonstrations"].save(frame)

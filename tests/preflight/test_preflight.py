@@ -125,7 +125,7 @@ def chain(user: User) -> User:
     }
     user.groups |= {
         "data_preparation": DataPreparationConfig(),
-        "supervised_finetuning": SupervisedFinetuningConfig(max_position_embeddings=CONTEXT),
+        "supervised_finetuning": SupervisedFinetuningConfig(),
         "reward_modelling": RewardModellingConfig(),
     }
     return user
@@ -511,10 +511,16 @@ def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_pipeline
 # --- the whole chain -------------------------------------------------------------------------------------------------
 
 
+def start_from_scratch(user: User) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = SupervisedFinetuningConfig(from_scratch=shape | {"max_position_embeddings": CONTEXT})
+    user.paths["base_model"], user.groups["supervised_finetuning"] = None, settings
+
+
 @pytest.mark.parametrize("from_scratch", [False, True])
 def test_a_chain_without_mistakes_has_no_problems(chain: User, from_scratch: bool):
     if from_scratch:
-        chain.paths["base_model"] = None
+        start_from_scratch(chain)
     assert chain.problems() == []
     chain.write("prompts", {"prompt": "a"}, LONG)
     (problem,) = chain.problems()
@@ -523,7 +529,13 @@ def test_a_chain_without_mistakes_has_no_problems(chain: User, from_scratch: boo
 
 def chats_from_scratch(user: User) -> None:
     user.write("texts", *({"messages": [{"role": "user", "content": word}]} for word in "ab"))
-    user.paths["base_model"] = None
+    start_from_scratch(user)
+
+
+def two_starts(user: User) -> None:
+    base = user.paths["base_model"]
+    start_from_scratch(user)
+    user.paths["base_model"] = base
 
 
 @pytest.mark.parametrize(
@@ -536,6 +548,8 @@ def chats_from_scratch(user: User) -> None:
             id="no such column of demonstrations",
         ),
         pytest.param(chats_from_scratch, "base_model_path", id="chats from scratch"),
+        pytest.param(paths(base_model=None), "base_model_path (or, for a small model", id="nothing to start from"),
+        pytest.param(two_starts, "there is a base model", id="two starts"),
         pytest.param(paths(base_model="/no/base"), "/no/base", id="no base model"),
         pytest.param(paths(raw_preferences=None), "preferences_path", id="nobody makes preferences"),
     ],

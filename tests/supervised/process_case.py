@@ -65,4 +65,4 @@ def check_several() -> None:
     with pytest.raises(RewardError, match="ValueError: broken"):
         scorer.score(batch([[6]], [False]))
     with pytest.raises(ConfigError, match=r"supervised_finetuning\.per_device_train_batch_size=3"):
-        train_sft_policy(None, test_sft.TEXTS, test_sft.HELD_OUT, test_sft.config(per_device_train_batch_size=3))
+        train_sft_policy(None, test_sft.TEXTS, test_sft.HELD_OUT, test_sft.scratch(per_device_train_batch_size=3))

@@ -40,7 +40,11 @@ HELD_OUT = pd.DataFrame({"text": ["d a b c", "b c"]})
 
 def config(**settings) -> SupervisedFinetuningConfig:
     defaults = {"num_train_epochs": 2, "learning_rate": 0.01, "per_device_train_batch_size": 4, "logging_steps": 1}
-    return SupervisedFinetuningConfig(**{**defaults, **SHAPE, "device": "cpu", **settings})
+    return SupervisedFinetuningConfig(**{**defaults, "device": "cpu", **settings})
+
+
+def scratch(**settings) -> SupervisedFinetuningConfig:
+    return config(from_scratch=SHAPE, **settings)
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -49,13 +53,33 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def from_scratch():
-    return train_sft_policy(None, TEXTS, HELD_OUT, config(num_train_epochs=8))
+    return train_sft_policy(None, TEXTS, HELD_OUT, scratch(num_train_epochs=8))
 
 
 @pytest.mark.parametrize(("hidden_size", "heads"), [(18, 4), (20, 4)], ids=["no whole head", "an odd head"])
 def test_a_width_that_does_not_fit_the_heads_is_refused(hidden_size, heads):
+    shape = SHAPE | {"hidden_size": hidden_size, "num_attention_heads": heads}
     with pytest.raises(ConfigError, match="hidden_size"):
-        config(hidden_size=hidden_size, num_attention_heads=heads)
+        config(from_scratch=shape)
+
+
+@pytest.mark.parametrize("size", SHAPE)
+def test_a_model_from_scratch_needs_each_of_its_sizes(size):
+    with pytest.raises(ConfigError, match=rf"^supervised_finetuning.from_scratch.{size} is missing$"):
+        config(from_scratch={name: value for name, value in SHAPE.items() if name != size})
+
+
+@pytest.mark.parametrize("size", SHAPE)
+def test_a_size_in_its_place_of_before_is_answered_with_its_place(size):
+    with pytest.raises(ConfigError, match=rf"it is supervised_finetuning.from_scratch.{size}$"):
+        config(**{size: 16})
+
+
+def test_without_a_base_model_nothing_is_trained_unless_it_is_asked_for(tmp_path):
+    with pytest.raises(ConfigError, match="base_model_path"):
+        train_sft_policy(None, TEXTS, HELD_OUT, config())
+    with pytest.raises(ConfigError, match="there is a base model"):
+        train_sft_policy(PretrainedHandle(str(tmp_path)), TEXTS, HELD_OUT, scratch())
 
 
 def test_a_model_from_scratch_learns_the_order_of_the_words(from_scratch):
@@ -84,7 +108,7 @@ def test_a_training_is_shown_while_it_runs(caplog):
             yield lambda step, metrics: (told.append((step, total, *metrics)), report(step, metrics))
 
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
-        train_sft_policy(None, TEXTS, HELD_OUT, config(num_train_epochs=1, logging_steps=3), watch)
+        train_sft_policy(None, TEXTS, HELD_OUT, scratch(num_train_epochs=1, logging_steps=3), watch)
     logged = ("sft/loss", "sft/learning_rate")
     assert told == [(3, 6, *logged), (6, 6, *logged), (6, 6, "sft/eval_loss")]
     assert caplog.messages[0].startswith("SFT step 3/6, loss ")
@@ -119,7 +143,7 @@ def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
 
 @pytest.mark.slow
 def test_training_again_with_the_same_seed_gives_the_same_bits_and_another_seed_does_not():
-    runs = [train_sft_policy(None, TEXTS, HELD_OUT, config(seed=seed, max_steps=3)) for seed in (1, 1, 2)]
+    runs = [train_sft_policy(None, TEXTS, HELD_OUT, scratch(seed=seed, max_steps=3)) for seed in (1, 1, 2)]
     first, again, other = (weights(trained.model) for trained, _ in runs)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
@@ -182,7 +206,7 @@ def test_the_process_is_left_as_it_was_and_nothing_is_told_to_the_hub(capfd, mon
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
+    train_sft_policy(None, TEXTS, HELD_OUT, scratch(max_steps=1))
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
     assert capfd.readouterr() == ("", "")
 
@@ -192,9 +216,9 @@ def test_stages_of_different_precisions_follow_each_other():
     """accelerate has one state per process and refuses a second precision, but PPO creates another Accelerator."""
     ppo, cpu = PPOConfig(dtype="bfloat16"), torch.device("cpu")
     assert make_accelerator(ppo, cpu).mixed_precision == "bf16"
-    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, gradient_accumulation_steps=2))
+    train_sft_policy(None, TEXTS, HELD_OUT, scratch(max_steps=1, gradient_accumulation_steps=2))
     assert make_accelerator(ppo, cpu).mixed_precision == "bf16"
-    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, bf16=True))
+    train_sft_policy(None, TEXTS, HELD_OUT, scratch(max_steps=1, bf16=True))
     after = make_accelerator(PPOConfig(), cpu)
     assert (after.mixed_precision, after.sync_gradients, after.gradient_accumulation_steps) == ("no", True, 1)
 

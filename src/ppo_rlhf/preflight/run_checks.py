@@ -56,7 +56,7 @@ from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import TRAINED_FROM, RewardModellingConfig
-from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.supervised.sft import NO_BASE_MODEL, TWO_STARTS, SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
 # Stages that may run under FSDP; the stage ppo is the only one that trains
@@ -168,6 +168,11 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "prompts_path": (run.writes("prompt_dataset") or run.writes("feedback_pairs"))
         and run.source("raw_prompts") is None,
     }
+    tuning = run.group("supervised_finetuning", SupervisedFinetuningConfig)
+    if tuning is not None and run.writes("sft_policy"):
+        is_missing[NO_BASE_MODEL] = tuning.from_scratch is None and run.source("base_model") is None
+        if tuning.from_scratch is not None and run.source("base_model") is not None:
+            yield TWO_STARTS
     rewards = run.group("reward_modelling", RewardModellingConfig)
     is_missing["preferences_path (or reward_modelling.labeller)"] = (
         rewards is not None and run.samples_pairs and rewards.labeller is None
@@ -254,7 +259,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     if name in MADE_BY and (why := run.why_missing(name)):
         yield why
         return
-    if run.source(name) is None:  # base_model_path is null, so the policy starts from random weights
+    if run.source(name) is None:  # the policy starts from random weights, or check_settings asks for its start
         return
     handle = run.catalog[name].load()
     if name == "reward_model":
@@ -364,9 +369,9 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
     if run.start in run.models:
         return PromptReader.of(run.models[run.start], ppo)
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
-    if settings is None or run.source("base_model") is not None or run.demonstrations is None:
+    if settings is None or settings.from_scratch is None or run.demonstrations is None:
         return None
-    context = settings.max_position_embeddings  # from here on, the run trains the policy from scratch
+    context = settings.from_scratch.max_position_embeddings
     tokenizer = train_word_tokenizer(corpus_texts(run.demonstrations), context)
     return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 

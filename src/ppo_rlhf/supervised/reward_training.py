@@ -68,10 +68,11 @@ class RewardModellingConfig(OptimisationConfig):
     labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
     policy; used only if no preferences are given."""
-    pairs: Annotated[int, Field(ge=2)] = 7000
+    pairs: Annotated[int, Field(ge=2)] = 8000
     """Number of pairs to sample if no preferences are given."""
-    label_beta: Annotated[float, Field(ge=0.0)] = 6.0
-    """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
+    label_beta: Annotated[float, Field(ge=0.0)] = 1.0
+    """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores). 1 takes the
+    labeller's scores as log-odds (Bradley and Terry); 0 makes the labels coin flips."""
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
     """Number of responses in one generation batch."""
 

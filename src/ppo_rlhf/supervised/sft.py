@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a language model on demonstrations, or training of a small model from scratch."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
 import pandas as pd
@@ -34,34 +34,52 @@ logger = logging.getLogger(__name__)
 Size = Annotated[int, Field(ge=1)]
 
 
-@settings_group("supervised_finetuning")
-@dataclass(frozen=True, kw_only=True)
-class SupervisedFinetuningConfig(OptimisationConfig):
-    """Settings for training the SFT policy. The model sizes are for the small Llama that is trained without a base
-    model.
-    """
+@settings_group("supervised_finetuning.from_scratch")
+class FromScratchConfig:
+    """Sizes of a small Llama that is trained on the demonstrations alone, with a tokenizer of their words."""
 
-    hidden_size: Size = 64
+    hidden_size: Size
     """Width of the hidden states; an even multiple of num_attention_heads."""
-    intermediate_size: Size = 176
+    intermediate_size: Size
     """Width of the hidden layer in each feed-forward network."""
-    num_hidden_layers: Size = 3
+    num_hidden_layers: Size
     """Number of transformer layers."""
-    num_attention_heads: Size = 4
+    num_attention_heads: Size
     """Number of attention heads per layer."""
-    max_position_embeddings: Size = 64
-    """Context length in tokens of the small Llama, prompt and response together."""
-    assistant_only_loss: bool | None = None
-    """Whether SFT learns only the assistant's turns of chats. None: true if the chat template, or TRL's training
-    template for it, marks the assistant's turns (`{% generation %}`); else false, and whole chats are learnt."""
+    max_position_embeddings: Size
+    """Context length in tokens, prompt and response together."""
 
     def __post_init__(self) -> None:
         # Rotary position embeddings (RoPE) rotate pairs of a head's dimensions, so each head needs an even width
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ConfigError(
-                f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
+                f"supervised_finetuning.from_scratch.hidden_size={self.hidden_size} is not an even multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
             )
+
+
+NO_BASE_MODEL = "base_model_path (or, for a small model of your own sizes, supervised_finetuning.from_scratch)"
+TWO_STARTS = (
+    "supervised_finetuning.from_scratch: there is a base model, so nothing is trained from scratch; set "
+    "supervised_finetuning.from_scratch to null, or leave base_model_path null"
+)
+
+
+@settings_group(
+    "supervised_finetuning",
+    lives_elsewhere={
+        each.name: f"it is supervised_finetuning.from_scratch.{each.name}" for each in fields(FromScratchConfig)
+    },
+)
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFinetuningConfig(OptimisationConfig):
+    """Settings for training the SFT policy."""
+
+    from_scratch: FromScratchConfig | None = None
+    """Train a small Llama of these sizes from random weights instead of a base model (demo and test environments)."""
+    assistant_only_loss: bool | None = None
+    """Whether SFT learns only the assistant's turns of chats. None: true if the chat template, or TRL's training
+    template for it, marks the assistant's turns (`{% generation %}`); else false, and whole chats are learnt."""
 
 
 def train_sft_policy(
@@ -73,15 +91,23 @@ def train_sft_policy(
 ) -> tuple[TrainedModel, History]:
     """Fine-tune the base model with TRL's SFTTrainer; both tables of demonstrations are from `split_demonstrations`.
 
-    Without a base model SFT starts from random weights, and a word-level tokenizer is trained on the demonstrations.
+    With `config.from_scratch` SFT starts from random weights, and a word-level tokenizer is trained on the
+    demonstrations.
 
     Returns:
         The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
         last logged loss), `sft/learning_rate`, and once per epoch `sft/eval_loss` (nats per learnt token over all
         held-out demonstrations).
+
+    Raises:
+        ConfigError: There is neither a base model nor `from_scratch`, or there are both.
     """
     if base_model is None:
-        model, tokenizer = _from_scratch(demonstrations, config)
+        if config.from_scratch is None:
+            raise ConfigError(f"supervised_finetuning: not set: {NO_BASE_MODEL}")
+        model, tokenizer = _from_scratch(demonstrations, config.from_scratch, config.seed)
+    elif config.from_scratch is not None:
+        raise ConfigError(TWO_STARTS)
     else:
         model, tokenizer = base_model.causal_lm(), base_model.tokenizer()
     max_length = config.longest_sequence(context_length(model.config))
@@ -129,16 +155,12 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
 
 
 def _from_scratch(
-    demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig
+    demonstrations: pd.DataFrame, shape: FromScratchConfig, seed: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = train_word_tokenizer(corpus_texts(demonstrations), config.max_position_embeddings)
-    shape = transformers.LlamaConfig(
+    tokenizer = train_word_tokenizer(corpus_texts(demonstrations), shape.max_position_embeddings)
+    architecture = transformers.LlamaConfig(
+        **asdict(shape),
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -146,8 +168,8 @@ def _from_scratch(
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = transformers.LlamaForCausalLM(shape)
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(architecture)
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

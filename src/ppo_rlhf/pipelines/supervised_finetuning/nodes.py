@@ -19,7 +19,7 @@ def train_sft_policy(
     evaluation_demonstrations: pd.DataFrame,
     supervised_finetuning: SupervisedFinetuningConfig,
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Fine-tune the base model on the demonstrations; without a base model, train a small model from scratch."""
+    """Fine-tune the base model on the demonstrations; with `from_scratch`, train a small model."""
     start = base_model.source if base_model is not None else "random weights"
     log.info("Supervised fine-tuning of %s on %d demonstrations …", start, len(demonstrations))
     policy, history = sft.train_sft_policy(
