@@ -22,7 +22,7 @@ from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
 from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.decoding import decodes
-from ppo_rlhf.models.decoding_in_place import next_size
+from ppo_rlhf.models.decoding_in_place import captured_columns, captured_rows
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import captured_sampling, engines
@@ -358,7 +358,7 @@ def test_bytes_of_the_buffers_count_as_free_for_the_next_batch(graphs_on_cpu, mo
     model, captures, longest = make("llama").double(), Captures(CPU), max(map(len, prompts()))
     for _ in range(2):
         generate_responses(model, prompts(), noise(37), settings(), captures=captures, batch_size=None)
-    columns = next_size(longest + 60, 64)
+    columns = captured_columns(longest + 60)
     caches = 2 * 2 * 48 * 2 * columns * 4 * 8  # keys and values, layers, rows, heads, columns, widths, bytes
     others = 48 * (60 * (8 + 8 + 8) + 8 + 8 + 1)
     assert asked == [(37, columns, 0), (37, columns, caches + others)]
@@ -490,7 +490,7 @@ def test_steps_of_a_size_are_the_same_operations_on_the_same_addresses(monkeypat
 
 
 def test_sizes_are_two_from_one_power_of_2_to_the_next():
-    assert [next_size(count, 16) for count in (1, 16, 17, 24, 25, 33, 48, 49, 65, 97, 200)] == [
+    assert [captured_rows(count) for count in (1, 16, 17, 24, 25, 33, 48, 49, 65, 97, 200)] == [
         *(16, 16, 24, 24, 32, 48, 48, 64, 96, 128, 256)
     ]
 

@@ -17,6 +17,7 @@ from ppo_rlhf.models.captures import CARDS_SHARE
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
+from ppo_rlhf.models.token_rows import common_size
 
 FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
 """The smallest number of sequences and of KV cache columns of a captured decoding step."""
@@ -24,15 +25,14 @@ CACHES_SHARE = 2
 """The KV cache may take 1/2 of the memory that CUDA graphs may keep (`captures.CARDS_SHARE`)."""
 
 
-def next_size(needed: int, least: int) -> int:
-    """Return the smallest allowed number of sequences or columns >= `needed`.
+def captured_rows(needed: int) -> int:
+    """Return the smallest number of sequences >= `needed` for which a step is captured: 16, 24, 32, 48, 64, …"""
+    return common_size(max(needed, FEWEST_ROWS), 2)
 
-    The allowed numbers are `least`, and all 2^n and 3 · 2^(n − 1) above `least`: 64, 96, 128, 192, … for `least` 64.
-    """
-    size = least
-    while size < needed:
-        size = size * 3 // 2 if size & (size - 1) == 0 and size * 3 // 2 >= needed else 1 << size.bit_length()
-    return size
+
+def captured_columns(needed: int) -> int:
+    """Return the smallest number of KV cache columns >= `needed` for which a step is captured: 64, 96, 128, 192, …"""
+    return common_size(max(needed, FEWEST_COLUMNS), 2)
 
 
 def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> int:

@@ -71,10 +71,24 @@ def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type != "cpu" or dtype.itemsize == 2
 
 
-def filled_size(count: int) -> int:
-    """Return the smallest allowed number of tokens >= `count`: at most 16 sizes between two powers of 2."""
-    step = max(LEAST_FILL, 2 ** (count.bit_length() - 5))
+def common_size(count: int, per_octave: int, multiple_of: int = 1) -> int:
+    """Round `count` up to a size that many batches share: a multiple of `multiple_of`, and one of at most `per_octave`
+    evenly spaced sizes from one power of 2 to the next.
+
+    So the number of shapes is at most `per_octave` times the binary logarithm of the largest count.
+    """
+    step = size_step(count, per_octave, multiple_of)
     return -(-count // step) * step
+
+
+def size_step(count: int, per_octave: int, multiple_of: int = 1) -> int:
+    """Return the distance between the sizes of `common_size` around `count`."""
+    return max(multiple_of, 2 ** (count.bit_length() - 1) // per_octave)
+
+
+def filled_size(count: int) -> int:
+    """Return the number of tokens that packed rows of `count` tokens have with fillers."""
+    return common_size(count, 16, LEAST_FILL)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:

@@ -14,10 +14,10 @@ from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
 from ppo_rlhf.models.captures import DECODING, Captures, fixed_state
 from ppo_rlhf.models.decoding_in_place import (
-    FEWEST_COLUMNS,
     FEWEST_ROWS,
     InPlaceDecoder,
-    next_size,
+    captured_columns,
+    captured_rows,
     rows_kept,
 )
 from ppo_rlhf.models.free_memory import number_bytes
@@ -73,7 +73,7 @@ class CapturedSampler:
         self.step_index.zero_()
         torch.arange(len(self.result_rows), out=self.result_rows)
         self.has_ended.copy_(self.result_rows >= prompts)  # rows of the buffers without a prompt count as ended
-        self.live = min(next_size(prompts, FEWEST_ROWS), self.decoder.rows)
+        self.live = min(captured_rows(prompts), self.decoder.rows)
         if settings.stop_token_ids not in self._stops:
             stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
             self._stops[settings.stop_token_ids] = stops
@@ -82,7 +82,7 @@ class CapturedSampler:
         for step in range(1, length):
             if engines.is_check_due(step - 1, device) and not self._drop_ended():
                 break
-            width = min(next_size(self.decoder.width, FEWEST_COLUMNS), self.decoder.columns)
+            width = min(captured_columns(self.decoder.width), self.decoder.columns)
             size = self.live, width, engines.may_stop(step, settings)
             captures.run((DECODING, *size, settings_key), lambda: self.step(*size, settings))  # noqa: B023  # called at once
             self.decoder.count_step()
@@ -113,7 +113,7 @@ class CapturedSampler:
         """
         ended = self.has_ended[: self.live].tolist()
         left = len(ended) - sum(ended)
-        size = next_size(max(1, left), FEWEST_ROWS)
+        size = captured_rows(max(1, left))
         if size < self.live:
             staying = set([row for row, has_ended in enumerate(ended) if has_ended][: size - left])
             order = self.decoder.drop([has_ended and row not in staying for row, has_ended in enumerate(ended)])
@@ -131,7 +131,7 @@ def held_bytes(captures: Captures) -> int:
 
 def columns_of(tokens: int) -> int:
     """Return how many columns the decoding buffers get for sequences of `tokens` tokens."""
-    return next_size(tokens, FEWEST_COLUMNS)
+    return captured_columns(tokens)
 
 
 def most_rows(model: PreTrainedModel, columns: int) -> int:

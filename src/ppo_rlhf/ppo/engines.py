@@ -28,7 +28,7 @@ from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
-from ppo_rlhf.models.token_rows import filled_size
+from ppo_rlhf.models.token_rows import common_size, filled_size
 from ppo_rlhf.ppo.sequences import without_padding
 
 STEPS_BETWEEN_CHECKS = 16
@@ -222,7 +222,7 @@ def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
         True for each sequence to drop.
     """
     live = len(ended) - sum(ended)
-    kept_count = min(len(ended), -(-live // ROWS_STEP) * ROWS_STEP) - live
+    kept_count = min(len(ended), common_size(live, 16, ROWS_STEP)) - live
     kept = [row for row, has_ended in enumerate(ended) if has_ended][:kept_count]
     return [has_ended and row not in kept for row, has_ended in enumerate(ended)]
 

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.packed_attention import PackedLayout, place_rows
-from ppo_rlhf.models.token_rows import LEAST_FILL, TokenRows, filled_size, joined_rows, token_parts
+from ppo_rlhf.models.token_rows import (
+    LEAST_FILL,
+    TokenRows,
+    common_size,
+    filled_size,
+    joined_rows,
+    size_step,
+    token_parts,
+)
 
 LEAST_WIDTH = 16
 """The width of padded attention is a multiple of this many tokens."""
@@ -110,12 +118,15 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     """
     (rows, width), layout = batch.shape, batch.rows.layout
     tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)
-    all_rows, all_responses = _size(rows, 2), _size(responses, 4, LEAST_FILL)
+    all_rows, all_responses = common_size(rows, 2), common_size(responses, 4, LEAST_FILL)
     all_states = all_responses + all_rows
-    all_tokens, longest = _size(max(tokens, all_states), 8, LEAST_FILL), _size(layout.shape[1], 4, LEAST_WIDTH)
+    all_tokens, longest = (
+        common_size(max(tokens, all_states), 8, LEAST_FILL),
+        common_size(layout.shape[1], 4, LEAST_WIDTH),
+    )
     # Compute how much padding a batch of these sizes needs at most; each row has one more state than response tokens
-    spare_responses = _step(all_responses, 4, LEAST_FILL) + all_rows
-    spare_tokens = _step(all_tokens, 8, LEAST_FILL) + spare_responses
+    spare_responses = size_step(all_responses, 4, LEAST_FILL) + all_rows
+    spare_tokens = size_step(all_tokens, 8, LEAST_FILL) + spare_responses
     all_sequences = all_rows - (-spare_tokens // longest)
 
     lengths: list[int] = layout.starts.diff().tolist()
@@ -146,19 +157,6 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
         response_slots=_placed(batch.response_slots, width, columns, all_rows, fillers),
         state_slots=_placed(batch.state_slots, width + 1, columns + 1, all_rows, all_states - states),
     )
-
-
-def _size(count: int, per_octave: int, least: int = 1) -> int:
-    """Round `count` up to one of `per_octave` evenly spaced sizes from one power of 2 to the next.
-
-    All sizes are multiples of `least`.
-    """
-    step = _step(count, per_octave, least)
-    return -(-count // step) * step
-
-
-def _step(count: int, per_octave: int, least: int) -> int:
-    return max(least, 2 ** (count.bit_length() - 1) // per_octave)
 
 
 def _longer(values: Tensor, more: int) -> Tensor:

@@ -24,7 +24,7 @@ from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import CARDS_SHARE
-from ppo_rlhf.models.decoding_in_place import FEWEST_COLUMNS, FEWEST_ROWS, next_size, rows_kept
+from ppo_rlhf.models.decoding_in_place import FEWEST_ROWS, captured_columns, rows_kept
 from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
@@ -157,7 +157,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
     most_kept = shape.card // CARDS_SHARE if config.captures_graphs and not shape.on_cpu else 0
-    columns = next_size(tokens, FEWEST_COLUMNS)
+    columns = captured_columns(tokens)
     rows = _most_rollout_rows(config)
     scored, most_rows = rows, rows
     if most_kept and config.rollout_engine == "static":
