@@ -22,7 +22,7 @@ class Waiting:
         self.model, self.copied = model, []
         self._values = {}
         shared = {}
-        for table, name, tensor in transfers._entries(model):
+        for table, name, tensor in transfers.places(model):
             if id(tensor) not in shared:
                 empty = tensor.detach().to("meta")
                 shared[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
@@ -36,19 +36,19 @@ class Waiting:
 
     @property
     def devices(self) -> set[str]:
-        return {tensor.device.type for _, _, tensor in transfers._entries(self.model)}
+        return {tensor.device.type for _, _, tensor in transfers.places(self.model)}
 
 
 def test_waiting_weights_are_copied_once_for_the_block_and_dropped_after_it(monkeypatch):
     expected = tiny_model("gpt2")(IDS).logits  # its head is tied to its embedding
     waiting = Waiting(tiny_model("gpt2").requires_grad_(False), monkeypatch)
-    before = [tensor for _, _, tensor in transfers._entries(waiting.model)]
+    before = [tensor for _, _, tensor in transfers.places(waiting.model)]
     with on_device(waiting.model, CPU):
         assert waiting.devices == {"cpu"}
         assert waiting.model.device == CPU
         assert waiting.model.lm_head.weight is waiting.model.transformer.wte.weight
         assert torch.equal(waiting.model(IDS).logits, expected)
-    after = [tensor for _, _, tensor in transfers._entries(waiting.model)]
+    after = [tensor for _, _, tensor in transfers.places(waiting.model)]
     assert all(first is second for first, second in zip(before, after, strict=True))
     tensors = [*waiting.model.parameters(), *waiting.model.buffers()]
     assert sorted(map(id, waiting.copied)) == sorted(map(id, tensors))

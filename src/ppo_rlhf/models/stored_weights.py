@@ -45,4 +45,4 @@ def _stored_places(model: nn.Module) -> list[Place]:
     places = linear_places(model)
     linear = {id(place.table) for place in places}
     others = {id(p) for m in model.modules() if id(m._parameters) not in linear for p in m._parameters.values()}
-    return [place for place in places if id(place.weight) not in others]
+    return [place for place in places if id(place.tensor) not in others]

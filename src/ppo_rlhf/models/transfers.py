@@ -8,10 +8,10 @@ during the computation: after the computation the copies on the device are dropp
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def to_host(model: nn.Module) -> None:
     """Move a frozen model to host memory, in place; with CUDA to pinned memory, from which copies are faster."""
     pin = torch.cuda.is_available()
     on_host: dict[int, Tensor] = {}
-    for table, name, tensor in _entries(model):
+    for table, name, tensor in places(model):
         if id(tensor) not in on_host:
             host = tensor.detach().to("cpu")
             on_host[id(tensor)] = _like(tensor, host.pin_memory() if pin else host)
@@ -78,23 +78,37 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     the copied weights. If the model is sharded, all processes must enter the block; within the block each process may
     run its own number of forward passes.
     """
-    elsewhere = [entry for entry in _entries(model) if isinstance(entry[2], DTensor) or not _is_on(entry[2], device)]
-    copies: dict[int, Tensor] = {}
+    elsewhere = [at for at in places(model) if isinstance(at.tensor, DTensor) or not _is_on(at.tensor, device)]
+    tensors = {id(at.tensor): at.tensor for at in elsewhere}
+    copies = {key: _like(tensor, copied_to(tensor, device)) for key, tensor in tensors.items()}
+    with replaced(elsewhere, copies):
+        yield
+
+
+class Place(NamedTuple):
+    """A parameter or buffer, with the dictionary of its module that holds it and its name there."""
+
+    table: dict[str, Any]
+    name: str
+    tensor: Tensor
+
+
+@contextmanager
+def replaced(at: Sequence[Place], by: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let modules use other tensors within the `with` block: `by` has the other tensor by `id(place.tensor)`."""
     try:
-        for table, name, tensor in elsewhere:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = _like(tensor, copied_to(tensor, device))
-            table[name] = copies[id(tensor)]
+        for place in at:
+            place.table[place.name] = by[id(place.tensor)]
         yield
     finally:
-        for table, name, tensor in elsewhere:
-            table[name] = tensor
+        for place in at:
+            place.table[place.name] = place.tensor
 
 
 @contextmanager
 def refilled(*models: nn.Module) -> Iterator[None]:
     """Gather sharded models' weights on the host for the `with` block; shard the changed weights at the block's end."""
-    shards = [entry for model in models for entry in _entries(model) if isinstance(entry[2], DTensor)]
+    shards = [at for model in models for at in places(model) if isinstance(at.tensor, DTensor)]
     with ExitStack() as stack:
         for model in models if shards else ():
             stack.enter_context(on_device(model, torch.device("cpu")))
@@ -110,10 +124,10 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     return whole(tensor.detach()).to(device, non_blocking=True)
 
 
-def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return every parameter and buffer as (the dictionary of its module, its name in the dictionary, the tensor)."""
+def places(model: nn.Module) -> list[Place]:
+    """Return where a model holds its parameters and buffers."""
     return [
-        (table, name, tensor)
+        Place(table, name, tensor)
         for module in model.modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()

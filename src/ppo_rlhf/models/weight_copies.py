@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from ppo_rlhf.models.capabilities import PROBE_ERRORS, hidden_states_alone, prob
 from ppo_rlhf.models.captures import DECODING, Captures
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of
+from ppo_rlhf.models.transfers import Place, replaced
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ def has_copies(model: PreTrainedModel, captures: Captures) -> bool:
     return captures.serves(DECODING) and casts and bool(linear_places(model)) and computes_alike(model)
 
 
-def linear_weights(model: nn.Module) -> list[nn.Parameter]:
+def linear_weights(model: nn.Module) -> list[Tensor]:
     """Return the float32 weights of a model's `nn.Linear` and `Conv1D` layers, each weight once.
 
     These float32 weights get 16-bit copies; 16-bit weights and quantised weights get no copies. If the embedding is
     tied to the language-model head, only the head uses the 16-bit copy.
     """
-    return list({id(place.weight): place.weight for place in linear_places(model)}.values())
+    return list({id(place.tensor): place.tensor for place in linear_places(model)}.values())
 
 
 class WeightCopies:
@@ -78,18 +78,12 @@ class WeightCopies:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Refresh the 16-bit copies from the current weights, and let the model use the copies within the block."""
-        places, weights = linear_places(self.model), linear_weights(self.model)
+        weights = linear_weights(self.model)
         with torch.no_grad():
             # torch has no public function that copies many tensors in one kernel
             torch._foreach_copy_(tuple(self._copies), tuple(weights))
-        copy_of = dict(zip(map(id, weights), self._copies, strict=True))
-        try:
-            for table, name, weight in places:
-                table[name] = copy_of[id(weight)]
+        with replaced(linear_places(self.model), dict(zip(map(id, weights), self._copies, strict=True))):
             yield
-        finally:
-            for table, name, weight in places:
-                table[name] = weight
 
 
 @probed_once
@@ -129,14 +123,6 @@ def _copies_of(model: PreTrainedModel, captures: Captures) -> WeightCopies:
 def _results(model: PreTrainedModel) -> list[Tensor]:
     states = hidden_states_alone(backbone_of(model), probe_ids(model, 5))
     return [states.nan_to_num(), logits_of(model)(states).nan_to_num()]
-
-
-class Place(NamedTuple):
-    """A weight, with the dictionary of its module that holds the weight and the weight's name in the dictionary."""
-
-    table: dict[str, Any]
-    name: str
-    weight: nn.Parameter
 
 
 def linear_places(model: nn.Module) -> list[Place]:
