@@ -37,7 +37,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.forward import logits_of, packs
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.models.weight_copies import WeightCopies
-from ppo_rlhf.ppo import engines, update
+from ppo_rlhf.ppo import sampling, update
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.sequences import make_batch
 
@@ -238,7 +238,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
 
     def is_check_due(step: int, device: torch.device) -> bool:  # called once a step
         decoding.append(launches.take())
-        return step % engines.STEPS_BETWEEN_CHECKS == engines.STEPS_BETWEEN_CHECKS - 1
+        return step % sampling.STEPS_BETWEEN_CHECKS == sampling.STEPS_BETWEEN_CHECKS - 1
 
     def gradients(*args: Any) -> Any:
         launches.take()
@@ -253,7 +253,7 @@ def steps(layers: int, *, captured: bool) -> tuple[Launches, Launches]:
     compute_gradients, take_step = update.compute_gradients, update.take_step
     with (
         captured_on_cpu(launches) if captured else nullcontext(),
-        mock.patch.object(engines, "is_check_due", is_check_due),
+        mock.patch.object(sampling, "is_check_due", is_check_due),
         mock.patch.object(update, "compute_gradients", gradients),
         mock.patch.object(update, "take_step", step),
     ):

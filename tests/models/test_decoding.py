@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig
 
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.forward import packs
-from ppo_rlhf.ppo.engines import SamplingSettings, generate_responses
+from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from tests.tiny_models import KINDS, draw_weights, tiny_model
 
 PROMPTS = [[4, 7, 9, 12, 5], [6], [8, 10, 11]]

@@ -25,9 +25,10 @@ from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.decoding_in_place import captured_columns, captured_rows
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import captured_sampling, engines
+from ppo_rlhf.ppo import captured_sampling, engines, sampling
 from ppo_rlhf.ppo.captured_sampling import CapturedSampler, decode_captured, why_not_captured
-from ppo_rlhf.ppo.engines import SamplingSettings, decode_packed, generate_responses, responses_of
+from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings, decode_packed, responses_of
 from tests.graph_on_cpu import GraphOnCPU, graphs_on_cpu, reads_from_the_device, tensors_of
 from tests.ppo_runs import build_model
 from tests.tiny_models import draw_weights, tiny_model
@@ -100,7 +101,7 @@ def update(model: Any, seed: int) -> None:
 @pytest.fixture(autouse=True)
 def looks_as_on_a_gpu(monkeypatch):
     """Drop ended sequences only every 16 steps, as on a GPU, so that batch sizes change during decoding."""
-    monkeypatch.setattr(engines, "is_check_due", lambda step, device: step % 16 == 15)
+    monkeypatch.setattr(sampling, "is_check_due", lambda step, device: step % 16 == 15)
 
 
 OPTIONS = [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8, "min_response_length": 20}, {"stop_token_ids": ()}]

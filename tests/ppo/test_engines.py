@@ -13,8 +13,9 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.preparation import prepare
-from ppo_rlhf.ppo import engines
-from ppo_rlhf.ppo.engines import SamplingSettings, generate_responses
+from ppo_rlhf.ppo import engines, sampling
+from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from tests.tiny_models import draw_weights
 
 KINDS = ["gpt2", "llama", "bitnet"]
@@ -274,7 +275,7 @@ def test_without_unused_ids_a_step_runs_the_operations_of_sampling_alone(filters
     with Operations() as expected:
         tokens, logprobs = sample_tokens(logits, uniforms, temperature=0.7, **filters)
     with Operations() as actual:
-        drawn = engines.sample_step(logits, uniforms, settings(temperature=0.7, **filters), may_stop=True)
+        drawn = sampling.sample_step(logits, uniforms, settings(temperature=0.7, **filters), may_stop=True)
     assert actual.names == expected.names
     assert torch.equal(drawn[0], tokens)
     assert torch.equal(drawn[1], logprobs)
@@ -284,7 +285,7 @@ def test_an_unused_id_that_has_all_probability_is_not_drawn_and_the_others_keep_
     """Beside logits of 200 the other weights would vanish in float32."""
     logits, how = torch.zeros(1000, 4), settings(unused_ids=(range(3, 4),), stop_token_ids=())
     logits[:, 0], logits[:, 3] = math.log(2), 200.0
-    tokens, logprobs = engines.sample_step(logits, noise(1000, 1)[:, 0], how, may_stop=True)
+    tokens, logprobs = sampling.sample_step(logits, noise(1000, 1)[:, 0], how, may_stop=True)
     shares = tokens.bincount(minlength=4) / 1000
     assert_close(shares, torch.tensor([0.5, 0.25, 0.25, 0.0]), rtol=0.0, atol=0.05)
     assert_close(logprobs, logits.gather(1, tokens[:, None])[:, 0] - 200.0, rtol=0.0, atol=1e-4)
@@ -388,7 +389,7 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
 def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(make_model, monkeypatch):
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
-    monkeypatch.setattr("ppo_rlhf.ppo.engines.is_check_due", lambda step, device: step % 4 == 3)
+    monkeypatch.setattr("ppo_rlhf.ppo.sampling.is_check_due", lambda step, device: step % 4 == 3)
     actual = generate_responses(model, UNEVEN, noise(6), settings())
     assert torch.equal(actual.response_ids, expected.response_ids)
     assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)

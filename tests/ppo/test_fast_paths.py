@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.models import forward
 from ppo_rlhf.ppo import forward_passes, loop
-from ppo_rlhf.ppo.engines import Responses
 from ppo_rlhf.ppo.rollouts import measure
+from ppo_rlhf.ppo.sampling import Responses
 
 ITERATIONS = 8
 TIMED = ("time/", "throughput/", "memory/", "policy/rollout_logprob_gap")

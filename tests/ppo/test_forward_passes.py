@@ -8,9 +8,9 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import forward_passes as module
-from ppo_rlhf.ppo.engines import Responses
 from ppo_rlhf.ppo.forward_passes import filled_rows, response_statistics
 from ppo_rlhf.ppo.rollouts import compute_logprobs
+from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.sequences import make_batch
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]

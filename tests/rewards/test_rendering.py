@@ -27,8 +27,8 @@ from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.audit_reward import reward_audit
 from ppo_rlhf.ppo.batch_sampling import response_batch
-from ppo_rlhf.ppo.engines import Responses
 from ppo_rlhf.ppo.environments import reply_by_function
+from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.rendering import ENVIRONMENT, Rendering
 from ppo_rlhf.rewards.scorers import build_reward_scorer

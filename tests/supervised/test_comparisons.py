@@ -10,7 +10,7 @@ import torch
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, sample_comparisons
 from tests.tiny_models import END, PAD, VOCABULARY, tiny_model, word_tokenizer
 

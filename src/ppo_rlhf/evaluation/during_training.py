@@ -12,7 +12,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.names import TRAINING_KL

@@ -24,8 +24,8 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.engines import SamplingSettings
 from ppo_rlhf.ppo.rollouts import compute_logprobs
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.llm_judge import load_judge

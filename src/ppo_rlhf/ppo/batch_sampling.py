@@ -17,9 +17,10 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.models.weight_copies import copied_weights
-from ppo_rlhf.ppo.engines import Responses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.engines import generate_responses
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.precision import autocast
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, Scores

@@ -39,11 +39,12 @@ from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import unused_ids
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.captured_sampling import why_not_captured
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import autocast, frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
 from ppo_rlhf.rewards.functions import load_function
@@ -310,9 +311,6 @@ def captures_of(config: PPOConfig, device: torch.device) -> Captures:
 
 def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
     """Raise `ModelError` if the policy's decoding steps, or the update, cannot be captured as CUDA graphs."""
-    # Imported inside the function because only `cuda_graphs=true` needs the module
-    from ppo_rlhf.ppo.captured_sampling import why_not_captured
-
     with autocast(config, policy.device):
         why = why_not_captured(policy) if decodes(policy) else "it needs padding, or transformers' own cache"
     problem = f"{type(policy).__name__} cannot be decoded with CUDA graphs ({why})" if why else ""

@@ -1,4 +1,4 @@
-"""Samples the same tokens as `ppo.engines`, but replays a CUDA graph for each decoding step."""
+"""Samples the same tokens as `ppo.sampling`, but replays a CUDA graph for each decoding step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ppo_rlhf.models.decoding_in_place import (
     rows_kept,
 )
 from ppo_rlhf.models.free_memory import number_bytes
-from ppo_rlhf.ppo import engines
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo import sampling
+from ppo_rlhf.ppo.sampling import SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,13 @@ class CapturedSampler:
         if settings.stop_token_ids not in self._stops:
             stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
             self._stops[settings.stop_token_ids] = stops
-        self._draw(self.decoder.start(prompt_ids, self.live), settings, may_stop=engines.may_stop(0, settings))
+        self._draw(self.decoder.start(prompt_ids, self.live), settings, may_stop=sampling.may_stop(0, settings))
         settings_key = _settings_key(settings)
         for step in range(1, length):
-            if engines.is_check_due(step - 1, device) and not self._drop_ended():
+            if sampling.is_check_due(step - 1, device) and not self._drop_ended():
                 break
             width = min(captured_columns(self.decoder.width), self.decoder.columns)
-            size = self.live, width, engines.may_stop(step, settings)
+            size = self.live, width, sampling.may_stop(step, settings)
             captures.run((DECODING, *size, settings_key), lambda: self.step(*size, settings))  # noqa: B023  # called at once
             self.decoder.count_step()
         return self.tokens[:prompts, :length], self.logprobs[:prompts, :length]
@@ -99,7 +99,7 @@ class CapturedSampler:
     def _draw(self, logits: Tensor, settings: SamplingSettings, *, may_stop: bool) -> None:
         rows = len(logits)
         result_rows, token, has_ended = self.result_rows[:rows], self.token[:rows], self.has_ended[:rows]
-        drawn, logprob = engines.sample_step(logits, self.uniforms[result_rows, self.step_index], settings, may_stop)
+        drawn, logprob = sampling.sample_step(logits, self.uniforms[result_rows, self.step_index], settings, may_stop)
         self.tokens[result_rows, self.step_index] = drawn.masked_fill(has_ended, settings.pad_token_id)
         self.logprobs[result_rows, self.step_index] = logprob
         has_ended |= (drawn[:, None] == self._stops[settings.stop_token_ids]).any(dim=1)
@@ -146,7 +146,7 @@ def decode_captured(
     settings: SamplingSettings,
     captures: Captures,
 ) -> tuple[Tensor, Tensor]:
-    """Sample the same tokens as `engines.decode_packed`, up to rounding, with CUDA graphs.
+    """Sample the same tokens as `sampling.decode_packed`, up to rounding, with CUDA graphs.
 
     If the decoding buffers do not fit into memory, the function samples without CUDA graphs.
     """
@@ -159,7 +159,7 @@ def decode_captured(
         except torch.OutOfMemoryError as error:
             why = in_one_line(error)
         captures.give_up(DECODING, why)
-    return engines.decode_packed(model, prompt_ids, uniforms, settings)
+    return sampling.decode_packed(model, prompt_ids, uniforms, settings)
 
 
 def _sampler(model: PreTrainedModel, needed: tuple[int, int, int], captures: Captures) -> CapturedSampler:

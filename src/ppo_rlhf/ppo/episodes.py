@@ -18,7 +18,8 @@ from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
-from ppo_rlhf.ppo.engines import Responses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 
 
 def sample_episodes(

@@ -22,10 +22,11 @@ from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch_sampling import captured_by
-from ppo_rlhf.ppo.engines import Responses, generates
+from ppo_rlhf.ppo.engines import generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_epoch, first_shards, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
+from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
 from ppo_rlhf.rewards.scoring import Scores

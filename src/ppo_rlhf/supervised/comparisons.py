@@ -27,7 +27,7 @@ from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import TOOLS, Chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.runtime.paths import last_name
 
 NOISE = "feedback"

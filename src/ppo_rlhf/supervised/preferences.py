@@ -34,7 +34,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
 from ppo_rlhf.runtime.processes import on_main

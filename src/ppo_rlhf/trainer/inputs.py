@@ -34,8 +34,8 @@ from ppo_rlhf.models.tokenizers import (
 )
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.ppo.build import stops_of
-from ppo_rlhf.ppo.engines import Responses, SamplingSettings
 from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards import scorers
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names

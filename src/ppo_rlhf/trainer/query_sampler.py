@@ -16,7 +16,7 @@ from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.stop_tokens import ids_within
 from ppo_rlhf.ppo.batch_sampling import sample_responses
-from ppo_rlhf.ppo.engines import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.trainer.inputs import check_one_turn, check_room, token_lists, without_padding
