@@ -10,17 +10,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,6 +29,9 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.directories import ADAPTER_QUANTISATION, ADAPTER_WEIGHTS, is_local
 from ppo_rlhf.models.quantisation import forget_quantisation, is_quantised, quantisation_states, unquantised
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
@@ -75,6 +77,8 @@ class LoraSettings:
                 paths.append(path)
         if not excluded or not paths:
             return paths
+        from peft import LoraConfig, inject_adapter_in_model
+
         with _without_warnings_on_targets():
             config = LoraConfig(target_modules=paths)
             adapted = _adapted_layers(inject_adapter_in_model(config, share_weights(model), low_cpu_mem_usage=True))
@@ -91,6 +95,8 @@ class LoraSettings:
         # peft's "all-linear" leaves out the head, so list the full path of every layer
         if self.target_modules == ALL_LINEAR_AND_HEAD:
             targets = self.layers(model)
+        from peft import LoraConfig
+
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
@@ -236,6 +242,8 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
     `save_pretrained` of an adapted model by this function, because transformers' `save_pretrained` would write names
     that transformers cannot load.
     """
+    from peft import TaskType
+
     Path(directory).mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
     is_lm = model.get_output_embeddings() is not None
@@ -267,6 +275,8 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     Raises:
         ValueError: The adapter's weights file does not have all weights that the adapter's configuration names.
     """
+    from peft import PeftModel
+
     with _without_warnings_on_targets():
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
         # Load the adapter with peft: a model with an adapter loaded by transformers would later be saved as an adapter
@@ -288,6 +298,8 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+    from peft import inject_adapter_in_model
+
     # List the plain linear layers before peft replaces them by layers with an adapter
     misfit, linear = _does_not_fit(model, settings), _plain_layers(model)
     try:
@@ -332,6 +344,12 @@ def _shortest(model: nn.Module, paths: list[str]) -> list[str]:
     return names if matches == paths else paths
 
 
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether peft has put an adapter into a layer; importing peft, and with it bitsandbytes, takes seconds."""
+    layers = sys.modules.get("peft.tuners.tuners_utils")
+    return layers is not None and isinstance(module, layers.BaseTunerLayer)
+
+
 def _has_own_matrix(module: nn.Module) -> bool:
     """Return whether a module is not a plain linear layer and directly holds a parameter with two or more axes."""
     return not _is_plain_linear(module) and any(p.dim() > 1 for p in module.parameters(recurse=False))
@@ -353,7 +371,7 @@ def _without_warnings_on_targets() -> Iterator[None]:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    return {name: module for name, module in model.named_modules() if _is_adapted(module)}
 
 
 def _merge(model: PreTrainedModel) -> PreTrainedModel:
@@ -394,9 +412,9 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 def _untie_adapted_head(model: PreTrainedModel) -> None:
     """Untie head and embedding if either has an adapter: merging into tied weights would change both layers."""
     head, embedding = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
-    adapted = [layer for layer in (head, embedding) if isinstance(layer, BaseTunerLayer)]
+    adapted = [layer for layer in (head, embedding) if _is_adapted(layer)]
     if adapted and head is not None and head.weight is embedding.weight:
-        linear = cast(nn.Linear, head.get_base_layer() if isinstance(head, BaseTunerLayer) else head)
+        linear = cast(nn.Linear, head.get_base_layer() if _is_adapted(head) else head)
         linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
 
