@@ -37,6 +37,25 @@ def test_bitsandbytes_does_not_warn_of_what_only_weights_in_four_bits_use() -> N
     assert printed.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "command", ["registry list", "clean --help", "run --env test --params ppo.kl_coeff=1"], ids=lambda given: given[:8]
+)
+def test_commands_that_train_nothing_import_no_library_of_training(command: str) -> None:
+    """peft, and with it bitsandbytes, costs two seconds."""
+    code = f"""
+import sys
+from kedro.framework.cli.cli import main
+sys.argv = ["kedro", *{command.split()}]
+try:
+    main()
+except SystemExit:
+    print("imported:", *(name for name in ("peft", "bitsandbytes", "trl") if name in sys.modules))
+"""
+    project = Path(__file__).parents[1]
+    printed = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines()[-1].strip() == "imported:"
+
+
 def test_the_version_stands_in_the_package_and_in_what_is_cited() -> None:
     cited = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
     assert cited["version"] == ppo_rlhf.__version__
