@@ -10,7 +10,7 @@ import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
 
-from ppo_rlhf.checkpoints.evaluations import RANKED_BY, read_evaluations
+from ppo_rlhf.checkpoints.evaluations import RANKED_BY, add_evaluation, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
@@ -165,6 +165,20 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     assert found[0] == rows[0]
     assert found[1]["eval/judge_score"] != found[1]["eval/judge_score"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
+
+
+def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch):
+    """Outside a run the log read as empty, though its file was there."""
+    log = EvaluationLogDataset(str(tmp_path))
+    log.save(evaluation(10, 0.1))
+    monkeypatch.setattr("mlflow.active_run", lambda: None)
+    assert EvaluationLogDataset(str(tmp_path / "run")).load() == log.load() == [evaluation(10, 0.1)]
+    assert log.exists()
+    (tmp_path / "other").mkdir()
+    add_evaluation(tmp_path / "other", evaluation(20, 0.2))
+    with pytest.raises(DatasetError, match="give the directory of one: other, run"):
+        log.load()
+    assert EvaluationLogDataset(str(tmp_path / "other")).load() == [evaluation(20, 0.2)]
 
 
 @pytest.mark.parametrize("content", ["{}", "3", "[1]", "[{}]", '[{"iteration": 1}]', "[" * 100_000])

@@ -115,11 +115,12 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
 
 class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
-    """The evaluations of the active run, one row per evaluation, in the directory of the run's checkpoints.
+    """The evaluations of a run, one row per evaluation, in the directory of the run's checkpoints.
 
-    The rows decide which checkpoint is the best. A row has the metrics of an evaluation, and the values that a later
-    evaluation or the choice of the best checkpoint needs. Saving appends one row. A node saves an empty dict if no
-    evaluation was due; saving an empty dict changes nothing. Example:
+    Within a run they are the active run's. Elsewhere, as in a notebook, `filepath` is the run's own directory, or the
+    directory of all runs if only one run is there. The rows decide which checkpoint is the best. A row has the metrics
+    of an evaluation, and the values that a later evaluation or the choice of the best checkpoint needs. Saving appends
+    one row. A node saves an empty dict if no evaluation was due; saving an empty dict changes nothing. Example:
 
     ```yaml
     evaluation_metrics:
@@ -134,11 +135,21 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
             evaluations.add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
-        """Return the active run's evaluations, oldest first."""
-        return evaluations.read_evaluations(run_directory(self.root))
+        """Return the run's evaluations, oldest first."""
+        return evaluations.read_evaluations(self._directory())
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / evaluations.EVALUATIONS).is_file()
+        return (self._directory() / evaluations.EVALUATIONS).is_file()
+
+    def _directory(self) -> Path:
+        directory = run_directory(self.root)
+        if directory.exists() or mlflow.active_run() is not None or not is_main_process():
+            return directory
+        found = [path.parent for path in self.root.glob(f"**/{evaluations.EVALUATIONS}")]
+        if len(found) > 1:
+            names = ", ".join(sorted(path.name for path in found))
+            raise DatasetError(f"{self.root} has several runs, and none is active; give the directory of one: {names}")
+        return found[0] if found else directory
 
 
 class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
