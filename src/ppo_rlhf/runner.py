@@ -264,7 +264,7 @@ def _first_error(stop: BaseException) -> Exception:
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
     """Return the RunCatalog of a run; the annotation is Any, because Kedro's annotations do not allow a RunCatalog."""
-    from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported inside the function because the import is slow
+    from ppo_rlhf.datasets import ResumeCheckpointDataset
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
 
@@ -305,7 +305,6 @@ def _stop_if_over(hours: float | None, next_node: str) -> None:
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
     """Run iterations until training is finished, or until a process got a signal and the last iteration is saved."""
-    # Imported inside the function because the import is slow
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
 
     state: TrainingState = catalog.load(STATE)

@@ -38,7 +38,7 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[st
     The order is the order of tuning: first KL, then learning rates and batch sizes, then epochs and clipping.
     docs/tuning.md has every rule.
     """
-    from ppo_rlhf.advice import SHOWN, in_words  # imported inside the function because the import is slow
+    from ppo_rlhf.advice import SHOWN, in_words
 
     with recorded_runs(env) as (client, experiment):
         run = recorded_run(client, run_id or newest_run(client, experiment, env))

@@ -69,7 +69,6 @@ def clean(keep: int, yes: bool, env: str | None, moved_from: tuple[str, ...]) ->
 
 def _clean(context: Any, keep: int, yes: bool, moved_from: Sequence[str]) -> Iterator[str]:
     """Do the work of the command `clean`, and yield the lines of the report."""
-    # Imported inside the function because the import is slow
     from ppo_rlhf.datasets.run_catalog import file_of, is_model
 
     project: Path = context.project_path

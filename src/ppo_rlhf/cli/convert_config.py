@@ -13,7 +13,6 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import project_here
 from ppo_rlhf.core.errors import ConfigError
 
-# Imported here only for type checkers: the functions import this module themselves, because the import is slow
 if TYPE_CHECKING:
     from ppo_rlhf.compat import Conversion
 

@@ -59,9 +59,9 @@ SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response
 def doctor(**options: Any) -> None:
     """Say what would stop or spoil a run with these options.
 
-    Versions, device, tracking store, settings, files, memory and disk are checked. A table shows how much memory PPO
-    needs in each phase. No weights are read and nothing is written. The exit code is 0 if the run would start and fit
-    into memory, else 1. docs/memory.md says what is counted, and what --probe trains.
+    Versions, device, tracking store, settings, files, memory, disk and time are checked. A table shows how much memory
+    PPO needs in each phase. No weights are read, and only caches are written. The exit code is 0 if the run would start
+    and fit into memory, else 1. docs/memory.md says what is counted, and what --probe trains.
     """
     problems = 0
     for finding in diagnose(project_here(), **options):
@@ -79,14 +79,16 @@ def doctor(**options: Any) -> None:
 def diagnose(
     project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, probe: bool, **options: Any
 ) -> Iterator[Finding | str]:
-    """Yield findings on each part of a run, and the lines of the run's memory plan. No node runs; nothing is written.
+    """Yield findings on each part of a run, and the lines of the run's memory plan.
+
+    No node runs, and only caches are written.
 
     If `pipelines` is empty, `__default__` is checked, or the other stages if `__default__` would overwrite a user's
     own SFT or reward model.
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # imported inside the function because the import is slow
+    from ppo_rlhf.models.quiet import errors_only
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     ppo = params.get("ppo", {})
@@ -112,7 +114,7 @@ def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Fi
 def _run(
     session: LoopSession, project_path: Path, pipelines: list[str], probe: bool, options: dict[str, Any]
 ) -> Iterator[Finding | str]:
-    from ppo_rlhf.preflight import RunRequest  # imported inside the function because the import is slow
+    from ppo_rlhf.preflight import RunRequest
 
     context: Any = session.load_context()
     data_root = context.config_loader["globals"].get("data_root", "data")

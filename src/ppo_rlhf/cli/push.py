@@ -30,7 +30,7 @@ def push(repository: str, name: str, run_id: str | None, env: str | None, **opti
     A repository that does not exist is created as a private one. Log in by `hf auth login` or HF_TOKEN, with permission
     to write.
     """
-    from ppo_rlhf.checkpoints import hub  # imported inside the function because the import is slow
+    from ppo_rlhf.checkpoints import hub
 
     (hub.check_name if options["dry_run"] else hub.check_push)(repository)
     with recorded_runs(env) as (client, experiment):

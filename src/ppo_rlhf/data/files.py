@@ -246,7 +246,6 @@ def _listed(files: Iterable[Path], folder: Path, most: int = 6) -> str:
 
 
 def _say(line: str) -> None:
-    # Imported inside the function because the module imports transformers, which is slow
     from ppo_rlhf.models.quiet import say_once
 
     say_once(line)

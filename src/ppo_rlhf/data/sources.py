@@ -171,7 +171,6 @@ def _load_files(
 ) -> Dataset:
     import datasets
 
-    # Imported inside the function because the module imports transformers, which is slow
     from ppo_rlhf.models.quiet import errors_only
 
     builder = FORMATS[kind_of(files[0])]

@@ -32,7 +32,7 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
     """
     if len(changes_N) < 2:
         return 1.0
-    from scipy.stats import permutation_test  # imported inside the function because importing scipy takes a second
+    from scipy.stats import permutation_test
 
     kind: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
     drawn = permutation_test((changes_N,), np.mean, n_resamples=RESAMPLES, batch=1000, rng=0, **kind).pvalue

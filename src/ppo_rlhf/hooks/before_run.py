@@ -63,7 +63,6 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse a runner that cannot repeat PPO's loop, unread settings, and each problem that the preflight finds."""
-        # Imported inside the function because the import is slow and only runs need the module
         from ppo_rlhf.models.quiet import said
         from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.llm_judge import in_use
@@ -93,7 +92,6 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     run reads a trained policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was
     trained with.
     """
-    # Imported inside the function because the import is slow
     from ppo_rlhf.preflight import describe_parts, find_problems
 
     if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():

@@ -118,7 +118,6 @@ class OwnSettings:
         """Return one line for each PPO setting that the user gave an unusual value; add a line for a slow precision."""
         if not run.reads("params:ppo"):
             return []
-        # Imported inside the function because the import is slow
         from ppo_rlhf.ppo.precision import precision_warning, resolve_device
 
         ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})

@@ -34,7 +34,7 @@ def use_policy_settings(
     is_unused = feedback is not None and not feedback.names(POLICY)
     if not {POLICY, f"{PREFIX}ppo"} <= pipeline.inputs() or is_unused:
         return []
-    from ppo_rlhf.config import PPOConfig  # imported inside the function because the imports are slow
+    from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.datasets import PretrainedModelDataset
     from ppo_rlhf.models.directories import is_local
 

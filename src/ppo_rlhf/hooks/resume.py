@@ -32,7 +32,6 @@ from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
 from ppo_rlhf.runtime.paths import shown
 
-# Imported here only for type checkers: the functions import this module themselves, because the import is slow
 if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
 

@@ -61,7 +61,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     ppo: Any = groups.get("ppo")
     chosen_here = frozenset({DTYPE} if getattr(ppo, "dtype", None) == "auto" else ())
     if chosen_here:
-        from ppo_rlhf.ppo.precision import with_dtype  # imported inside the function because the import is slow
+        from ppo_rlhf.ppo.precision import with_dtype
 
         groups["ppo"] = with_dtype(ppo)
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
@@ -116,7 +116,7 @@ def _meaning_of_null(ppo: Any) -> dict[str, str]:
     """Return the param `ppo.cuda_graphs` with what null means on a CUDA device, which later versions may change."""
     if getattr(ppo, "cuda_graphs", False) is not None:
         return {}
-    from ppo_rlhf.ppo.precision import resolve_device  # imported inside the function because the import is slow
+    from ppo_rlhf.ppo.precision import resolve_device
 
     return {"ppo.cuda_graphs": str(ppo.captures_graphs)} if resolve_device(ppo.device).type == "cuda" else {}
 
@@ -140,14 +140,14 @@ def _tag(value: Any) -> str:
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
     """Return the verdict and the win rate of `compare_policies` as a sentence that describes a run or model version."""
-    from ppo_rlhf.reporting.wording import say_verdict  # imported inside the function because the import is slow
+    from ppo_rlhf.reporting.wording import say_verdict
 
     return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
 
 def log_inputs(this: RunDescription) -> None:
     """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
-    from mlflow.data.meta_dataset import MetaDataset  # imported inside the function because the imports are slow
+    from mlflow.data.meta_dataset import MetaDataset
     from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # created at import
 
     for tag, digest in this.tags.items():
@@ -182,7 +182,7 @@ def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> Non
     ppo = parameter(catalog, "ppo")
     if getattr(ppo, "dtype", None) != "auto":
         return
-    from ppo_rlhf.ppo.precision import with_dtype  # imported inside the function because the import is slow
+    from ppo_rlhf.ppo.precision import with_dtype
 
     settled = dataclasses.replace(ppo, dtype=began_with) if began_with else with_dtype(ppo)
     entry: Any = catalog.get(f"{PREFIX}ppo")

@@ -78,7 +78,6 @@ def resume_command(typed: list[str]) -> str:
 
 def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     """Return the newest checkpoint. If training diverged, return the newest checkpoint that is known to be good."""
-    # Imported inside the function because the import is slow
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 
     iterations = checkpoint_iterations(checkpoints)

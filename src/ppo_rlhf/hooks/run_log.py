@@ -106,14 +106,12 @@ class RunLog:
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if rows := outputs.get("completions", [])[:SAMPLES]:
-            # Imported inside the function because the import is slow
             from ppo_rlhf.data.shown import shown_prompt
 
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
             columns["prompt"] = [shown_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools")) for row in rows]
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
-            # Imported inside the function because the import is slow
             from ppo_rlhf.reporting.token_view import render_page
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
@@ -129,7 +127,6 @@ class RunLog:
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY and not (name == CRITIC and version is not None):
             return
-        # Imported inside the function because the import is slow
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy
 
         # MLflow links a logged model only with metrics that the MLflow run has, so send the iteration's metrics first.
@@ -175,7 +172,7 @@ class RunLog:
         """Log which settings to change first, by the rules of docs/tuning.md; log nothing without metrics."""
         if not self._curves:
             return
-        from ppo_rlhf.advice import in_words  # imported inside the function because the import is slow
+        from ppo_rlhf.advice import in_words
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]

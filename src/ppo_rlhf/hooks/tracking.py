@@ -55,7 +55,6 @@ from ppo_rlhf.runtime.names import SET, TRAININGS
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.runtime.whole_files import process_name
 
-# Imported here only for type checkers: the functions import these modules themselves, because the imports are slow
 if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
     from ppo_rlhf.hooks.resume import Named, Resumption

@@ -129,7 +129,6 @@ def make_database(database: Path) -> None:
     check_writable(database)
     if database.exists():
         return
-    # Imported inside the function because the import is slow
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     database.parent.mkdir(parents=True, exist_ok=True)

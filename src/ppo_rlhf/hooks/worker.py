@@ -60,7 +60,7 @@ class WorkerHook:
     @hook_impl
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Make a worker process wait until the main process has checked the run and opened the MLflow run."""
-        from ppo_rlhf.datasets import ResumeCheckpointDataset  # imported inside the function because the import is slow
+        from ppo_rlhf.datasets import ResumeCheckpointDataset
 
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():

@@ -38,7 +38,6 @@ class SavedAdapter:
         Raises:
             ModelError: The adapter is of a kind that cannot be merged into weights, such as prompt tuning.
         """
-        # Imported inside the function because the import is slow and few models need the module
         from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
         try:
@@ -116,7 +115,6 @@ class SavedAdapter:
         Raises:
             ModelError: The adapter does not fit the base model.
         """
-        # Imported inside the function because the import is slow and few models need the module
         from ppo_rlhf.models.adapters import merge_saved
 
         try:

@@ -153,7 +153,6 @@ class VLLMEngine:
             time.sleep(PAUSE_S)
 
     def _start(self, policy: PreTrainedModel, weights: _Weights) -> Any:
-        # Imported inside the function because the import takes seconds
         from trl.generation.vllm_generation import VLLMGeneration
 
         config, accelerator = self._config, make_accelerator(self._config, policy.device)

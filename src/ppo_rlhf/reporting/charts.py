@@ -69,7 +69,7 @@ PANELS = (
         "KL from SFT",
         "nats per response",
         {"objective/kl": "mean over responses"},
-        "How far the policy has moved from SFT. Above ppo.kl_warning (dashed) a policy often exploits its reward.",
+        "How far the policy moved from SFT. Above ppo.kl_warning (dashed if near) a policy often exploits its reward.",
         limit="kl_warning",
     ),
     Panel(

@@ -171,7 +171,6 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
     """
     if assistant_only is False or not getattr(tokenizer, "chat_template", None):
         return None
-    # Imported inside the function because the import is slow and only chats need the module
     from trl.chat_template_utils import get_training_chat_template
 
     template = templates_of(tokenizer)["default"]

@@ -128,7 +128,6 @@ def _separate_prompt(record: dict[str, str | Chat], row: int) -> dict[str, str |
         is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
         start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
         return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
-    # Imported inside the function because the import is slow and only chats need the module
     from trl.data_utils import extract_prompt
 
     extracted = extract_prompt({"chosen": chosen, "rejected": rejected})

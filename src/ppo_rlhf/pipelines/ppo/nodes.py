@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
-    """Validate every hyperparameter before models and data are loaded, and log the settings that are not defaults."""
+    """Log the settings that differ from the defaults, and the sizes of a batch. Kedro has validated the settings."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
     sizes = (ppo.world_size, ppo.batch_size, ppo.local_batch_size)
