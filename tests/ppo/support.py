@@ -29,7 +29,7 @@ def freeze(run) -> list[dict[str, torch.Tensor]]:
 
 
 def cut_anew(run, experience: Experience) -> Experience:
-    """Return the experience, split into minibatches and micro-batches by the settings of `run`."""
+    """Return the experience with the settings of `run`, split by them into minibatches and micro-batches."""
     rollouts = experience.rollouts
     epochs = cut_batch(
         run.config,
@@ -39,7 +39,7 @@ def cut_anew(run, experience: Experience) -> Experience:
         run.config.max_tokens_per_micro_batch,
         padded=run.state.computes_padding,
     )
-    return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs))
+    return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs), config=run.config)
 
 
 def moved_on(experience: Experience) -> Experience:

@@ -13,7 +13,6 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.ppo.experience import (
     completion_rows,
     estimate_advantages,
-    positive_mask,
     score_responses,
     shape_rewards,
 )
@@ -280,7 +279,8 @@ def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
 
 def test_a_response_whose_score_is_the_threshold_is_a_positive_example(rollouts):
     """Answers that are right (1) or wrong (0) with the threshold 1."""
-    config, scores = PPOConfig(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
+    state, scores = state_of(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state), state)
     expected = [[True, True, False, False], [False] * 4, [True, True, True, False]]
-    assert positive_mask(experience, rollouts.mask, config).tolist() == expected
+    assert experience.positive is not None
+    assert experience.positive.tolist() == expected

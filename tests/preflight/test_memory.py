@@ -121,8 +121,7 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     """Prompts of one length, responses of full length: then nothing is padding."""
     run = build_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
     *_, experience = run.before_update()
-    (minibatches, *_), mask = experience.rollouts.epochs, experience.rollouts.mask
-    pieces = update._micro_batches(run.state, experience, minibatches, mask, experience.advantages)
+    pieces = update._micro_batches(run.state, experience, experience.rollouts.epochs[0])
     rows, width = run.config.local_batch_size, run.config.response_length
     assert run.state.statistics_dtype == torch.float64  # bytes per number of the tests' float64 models; runs use four
     expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.reporting.token_view import render_page, render_view, sample_tokens
@@ -43,7 +44,8 @@ def hand_made_experience(lengths: list[int], width: int) -> Experience:
     rollouts = build_rollouts(lengths, [True] * rows, width)
     rollouts = replace(rollouts, old_logprobs=drawn(), reference_logprobs=drawn(), entropy=drawn())
     rollouts = replace(rollouts, values=drawn(width + 1))
-    return Experience(rollouts, Scores(torch.arange(rows).double(), {}), drawn(), drawn(), drawn())
+    scores = Scores(torch.arange(rows).double(), {})
+    return Experience(rollouts, scores, drawn(), drawn(), drawn(), PPOConfig())
 
 
 class Page(HTMLParser):

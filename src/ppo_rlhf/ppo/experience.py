@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.losses import importance_weights
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.batch_sampling import response_batch
@@ -30,6 +32,42 @@ class Experience:
     rewards: Tensor  # [B, T], rewards after shaping
     advantages: Tensor  # [B, T], GAE advantages, whitened if `whiten_advantages` is true, 0 in padding
     returns: Tensor  # [B, T], returns that the critic learns, 0 in padding
+    config: PPOConfig
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """`[B, T]` bool, True on the tokens that the losses of policy and critic count."""
+        return learning_mask(self.rollouts, self.config)
+
+    @cached_property
+    def positive(self) -> Tensor | None:
+        """`[B, T]` bool, True on the counted tokens of positive examples; None without `positive_threshold`."""
+        threshold = self.config.positive_threshold
+        return None if threshold is None else self.mask & (self.scores.total >= threshold)[:, None]
+
+    @cached_property
+    def behaviour_logprobs(self) -> Tensor:
+        """`[B, T]`, log-probabilities in the denominator of the policy's ratio: those before the update, or with
+        `importance_low` the sampler's.
+
+        Raises:
+            ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
+        """
+        old = self.rollouts.old_logprobs
+        return _sampler_logprobs(self.rollouts, self.config).to(old.dtype) if self.config.masks_tokens else old
+
+    @cached_property
+    def weighted_advantages(self) -> Tensor:
+        """`[B, T]`, the advantages, multiplied by importance weights if `ppo.importance_cap` is set.
+
+        Raises:
+            ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
+        """
+        cap, rollouts = self.config.importance_cap, self.rollouts
+        if cap is None:
+            return self.advantages
+        sampled = _sampler_logprobs(rollouts, self.config)
+        return self.advantages * importance_weights(rollouts.old_logprobs, sampled, rollouts.mask, cap)
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
@@ -77,22 +115,6 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
     return masked_whiten(rewards, mask, shift_mean=False) if config.whiten_rewards else rewards
 
 
-def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
-    """Return `[B, T]` bool, True on the tokens that the losses of policy and critic count.
-
-    With `truncated_responses=mask` the learning mask is False on cut-off responses.
-    """
-    if config.truncated_responses != "mask":
-        return rollouts.mask
-    return rollouts.mask & rollouts.responses.terminated[:, None]
-
-
-def positive_mask(experience: Experience, mask: Tensor, config: PPOConfig) -> Tensor | None:
-    """Return `[B, T]` bool, True on the tokens of `mask` in positive examples; None without `positive_threshold`."""
-    threshold = config.positive_threshold
-    return None if threshold is None else mask & (experience.scores.total >= threshold)[:, None]
-
-
 def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, state: TrainingState) -> Experience:
     """Estimate advantages and returns by GAE.
 
@@ -125,7 +147,27 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
         advantages, _ = estimate(core_advantages.length_adaptive_lambda(mask.sum(-1), config.lam_alpha))
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, learning_mask(rollouts, config))
-    return Experience(rollouts, scores, rewards, advantages, returns)
+    return Experience(rollouts, scores, rewards, advantages, returns, config)
+
+
+def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
+    """Return `[B, T]` bool, False on cut-off responses with `truncated_responses=mask`, else `rollouts.mask`."""
+    if config.truncated_responses != "mask":
+        return rollouts.mask
+    return rollouts.mask & rollouts.responses.terminated[:, None]
+
+
+def _sampler_logprobs(rollouts: Rollouts, config: PPOConfig) -> Tensor:
+    """Return the log-probabilities `[B, T]` under which the responses were sampled."""
+    sampler_logprobs = rollouts.responses.sampler_logprobs
+    if sampler_logprobs is None:
+        name = "importance_low" if config.masks_tokens else "importance_cap"
+        raise ConfigError(
+            f"ppo.{name}={getattr(config, name):g} needs the sampler's log-probabilities, which "
+            f"these responses do not have: let PPOTrainer.train() sample, or leave "
+            f"ppo.{name} out (ppo.rollout_engine=vllm needs it)"
+        )
+    return sampler_logprobs
 
 
 def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:

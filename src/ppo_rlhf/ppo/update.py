@@ -22,13 +22,12 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.errors import ConfigError, DivergenceError, in_one_line
+from ppo_rlhf.core.errors import DivergenceError, in_one_line
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import (
     PolicyLoss,
     clipped_policy_loss,
     clipped_value_loss,
-    importance_weights,
     masked_policy_loss,
 )
 from ppo_rlhf.models.captures import UPDATE as UPDATE_GRAPHS
@@ -36,7 +35,7 @@ from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
-from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
+from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.forward_passes import Reference
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.micro_batches import Minibatch
@@ -76,9 +75,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
 def run_epochs(state: TrainingState, experience: Experience, reference: Reference) -> list[StepSums]:
     """Take one optimiser step for each minibatch of each epoch, and return the statistics of every step."""
     config = state.config
-    mask = learning_mask(experience.rollouts, config)
-    advantages = _weighted_advantages(experience, config)
-    if not bool(mask.any()):
+    if not bool(experience.mask.any()):
         log.warning(
             "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves no token to train "
             "on: raise %s.",
@@ -90,17 +87,17 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
     if experience.rollouts.common_shapes:
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
     epochs = experience.rollouts.epochs
-    epoch_micro_batches = _micro_batches(state, experience, epochs[0], mask, advantages)
+    epoch_micro_batches = _micro_batches(state, experience, epochs[0])
     for epoch, next_epoch in zip_longest(epochs, epochs[1:]):
         # Copy all micro-batches of the epoch to the device in one transfer
         on_device = iter(to_device(epoch_micro_batches, state.device))
         for minibatch in epoch:
             micro_batches = [next(on_device) for _ in minibatch.micro_batches]
-            step = compute_gradients(state, experience, minibatch, mask, micro_batches, reference, passes)
+            step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
             steps.append(step)
             # Prepare the next epoch's micro-batches while the device works, before the next device sync
             if minibatch is epoch[-1] and next_epoch is not None:
-                epoch_micro_batches = _micro_batches(state, experience, next_epoch, mask, advantages)
+                epoch_micro_batches = _micro_batches(state, experience, next_epoch)
             state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
@@ -133,24 +130,19 @@ class MicroBatch:
     positive: Tensor | None = None
 
 
-def _micro_batches(
-    state: TrainingState, experience: Experience, epoch: list[Minibatch], mask: Tensor, advantages: Tensor
-) -> list[MicroBatch]:
+def _micro_batches(state: TrainingState, experience: Experience, epoch: list[Minibatch]) -> list[MicroBatch]:
     """Return all micro-batches of an epoch, on the CPU."""
-    rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
-    old_logprobs = rollouts.old_logprobs
-    if state.config.masks_tokens:
-        old_logprobs = _sampler_logprobs(experience, state.config).to(old_logprobs.dtype)
+    rollouts, mask = experience.rollouts, experience.mask
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
     batches = rollouts.sequences(groups, state)
     tables = (
         mask,
-        old_logprobs,
+        experience.behaviour_logprobs,
         rollouts.reference_logprobs,
-        advantages,
+        experience.weighted_advantages,
         rollouts.values,
         experience.returns,
-        *(() if positive is None else (positive,)),
+        *(() if experience.positive is None else (experience.positive,)),
     )
     return [
         MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
@@ -184,25 +176,22 @@ def compute_gradients(
     state: TrainingState,
     experience: Experience,
     minibatch: Minibatch,
-    mask: Tensor,
     micro_batches: list[MicroBatch],
     reference: Reference,
     passes: CapturedPasses | None = None,
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    `mask`, `[B, T]` bool, is True on the tokens that the losses count. If `passes` is given, the forward and backward
-    passes run as CUDA graphs; if their buffers do not fit into memory, the minibatch begins again without CUDA graphs.
-    Returns the losses and token sums of this process's micro-batches, and the number of tokens that the losses count in
-    the whole minibatch.
+    If `passes` is given, the forward and backward passes run as CUDA graphs; if their buffers do not fit into memory,
+    the minibatch begins again without CUDA graphs. Returns the losses and token sums of this process's micro-batches,
+    and the number of tokens that the losses count in the whole minibatch.
     """
     config = state.config
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
     # Mask of the minibatch's rows of all processes
-    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation
+    whole_mask, aggregation = experience.mask[minibatch.rows], config.loss_aggregation
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
-    positive = positive_mask(experience, mask, config)
-    positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
+    positives = 0.0 if experience.positive is None else float(count(experience.positive[minibatch.rows]))
     factors = Factors(float(count(whole_mask)), positives, state.kl_controller.kl_coef)
     kind = Kind(learns, minibatch.with_policy, reference)
 
@@ -398,36 +387,6 @@ def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
             for forward in state.forwards:
                 stack.enter_context(state.accelerator.no_sync(forward))
         yield
-
-
-def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
-    """Return the advantages `[B, T]`, multiplied by importance weights if `ppo.importance_cap` is set.
-
-    Raises:
-        ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
-    """
-    if config.importance_cap is None:
-        return experience.advantages
-    rollouts, sampler_logprobs = experience.rollouts, _sampler_logprobs(experience, config)
-    weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
-    return experience.advantages * weights
-
-
-def _sampler_logprobs(experience: Experience, config: PPOConfig) -> Tensor:
-    """Return the log-probabilities `[B, T]` under which the responses were sampled.
-
-    Raises:
-        ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
-    """
-    sampler_logprobs = experience.rollouts.responses.sampler_logprobs
-    if sampler_logprobs is None:
-        name = "importance_low" if config.masks_tokens else "importance_cap"
-        raise ConfigError(
-            f"ppo.{name}={getattr(config, name):g} needs the sampler's log-probabilities, which "
-            f"these responses do not have: let PPOTrainer.train() sample, or leave "
-            f"ppo.{name} out (ppo.rollout_engine=vllm needs it)"
-        )
-    return sampler_logprobs
 
 
 def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
