@@ -21,7 +21,7 @@ from kedro.config import OmegaConfigLoader
 from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
 from ppo_rlhf.datasets.review_queues import ReviewQueues
-from ppo_rlhf.runtime.paths import DOCS, SHIPPED_CONF
+from ppo_rlhf.runtime.paths import DOCS
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.conftest import REPOSITORY
 from tests.tiny_models import draw_weights, save, tiny_model
@@ -72,6 +72,17 @@ def add_own_node(project: Path) -> None:
 def test_a_name_that_yaml_reads_as_no_text_is_the_experiments_name(tmp_path: Path) -> None:
     assert init(tmp_path / "null").exit_code == 0
     assert yaml.safe_load((tmp_path / "null/conf/base/globals.yml").read_text())["experiment"] == "null"
+
+
+def test_a_project_gets_real_copies_of_the_settings_that_stand_once_here(tmp_path: Path) -> None:
+    """In the package conf/base is a link to this project's own."""
+    assert init(tmp_path / "copied").exit_code == 0
+    shipped = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "conf/base").iterdir()}
+    for path in shipped | {Path("conf/logging.yml"), Path("conf/accelerate.yaml"), Path("conf/accelerate/fsdp2.yaml")}:
+        copy = tmp_path / "copied" / path
+        assert copy.is_file(), path
+        assert not any(each.is_symlink() for each in (copy, *copy.parents)), path
+        assert path.name == "globals.yml" or copy.read_bytes() == (REPOSITORY / path).read_bytes(), path
 
 
 def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_path: Path) -> None:
@@ -377,13 +388,6 @@ def test_each_page_that_a_message_or_a_project_names_is_in_the_wheel() -> None:
     for page in DOCS.glob("*.md"):
         links = re.findall(r"\]\(((?:decisions/)?[\w-]+\.md)", page.read_text())
         assert {f"docs/{link}" for link in links} <= packaged, page
-
-
-def test_the_packages_copy_of_the_configuration_is_the_projects_own() -> None:
-    assert files_of(SHIPPED_CONF) == SHIPPED
-    ours = REPOSITORY / "conf"
-    stale = [path for path in SHIPPED if (SHIPPED_CONF / path).read_bytes() != (ours / path).read_bytes()]
-    assert stale == [], f"copy them from conf to {SHIPPED_CONF.relative_to(REPOSITORY)}"
 
 
 def test_kedros_server_may_be_asked_for_our_runner_in_an_own_project(tmp_path: Path, kedro: Kedro) -> None:

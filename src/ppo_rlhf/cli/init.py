@@ -133,7 +133,7 @@ def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[
 
 
 def _read(folder: Path) -> list[tuple[str, str]]:
-    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    files = (Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names)
     return [(f.relative_to(folder).as_posix(), f.read_text(encoding="utf-8")) for f in files if f.suffix != ".pyc"]
 
 
