@@ -168,7 +168,8 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     _draw(figure, panel, history)
     drawn = len(panel.curves) if panel.expected is None else len(panel.curves) + 1
-    style(figure, height=220, showlegend=drawn > 1)
+    style(figure, height=232, showlegend=drawn > 1)
+    figure.update_layout(margin_b=34)
     return figure
 
 
@@ -230,7 +231,8 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
     if panel.level is not None and highest > 0.6 * panel.level:
         figure.add_hline(panel.level, line={"dash": "dash", "color": GREY, "width": 1}, **cell)
     # Few ticks, so that plotly labels the x axis with whole iterations
-    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)
+    name = {"text": "iteration", "standoff": 4, "font_size": 10}
+    figure.update_xaxes(nticks=min(6, max(1, len(history))), title=name, **cell)
     figure.update_yaxes(panel.y_axis, **cell)
 
 
