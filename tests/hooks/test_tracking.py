@@ -85,7 +85,7 @@ def tracked(
 
 def test_the_run_is_finished_and_named_after_what_was_set_its_model_and_the_time(tracked: TrackedRun):
     assert tracked.run.info.status == "FINISHED"
-    assert re.fullmatch(r"kl_coef=0.25 seed=11 · sft_policy · \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
+    assert re.fullmatch(r"\w+ · kl_coef=0.25 seed=11 · sft_policy · \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
     assert mlflow.active_run() is None
 
 

@@ -5,12 +5,15 @@ from datetime import datetime
 
 from ppo_rlhf.runtime.paths import last_name
 
+MOST, MOST_OF_A_MODEL = 60, 20
+"""Largest number of characters in a run's name, and in the model's part of it: MLflow's tables cut longer names."""
+
 
 def run_name(settings: str, pipelines: Sequence[str], model_path: str | None) -> str:
-    """Return the name of a run, such as `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
+    """Return the name of a run, such as `align · kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
-    The parts are the settings of the command line, the pipelines, the model and the time. The pipelines `all` and
-    `align` are named only if no setting was given on the command line.
+    The parts are the pipelines, the settings of the command line, the model and the time. Long parts are cut; the run's
+    tags have them whole.
 
     Args:
         settings: The settings of the command line, such as `kl_coef=0.1 seed=2`; may be empty.
@@ -20,5 +23,10 @@ def run_name(settings: str, pipelines: Sequence[str], model_path: str | None) ->
     """
     names = "+".join("all" if name == "__default__" else name for name in pipelines)
     model = "scratch" if model_path is None else last_name(model_path)
-    named = "" if settings and names in ("all", "align") else names
-    return " · ".join(filter(None, (settings, named, model, f"{datetime.now():%m-%d %H:%M}")))
+    parts = [_cut(names, MOST_OF_A_MODEL), settings, _cut(model, MOST_OF_A_MODEL), f"{datetime.now():%m-%d %H:%M}"]
+    parts[1] = _cut(settings, MOST - len(" · ".join(parts)) + len(settings))
+    return " · ".join(filter(None, parts))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
