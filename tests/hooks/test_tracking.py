@@ -146,14 +146,15 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
     # Due at iteration 2 and at the end; at the end the evaluation over all prompts (0.75) stands in its place.
     assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
     assert tracked.history("eval/reward_sft") == [(3, -1.0)]  # SFT does not change
-    assert tracked.run.data.tags["eval/reward_se"] == "0.125"
+    assert tracked.history("eval/reward_se") == [(3, 0.125)]
     assert set(tracked.run.data.metrics) == {
-        "at_a_glance/reward",
+        "at_a_glance/training_reward",
         "at_a_glance/win_rate",
         "objective/scores",
         "episode",
         "eval/win_rate",
         "eval/reward_sft",
+        "eval/reward_se",
         "sft/loss",
         "sft/eval_loss",
     }
@@ -175,7 +176,7 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
     assert [output.step for output in tracked.run.outputs.model_outputs] == [3]
     assert {m.key: m.value for m in model.metrics} == {
         "objective/scores": 0.75,
-        "at_a_glance/reward": 0.75,
+        "at_a_glance/training_reward": 0.75,
         "episode": 24.0,
         "eval/win_rate": 0.75,
         "eval/reward_sft": -1.0,

@@ -44,11 +44,15 @@ SAMPLED = {"prompt": "prompt", "response": "completion", "score": "score", "kl":
 """The columns of the table of samples, each with the name of a completion's field that the column contains."""
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
-    "objective/scores": "at_a_glance/reward",
-    "objective/kl": "at_a_glance/kl",
+    "eval/reward": "at_a_glance/reward",
+    "eval/kl": "at_a_glance/kl",
+    "objective/scores": "at_a_glance/training_reward",
+    "objective/kl": "at_a_glance/training_kl",
 }
 """Metrics that are logged under a second key: MLflow sorts charts by metric key, and has no setting for the order of
 charts."""
+HEADLINES = ("eval/judge_score_se", "eval/reward_se", "eval/kl_se")
+"""The standard errors that are metrics; those of other means are tags, since each metric is one more chart."""
 WRITTEN = "written."
 """The prefix of the tags that hold the path of each model that the run wrote."""
 BEST = "best_checkpoint"
@@ -210,17 +214,17 @@ class RunLog:
             self._curves[iteration].update(metrics)
 
     def _conclude(self, summary: Mapping[str, Any]) -> None:
-        """Log the final evaluation (standard errors as tags), put the verdict into the run's description, register the
-        model.
-        """
+        """Log the final evaluation, put the verdict into the run's description, register the model."""
         self._measured(_evaluations(summary), self._iteration, model_id=self._model_id, is_last=True)
-        note, errors = verdict_of(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
+        self._log.log({name: summary[name] for name in HEADLINES if name in summary}, self._iteration)
+        others = {name: x for name, x in summary.items() if name.endswith(ERROR) and name not in HEADLINES}
+        note = verdict_of(summary)
         if POLICY not in self._outputs:
             policy = self._catalog[POLICY].load()
             trained = re.search(r"MLflow run: `(\w+)`", policy.card() or "")
             note += f" Policy: {policy.source}" + (f" of run [{trained[1]}](#/runs/{trained[1]})" if trained else "")
         with log_store_errors("the verdict"):
-            mlflow.set_tags({MLFLOW_RUN_NOTE: note, **errors})
+            mlflow.set_tags({MLFLOW_RUN_NOTE: note, **others})
         if self._model_id is not None:
             from ppo_rlhf.hooks.model_log import register
 
