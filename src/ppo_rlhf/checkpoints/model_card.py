@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
@@ -286,13 +285,13 @@ def _left_out(policy: PreTrainedModel) -> str | None:
 
 
 def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:
-    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
+    metadata = ModelCardData(library_name=library, pipeline_tag=task, tags=tags)
     if base and not is_local(base):
-        metadata["base_model"] = base.partition("@")[0]
+        metadata.base_model = base.partition("@")[0]
     if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
         owner, name = data.removeprefix(HUB).split("/")[:2]
-        metadata["datasets"] = [f"{owner}/{re.split('[@#:]', name)[0]}"]
-    return f"---\n{yaml.safe_dump({**metadata, 'tags': tags}, sort_keys=False)}---\n"
+        metadata.datasets = [f"{owner}/{re.split('[@#:]', name)[0]}"]
+    return f"---\n{metadata.to_yaml()}\n---\n"
 
 
 def _list(facts: Mapping[str, str | None]) -> str:
