@@ -15,7 +15,6 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.micro_batches import Minibatch
 from ppo_rlhf.ppo.precision import trained_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.sampling import Responses
@@ -178,14 +177,12 @@ def build_rollouts(
         torch.tensor(terminated),
         sampler_logprobs=given.pop("sampler_logprobs"),
     )
-    rows = list(range(len(lengths)))
     return Rollouts(
         iteration=1,
         prompts=prompts,
         responses=responses,
         **given,
         values=torch.zeros(len(lengths), width + 1).double() if values is None else values,
-        epochs=[[Minibatch(rows, [rows], [rows])]],
     )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.micro_batches import cut_batch
 from tests.ppo_runs import learn_from
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
@@ -28,18 +27,9 @@ def freeze(run) -> list[dict[str, torch.Tensor]]:
     return seen
 
 
-def cut_anew(run, experience: Experience) -> Experience:
-    """Return the experience with the settings of `run`, split by them into minibatches and micro-batches."""
-    rollouts = experience.rollouts
-    epochs = cut_batch(
-        run.config,
-        rollouts.iteration,
-        [len(ids) for ids in rollouts.prompts.prompt_ids],
-        rollouts.responses.lengths.tolist(),
-        run.config.max_tokens_per_micro_batch,
-        padded=run.state.computes_padding,
-    )
-    return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs), config=run.config)
+def with_settings_of(run, experience: Experience) -> Experience:
+    """Return the experience with the settings of `run`, whose update cuts it anew."""
+    return dataclasses.replace(experience, config=run.config)
 
 
 def moved_on(experience: Experience) -> Experience:
@@ -63,7 +53,7 @@ def gradients(make_run, experience, kind="llama", reference=None, **settings) ->
 def gradients_of(run, experience) -> dict[str, torch.Tensor]:
     """Return the gradients at the only step of a run that learns from the experience."""
     seen = freeze(run)
-    learn_from(run.state, cut_anew(run, experience), run.reference)
+    learn_from(run.state, with_settings_of(run, experience), run.reference)
     (actual,) = seen
     return actual
 

@@ -193,7 +193,7 @@ def test_a_step_that_is_skipped_leaves_nothing_in_the_gradients_that_stay(make_r
     def skipping(run: Run) -> None:
         run.iteration()
         experience = run.before_update()[-1]
-        experience.advantages[experience.rollouts.epochs[0][0].rows[0], 0] = float("nan")
+        experience.advantages[run.state.plan.epochs[0][0].rows[0], 0] = float("nan")
         metrics = loop.iteration_metrics(
             run.state, experience, loop.optimise_policy(run.state, experience, run.reference)
         )

@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutp
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
 from tests.ppo_runs import MEASURED, build_model, learn_from
 
-from .support import ONE_STEP, assert_same_gradients, cut_anew, freeze, moved_on
+from .support import ONE_STEP, assert_same_gradients, freeze, moved_on, with_settings_of
 
 NAN, COLUMNS, FILLER = float("nan"), 24, 22
 """FILLER is a token that no sequence has."""
@@ -160,7 +160,7 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
     """All that a loss reads is NaN in fillers and padding, given or computed; the fillers' tokens are others."""
     settings = {**ONE_STEP, **CASES[case]}
     plain = make_run(kind, **settings)
-    experience = cut_anew(plain, moved_on(make_run(kind, **settings).before_update()[-1]))
+    experience = with_settings_of(plain, moved_on(make_run(kind, **settings).before_update()[-1]))
     expected, statistics = freeze(plain), learn_from(plain.state, experience, plain.reference)
     real: dict[int, SequenceBatch] = {}  # by its batch in common shapes
     cut_out = []
@@ -196,8 +196,12 @@ def test_nan_in_every_filler_changes_neither_gradients_nor_statistics(make_run, 
     for each in run.state.forwards:
         each.register_forward_hook(poison)
     actual = freeze(run)
-    rollouts = dataclasses.replace(experience.rollouts, common_shapes=True)
-    numbers = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts), run.reference)
+    plan = ppo_rollouts.plan_update(
+        run.state, run.reference, experience.rollouts.prompts, experience.rollouts.responses
+    )
+    inputs = [ppo_rollouts.in_common_shapes(batch, run.config.response_length) for batch in plan.first_inputs]
+    run.state.plan = dataclasses.replace(plan, common_shapes=True, first_inputs=inputs)
+    numbers = learn_from(run.state, experience, run.reference)
     assert min(cut_out) > 0
     assert_same_gradients(actual[0], expected[0])
     for name, value in statistics.items():

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_rlhf.models.weight_copies import WeightCopies, linear_weights
 from ppo_rlhf.ppo import batch_sampling, engines, loop
 from ppo_rlhf.ppo import rollouts as ppo_rollouts
-from ppo_rlhf.ppo.micro_batches import first_epoch
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import MEASURED, Run, learn_from, weights_of
 
@@ -146,12 +145,12 @@ def test_without_copies_a_block_of_passes_casts_each_weight_once(make_run, monke
     cast: list[int] = []
     run = make_run("gpt2", dtype="bfloat16", cuda_graphs=False, per_device_train_batch_size=2, num_mini_batches=1)
     rollouts = run.rollouts()
-    assert len(rollouts.epochs[0][0].micro_batches) > 1
+    plan = run.state.plan
+    assert len(plan.first_inputs) > 1
     with Casts():
-        batches = rollouts.sequences(first_epoch(rollouts.epochs), run.state)
         if part == "values":
-            ppo_rollouts.critic_values(run.state, batches, rollouts.epochs)
+            ppo_rollouts.critic_values(run.state, plan)
         else:
-            ppo_rollouts.policy_passes(run.state, batches, rollouts.epochs, rollouts.mask, None)
+            ppo_rollouts.policy_passes(run.state, plan, rollouts.mask, None)
     assert cast
     assert len(set(cast)) == len(cast)

@@ -18,7 +18,7 @@ from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
 from ppo_rlhf.models.sharding import local_shard
 from ppo_rlhf.ppo import forward_passes
 from ppo_rlhf.ppo import micro_batches as cuts
-from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches
+from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches, own_micro_batches
 from tests.ppo_runs import MEASURED, Run, weights_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,7 +57,7 @@ def sizes(run: Run) -> list[int]:
     rollouts = run.rollouts()
     tokens = [len(ids) for ids in rollouts.prompts.prompt_ids]
     tokens = [own + length for own, length in zip(tokens, rollouts.responses.lengths.tolist(), strict=True)]
-    return [sum(tokens[row] for row in rows) for minibatch in rollouts.epochs[0] for rows in minibatch.micro_batches]
+    return [sum(tokens[row] for row in rows) for rows in own_micro_batches(run.state.plan.epochs[0])]
 
 
 def test_the_tokens_that_fit_are_those_worked_out_by_hand():
@@ -93,7 +93,8 @@ def test_a_larger_batch_takes_no_larger_micro_batches_and_a_small_one_stays_whol
     assert len(sizes(make_run(**larger))) > 2
     fitting(10**6)
     run = make_run(per_device_train_batch_size=3, gradient_accumulation_steps=4, num_mini_batches=2)
-    [[first, *_], *_] = run.rollouts().epochs
+    run.rollouts()
+    [[first, *_], *_] = run.state.plan.epochs
     assert [len(rows) for rows in first.micro_batches] == [3, 3]  # responses limit it
 
 

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.randomness import episode_prompts
+from ppo_rlhf.ppo.rollouts import inputs_that_train
 from ppo_rlhf.rewards.scorers import ModelScorer, check_room
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_tokenizer
@@ -153,9 +154,9 @@ def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_specia
 
 
 def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batches(make_run):
-    epochs = (
-        make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4).rollouts().epochs
-    )
+    run = make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    run.rollouts()
+    epochs = run.state.plan.epochs
     assert len(epochs) == 2
     assert epochs[0] != epochs[1]
     for epoch in epochs:
@@ -169,7 +170,8 @@ def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
     run = make_run()
     rollouts = run.rollouts()
     rows = [int(i) for i in rollouts.responses.lengths.argsort()[:2]]
-    (batch,) = rollouts.sequences([rows], run.state)
+    given = rollouts.prompts.prompt_ids, rollouts.responses, [rows]
+    (batch,) = inputs_that_train(run.state, *given, common_shapes=False)
     lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.responses.lengths[i])) for i in rows]
     assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
     assert batch.shape == (2, max(response for _, response in lengths))

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from tests.ppo.test_update import poisoned, recorded, with_nan
 from tests.ppo_runs import learn_from
 
-from .support import ONE_STEP, assert_same_gradients, cut_anew, gradients, moved_on
+from .support import ONE_STEP, assert_same_gradients, gradients, moved_on, with_settings_of
 
 KINDS = ["gpt2", "llama", "bitnet"]
 SHARED = {"value_model": "shared", "vf_coef": 0.3}
@@ -119,7 +119,7 @@ def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
     for name in free:
         assert_close(clipped[name], 0.1 * free[name], rtol=1e-4, atol=1e-10)
     run = make_run(**{**SHARED, **ONE_STEP})
-    metrics = learn_from(run.state, cut_anew(run, experience))
+    metrics = learn_from(run.state, with_settings_of(run, experience))
     assert metrics["policy/grad_norm"] == metrics["value/grad_norm"] == pytest.approx(float(norm), rel=1e-9)
 
 

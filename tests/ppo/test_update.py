@@ -11,8 +11,9 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core import randomness
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
-from ppo_rlhf.ppo import update
+from ppo_rlhf.ppo import rollouts, update
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 from tests.ppo_runs import MEASURED, learn_from, with_responses
@@ -156,16 +157,29 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     run = make_run(num_ppo_epochs=3, num_mini_batches=2)
     experience = run.before_update()[-1]
     visited = []
-    original = type(experience.rollouts).sequences
+    original = update._micro_batches
 
-    def spy(self, groups, state):
-        visited.append(groups)
-        return original(self, groups, state)
+    def spy(experience, epoch, inputs):
+        visited.append(own_micro_batches(epoch))
+        return original(experience, epoch, inputs)
 
-    monkeypatch.setattr(type(experience.rollouts), "sequences", spy)
+    monkeypatch.setattr(update, "_micro_batches", spy)
     learn_from(run.state, experience)
     assert [sorted(row for rows in epoch for row in rows) for epoch in visited] == [list(range(12))] * 3
     assert len({frozenset(map(frozenset, epoch)) for epoch in visited}) == 3
+
+
+def test_an_epochs_inputs_are_made_once_and_the_first_ones_before_the_update(make_run, monkeypatch):
+    run, made = make_run(num_ppo_epochs=3, num_mini_batches=2), []
+    for module in (rollouts, update):
+
+        def counting(*args, name=module.__name__, make=module.inputs_that_train, **options):
+            made.append(name)
+            return make(*args, **options)
+
+        monkeypatch.setattr(module, "inputs_that_train", counting)
+    run.iteration()
+    assert made == [rollouts.__name__, update.__name__, update.__name__]
 
 
 def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step(make_run, monkeypatch):

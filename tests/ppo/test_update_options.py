@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.micro_batches import first_epoch
+from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
 from tests.ppo_runs import build_model, learn_from, with_responses
 
@@ -212,7 +212,7 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     settings = {"max_tokens_per_micro_batch": 30, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "float32"}
     run = make_run(model={"sliding_window": window}, **settings)
     experience = run.before_update()[-1]
-    pieces = first_epoch(experience.rollouts.epochs)
+    pieces = own_micro_batches(run.state.plan.epochs[0])
     assert len(pieces) > 2
     assert sorted(row for piece in pieces for row in piece) == list(range(12))
     for piece in pieces:

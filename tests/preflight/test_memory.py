@@ -121,7 +121,9 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     """Prompts of one length, responses of full length: then nothing is padding."""
     run = build_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
     *_, experience = run.before_update()
-    pieces = update._micro_batches(run.state, experience, experience.rollouts.epochs[0])
+    plan = run.state.plan
+    assert plan is not None
+    pieces = update._micro_batches(experience, plan.epochs[0], plan.first_inputs)
     rows, width = run.config.local_batch_size, run.config.response_length
     assert run.state.statistics_dtype == torch.float64  # bytes per number of the tests' float64 models; runs use four
     expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))

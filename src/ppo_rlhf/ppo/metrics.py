@@ -205,7 +205,7 @@ def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
     # Number of weights that train, summed over the epochs of the update
-    epochs = sum(critic + policy * step.with_policy for step in steps) / len(rollouts.epochs[0])
+    epochs = sum(critic + policy * step.with_policy for step in steps) / state.config.num_mini_batches
     seconds = state.clock.seconds[UPDATE]
     return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
 

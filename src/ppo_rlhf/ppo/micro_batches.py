@@ -56,9 +56,9 @@ Epochs = list[list[Minibatch]]
 """The minibatches of each epoch."""
 
 
-def first_epoch(epochs: Epochs) -> list[list[int]]:
-    """Return the micro-batches of the first epoch that this process computes."""
-    return [rows for minibatch in epochs[0] for rows in minibatch.micro_batches]
+def own_micro_batches(epoch: list[Minibatch]) -> list[list[int]]:
+    """Return the rows of each micro-batch of an epoch that this process computes."""
+    return [rows for minibatch in epoch for rows in minibatch.micro_batches]
 
 
 def first_shards(epochs: Epochs) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch_sampling import captured_by
 from ppo_rlhf.ppo.engines import generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
-from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_epoch, first_shards, token_budget
+from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_shards, own_micro_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
@@ -57,10 +57,8 @@ class Rollouts:
     entropy: Tensor  # [B, T], the policy's entropy at the sampling temperature
     # [B, T + 1]: column t is the critic's V(s_t) before response token t; column lengths[i] is after row i's last token
     values: Tensor
-    epochs: Epochs  # the minibatches of each epoch of the update
     # [B, T], KL from the reference policy over the whole vocabulary; None unless `kl_estimator=full`
     full_kl: Tensor | None = None
-    common_shapes: bool = False  # whether the passes of policy and critic have shapes that CUDA graphs can replay
     # With `drop_uniform_prompts`, the scores by which prompts with equal scores were dropped
     scores: Scores | None = None
     redraws: int = 0  # how many times dropped prompts were replaced by newly drawn prompts
@@ -87,10 +85,35 @@ class Rollouts:
         sampled, old = self.responses.sampler_logprobs, self.old_logprobs
         return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
 
-    def sequences(self, groups: list[list[int]], state: TrainingState) -> list[SequenceBatch]:
-        """Return each group of rows as inputs of policy and critic on the CPU; see `inputs_that_train`."""
-        rows = self.prompts.prompt_ids, self.responses, groups
-        return inputs_that_train(state, *rows, common_shapes=self.common_shapes)
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How an iteration's update cuts its responses. Rollouts and update share the plan, which the state keeps."""
+
+    responses: Responses  # the responses that are cut
+    epochs: Epochs  # the minibatches of each epoch
+    common_shapes: bool  # whether the passes of policy and critic have shapes that CUDA graphs can replay
+    # The inputs of this process's micro-batches of the first epoch, on the CPU: before the update they give
+    # log-probabilities and values, and the update repeats the same passes
+    first_inputs: list[SequenceBatch]
+
+
+def plan_update(
+    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
+) -> UpdatePlan:
+    """Return the state's plan of the update on these responses; make it if the state has none."""
+    if state.plan is not None and state.plan.responses is responses:
+        return state.plan
+    config, lengths = state.config, (prompts.lengths, responses.lengths.tolist())
+    most_tokens = token_budget(state, max(prompts.lengths))
+    epochs = cut_batch(config, state.iteration + 1, *lengths, most_tokens, padded=state.computes_padding)
+    reads_batches = frozen_dtype(config).itemsize == 2 or config.kl_estimator == "full"
+    common_shapes = captures_update(state, reference_policy if reads_batches else None)
+    inputs = inputs_that_train(
+        state, prompts.prompt_ids, responses, own_micro_batches(epochs[0]), common_shapes=common_shapes
+    )
+    state.plan = UpdatePlan(responses, epochs, common_shapes, inputs)
+    return state.plan
 
 
 def measure(
@@ -100,17 +123,12 @@ def measure(
 
     `prompts` must be `ppo.batch_size` prompts, and `responses` as many responses with `ppo.response_length` columns.
     """
-    config, iteration, lengths = state.config, state.iteration + 1, responses.lengths.tolist()
+    config = state.config
     with state.clock.timed(LOGPROBS), deterministic(config):
-        most_tokens = token_budget(state, max(prompts.lengths))
-        epochs = cut_batch(config, iteration, prompts.lengths, lengths, most_tokens, padded=state.computes_padding)
+        plan = plan_update(state, reference_policy, prompts, responses)
         reference = reference_policy if config.kl_estimator == "full" else None
-        is_16_bit = frozen_dtype(config).itemsize == 2
-        common_shapes = captures_update(state, reference_policy if is_16_bit else reference)
-        groups = first_epoch(epochs)
-        batches = inputs_that_train(state, prompts.prompt_ids, responses, groups, common_shapes=common_shapes)
-        if is_16_bit:
-            reference_logprobs = reference_passes(state, reference_policy, batches, epochs, responses.mask)
+        if frozen_dtype(config).itemsize == 2:
+            reference_logprobs = reference_passes(state, reference_policy, plan, responses.mask)
         else:
             reference_logprobs = compute_logprobs(
                 reference_policy,
@@ -122,18 +140,16 @@ def measure(
                 batch_size=config.local_rollout_forward_batch_size,
                 pad_token_id=state.sampling.pad_token_id,
             )
-        old_logprobs, entropy, full_kl, values = policy_passes(state, batches, epochs, responses.mask, reference)
+        old_logprobs, entropy, full_kl, values = policy_passes(state, plan, responses.mask, reference)
     return Rollouts(
-        iteration=iteration,
+        iteration=state.iteration + 1,
         prompts=prompts,
         responses=responses,
         old_logprobs=old_logprobs,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
-        values=critic_values(state, batches, epochs) if values is None else values,
-        epochs=epochs,
+        values=critic_values(state, plan) if values is None else values,
         full_kl=full_kl,
-        common_shapes=common_shapes,
     )
 
 
@@ -250,9 +266,7 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
     return why is None
 
 
-def reference_passes(
-    state: TrainingState, reference: PreTrainedModel, batches: list[SequenceBatch], epochs: Epochs, mask: Tensor
-) -> Tensor:
+def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: UpdatePlan, mask: Tensor) -> Tensor:
     """Return the reference policy's log-probabilities `[B, T]`, computed from the policy's own batches.
 
     In 16 bits the same tokens in another batch get other log-probabilities, because a matrix product of another size
@@ -260,16 +274,13 @@ def reference_passes(
     equal bits.
     """
     with torch.no_grad(), on_device(reference, state.device), autocast(state.config, state.device):
-        results = [_logprobs(reference, batch, state.config.temperature) for batch in to_device(batches, state.device)]
-    return torch.where(mask, _gathered(state, epochs, results, mask.shape[1]), 0.0)
+        batches = to_device(plan.first_inputs, state.device)
+        results = [_logprobs(reference, batch, state.config.temperature) for batch in batches]
+    return torch.where(mask, _gathered(state, plan.epochs, results, mask.shape[1]), 0.0)
 
 
 def policy_passes(
-    state: TrainingState,
-    batches: list[SequenceBatch],
-    epochs: Epochs,
-    mask: Tensor,
-    reference: PreTrainedModel | None,
+    state: TrainingState, plan: UpdatePlan, mask: Tensor, reference: PreTrainedModel | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the policy's forward passes on the batch; return log-probabilities, entropies, KL and values.
 
@@ -287,11 +298,11 @@ def policy_passes(
         autocast(state.config, state.device),
         copied_weights(state.policy, captured_by(state.config, state.captures)),
     ):
-        for batch in to_device(batches, state.device):
+        for batch in to_device(plan.first_inputs, state.device):
             outputs.append(forward(batch, with_entropy=True, reference=reference))
 
     def gathered(name: str, columns: int) -> Tensor:
-        return _gathered(state, epochs, [getattr(output, name) for output in outputs], columns)
+        return _gathered(state, plan.epochs, [getattr(output, name) for output in outputs], columns)
 
     return (
         torch.where(mask, gathered("logprobs", width), 0.0),
@@ -301,7 +312,7 @@ def policy_passes(
     )
 
 
-def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Epochs) -> Tensor:
+def critic_values(state: TrainingState, plan: UpdatePlan) -> Tensor:
     """Return the values `[B, T + 1]` of a critic with its own backbone.
 
     The first epoch of the update repeats the critic's forward passes.
@@ -315,8 +326,8 @@ def critic_values(state: TrainingState, batches: list[SequenceBatch], epochs: Ep
         # One autocast context around all passes, so that autocast casts each weight only once
         autocast(state.config, state.device),
     ):
-        values = [forward(batch) for batch in to_device(batches, state.device)]
-        return _gathered(state, epochs, values, state.config.response_length + 1)
+        values = [forward(batch) for batch in to_device(plan.first_inputs, state.device)]
+        return _gathered(state, plan.epochs, values, state.config.response_length + 1)
 
 
 def _gathered(state: TrainingState, epochs: Epochs, results: list[Tensor], width: int) -> Tensor:
@@ -325,5 +336,5 @@ def _gathered(state: TrainingState, epochs: Epochs, results: list[Tensor], width
     `results` holds this process's results, one tensor for each of the process's micro-batches of the first epoch.
     """
     shards = first_shards(epochs)
-    local = filled_rows(sum(map(len, shards)), width, first_epoch(epochs), results, state.statistics_dtype)
+    local = filled_rows(sum(map(len, shards)), width, own_micro_batches(epochs[0]), results, state.statistics_dtype)
     return gather_dealt(local[shards[own_rank()]], shards)

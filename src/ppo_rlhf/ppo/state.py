@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,9 @@ from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import from_all
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
+
+if TYPE_CHECKING:
+    from ppo_rlhf.ppo.rollouts import UpdatePlan
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +128,7 @@ class TrainingState:
     component_moments: dict[str, RunningMoments] = field(default_factory=dict)
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
+    plan: UpdatePlan | None = None  # how the current iteration's update cuts its responses
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
     # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None

@@ -38,9 +38,10 @@ from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.forward_passes import Reference
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
-from ppo_rlhf.ppo.micro_batches import Minibatch
+from ppo_rlhf.ppo.micro_batches import Minibatch, own_micro_batches
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
+from ppo_rlhf.ppo.rollouts import UpdatePlan, inputs_that_train, plan_update
 from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState
 from ppo_rlhf.runtime.processes import shards_models, together
@@ -68,11 +69,13 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
     _drop_gradients(state)  # drop gradients that an interrupted update has left in the weights
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
+    rollouts = experience.rollouts
     with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
-        return run_epochs(state, experience, reference)
+        plan = plan_update(state, reference_policy, rollouts.prompts, rollouts.responses)
+        return run_epochs(state, experience, plan, reference)
 
 
-def run_epochs(state: TrainingState, experience: Experience, reference: Reference) -> list[StepSums]:
+def run_epochs(state: TrainingState, experience: Experience, plan: UpdatePlan, reference: Reference) -> list[StepSums]:
     """Take one optimiser step for each minibatch of each epoch, and return the statistics of every step."""
     config = state.config
     if not bool(experience.mask.any()):
@@ -84,11 +87,10 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
         )
     steps: list[StepSums] = []
     passes = None
-    if experience.rollouts.common_shapes:
+    if plan.common_shapes:
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
-    epochs = experience.rollouts.epochs
-    epoch_micro_batches = _micro_batches(state, experience, epochs[0])
-    for epoch, next_epoch in zip_longest(epochs, epochs[1:]):
+    epoch_micro_batches = _micro_batches(experience, plan.epochs[0], plan.first_inputs)
+    for epoch, next_epoch in zip_longest(plan.epochs, plan.epochs[1:]):
         # Copy all micro-batches of the epoch to the device in one transfer
         on_device = iter(to_device(epoch_micro_batches, state.device))
         for minibatch in epoch:
@@ -97,7 +99,11 @@ def run_epochs(state: TrainingState, experience: Experience, reference: Referenc
             steps.append(step)
             # Prepare the next epoch's micro-batches while the device works, before the next device sync
             if minibatch is epoch[-1] and next_epoch is not None:
-                epoch_micro_batches = _micro_batches(state, experience, next_epoch)
+                prompt_ids, responses = experience.rollouts.prompts.prompt_ids, experience.rollouts.responses
+                inputs = inputs_that_train(
+                    state, prompt_ids, responses, own_micro_batches(next_epoch), common_shapes=plan.common_shapes
+                )
+                epoch_micro_batches = _micro_batches(experience, next_epoch, inputs)
             state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
@@ -130,11 +136,9 @@ class MicroBatch:
     positive: Tensor | None = None
 
 
-def _micro_batches(state: TrainingState, experience: Experience, epoch: list[Minibatch]) -> list[MicroBatch]:
+def _micro_batches(experience: Experience, epoch: list[Minibatch], inputs: list[SequenceBatch]) -> list[MicroBatch]:
     """Return all micro-batches of an epoch, on the CPU."""
     rollouts, mask = experience.rollouts, experience.mask
-    groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
-    batches = rollouts.sequences(groups, state)
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -146,7 +150,7 @@ def _micro_batches(state: TrainingState, experience: Experience, epoch: list[Min
     )
     return [
         MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch in zip(groups, batches, strict=True)
+        for rows, batch in zip(own_micro_batches(epoch), inputs, strict=True)
     ]
 
 

@@ -24,9 +24,8 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
-from ppo_rlhf.ppo.micro_batches import first_epoch
 from ppo_rlhf.ppo.precision import device_of
-from ppo_rlhf.ppo.rollouts import Rollouts, critic_values
+from ppo_rlhf.ppo.rollouts import Rollouts, critic_values, plan_update
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import check_room
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
@@ -121,7 +120,8 @@ def pretrain_critic(
         drop_uniform_prompts=0,
         critic_warmup_iterations=0,
     )
-    held_out = generate_rollouts(replace(state, config=whole), reference, held_out_prompts, scorer)
+    evaluating = replace(state, config=whole)
+    held_out = generate_rollouts(evaluating, reference, held_out_prompts, scorer)
     scores = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
     with state.captures.during():
@@ -131,7 +131,7 @@ def pretrain_critic(
             history.append({STEP: iteration, **logged})
             report(iteration, logged)
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
-    values = critic_values(state, held_out.sequences(first_epoch(held_out.epochs), state), held_out.epochs)
+    values = critic_values(state, plan_update(evaluating, reference, held_out.prompts, held_out.responses))
     history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
     return exported_critic(state), history
 
