@@ -190,6 +190,7 @@ def test_what_is_printed_to_a_terminal_that_was_closed_does_not_end_the_work(tmp
     script.write_text(textwrap.dedent(CLOSED))
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
         os.execv(sys.executable, [sys.executable, str(script), str(done)])
     while b"ready" not in os.read(terminal, 1000):
         pass
