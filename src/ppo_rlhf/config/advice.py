@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING
+
+from ppo_rlhf.config.uses import marks_of
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
@@ -97,7 +99,7 @@ def advice(config: PPOConfig, given: Container[str] | None, parameters: int | No
     If `given` is None, all changed settings get advice; otherwise only the changed settings in `given`.
     """
     changed = {name: value for name, value in config.not_default().items() if given is None or name in given}
-    ranges, lines = _typical_ranges(type(config)), []
+    ranges, lines = marks_of(type(config), Typical), []
     for name, value in changed.items():
         usual = ranges.get(name)
         if usual is None or value is None or (usual.is_rate and (parameters or 0) < LARGE):
@@ -110,10 +112,3 @@ def advice(config: PPOConfig, given: Container[str] | None, parameters: int | No
             where = f"its typical range {'with LoRA ' if lora else ''}{low:g} to {high:g} ({usual.source})"
             lines.append(f"ppo.{name}={value} is outside {where}")
     return lines + [line for names, line in _hints(config) if changed.keys() & names]
-
-
-def _typical_ranges(config_class: type) -> dict[str, Typical]:
-    hints = get_type_hints(config_class, include_extras=True)
-    options = ((name, option) for name, hint in hints.items() for option in (hint, *get_args(hint)))
-    marks = ((name, mark) for name, option in options for mark in getattr(option, "__metadata__", ()))
-    return {name: mark for name, mark in marks if isinstance(mark, Typical)}

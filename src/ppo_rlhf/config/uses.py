@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, TypeVar, get_args, get_type_hints
+
+Mark = TypeVar("Mark")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ def names_in_group(config_class: type, group: str) -> tuple[str, ...]:
 @cache
 def uses_of(config_class: type) -> dict[str, Use]:
     """Return each setting's declaration."""
+    return marks_of(config_class, Use)
+
+
+def marks_of(config_class: type, kind: type[Mark]) -> dict[str, Mark]:
+    """Return the mark of this kind in each setting's annotation; settings without one are left out."""
     hints = get_type_hints(config_class, include_extras=True)
     options = ((name, option) for name, hint in hints.items() for option in (hint, *get_args(hint)))
     marks = ((name, mark) for name, option in options for mark in getattr(option, "__metadata__", ()))
-    return {name: mark for name, mark in marks if isinstance(mark, Use)}
+    return {name: mark for name, mark in marks if isinstance(mark, kind)}
