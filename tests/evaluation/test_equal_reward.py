@@ -27,6 +27,13 @@ def test_the_gap_is_the_mean_over_the_responses_whose_reward_both_policies_got()
     assert other_way["eval/judge_gap_p"] == pytest.approx(1.0)
 
 
+def test_prompts_of_a_reward_that_is_not_compared_are_not_counted():
+    """Of 30 prompts, 10 have a reward of 2, which only 5 of SFT's prompts got."""
+    ours = evaluation([1.0] * 20 + [2.0] * 10, [0.0] * 30)
+    sft = evaluation([1.0] * 25 + [2.0] * 5, [1.0] * 30)
+    assert compare_at_equal_reward(ours, sft)["eval/judge_gap_prompts"] == 20
+
+
 def test_an_exploit_of_prompts_that_sft_never_solved_is_seen():
     """SFT solves 20 prompts, PPO these and 20 others, of which the judge takes the reward back."""
     solved = [1.0] * 20 + [0.0] * 20

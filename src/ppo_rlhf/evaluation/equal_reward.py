@@ -32,9 +32,9 @@ def compare_at_equal_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> 
     `eval/judge_gap` is the mean over the policy's responses whose reward SFT also got, each with at least `MIN_PROMPTS`
     prompts of either policy. `eval/judge_gap_p` is the probability of a gap as low if at equal reward the judge did not
     tell the policies apart: then the responses to a prompt could as well be the other policy's (a permutation test of
-    the prompts' responses, separately for each reward). `eval/judge_gap_prompts` is the number of the policy's prompts.
-    The result is empty without a judge, if the judge is the reward, and if no reward has so many prompts: rewards of
-    many values, as a reward model's, are hardly ever equal.
+    the prompts' responses, separately for each reward). `eval/judge_gap_prompts` is the number of the policy's prompts
+    with such a response. The result is empty without a judge, if the judge is the reward, and if no reward has so many
+    prompts: rewards of many values, as a reward model's, are hardly ever equal.
     """
     sides = [
         (each.by_prompt(each.rewards), each.by_prompt(each.judges.get(JUDGE_COLUMN, each.rewards)))
@@ -43,24 +43,23 @@ def compare_at_equal_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> 
     if all(np.array_equal(rewards, scores) for rewards, scores in sides):
         return {}
     rewards = sorted({*sides[0][0].flat} & {*sides[1][0].flat})
-    pairs = [tuple(_cells(*side, reward) for side in sides) for reward in rewards]
-    pairs = [pair for pair in pairs if min(len(cells.counts) for cells in pair) >= MIN_PROMPTS]
+    cells = {reward: tuple(_cells(*side, reward) for side in sides) for reward in rewards}
+    pairs = {reward: pair for reward, pair in cells.items() if min(len(each.counts) for each in pair) >= MIN_PROMPTS}
     if not pairs:
         return {}
-    compared = sum(ours.counts.sum() for ours, _ in pairs)
+    compared = sum(ours.counts.sum() for ours, _ in pairs.values())
     generator = np.random.default_rng(0)
     gap, by_chance_R = 0.0, np.zeros(RESAMPLES)
-    for ours, theirs in pairs:
+    for ours, theirs in pairs.values():
         weight = ours.counts.sum() / compared
         both = _Cells(*(np.concatenate(values) for values in zip(ours, theirs, strict=True)))
         gap += weight * float(_difference(both, np.arange(len(ours.counts))[None])[0])
         drawn = generator.random((RESAMPLES, len(both.counts))).argsort(1)[:, : len(ours.counts)]
         by_chance_R += weight * _difference(both, drawn)
-    answered = sum((sides[0][0] == reward).any(1) for reward in rewards).astype(bool)
     return {
         "eval/judge_gap": gap,
         "eval/judge_gap_p": float((1 + (by_chance_R <= gap + 1e-12).sum()) / (1 + RESAMPLES)),
-        "eval/judge_gap_prompts": int(answered.sum()),
+        "eval/judge_gap_prompts": int(np.isin(sides[0][0], list(pairs)).any(1).sum()),
     }
 
 
