@@ -143,4 +143,5 @@ def test_all_broken_rules_are_told_at_once():
 
 def test_no_rule_calls_a_setting_the_first_or_the_second():
     for rule in _rules(PPOConfig):
-        assert not re.search(r"\b(the first|the second|the other)\b", rule.line(PPOConfig())), rule.names
+        line = f"{rule.seen(PPOConfig())}: {rule.meaning}"
+        assert not re.search(r"\b(the first|the second|the other)\b", line), rule.reads

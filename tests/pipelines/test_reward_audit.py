@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 
+from ppo_rlhf.config.rules import Rule
 from ppo_rlhf.evaluation.best_of_n import PROMPT
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.pipelines.audit_reward import reward_audit
@@ -42,7 +43,8 @@ def share_of_first_letters(text: str) -> float:
 def broken(reward: Reward, judge: Reward | None = share_of_first_letters) -> set[str]:
     """Return the metrics whose rules a reward breaks."""
     metrics, reasons = audited(reward, judge)
-    found = {rule.metric for rule in RULES if rule.metric in metrics and rule.broken_by(metrics[rule.metric])}
+    checked = [rule for rule in RULES if metrics.keys() >= {*rule.reads}]
+    found = {name for rule in checked if rule.holds(metrics) for name in rule.reads}
     assert len(reasons) == len(found)
     assert all(any(f"{metric} = {metrics[metric]:.2f}" in reason for reason in reasons) for metric in found)
     return found
@@ -114,13 +116,16 @@ def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:
 
 def test_the_thresholds_are_those_of_the_page_and_a_metric_may_be_equal_to_them() -> None:
     rows = re.findall(r"^\| `(audit/\w+)` \|.*\| (above|below|beyond) (±?)([\d.]+) \|$", PAGE.read_text(), flags=re.M)
-    said = {(metric, "at least" if side == "below" else "at most", float(number)) for metric, side, _, number in rows}
-    said |= {(metric, "at least", -float(number)) for metric, _, both, number in rows if both}
-    assert {(rule.metric, rule.side, rule.threshold) for rule in RULES} == said
+    limits = [(metric, -1.0 if side == "below" else 1.0, float(number)) for metric, side, _, number in rows]
+    limits += [(metric, -1.0, -float(number)) for metric, _, both, number in rows if both]
+
+    def is_broken_outside(metric: str, outside: float, limit: float, rule: Rule[Mapping[str, float]]) -> bool:
+        shifts = (-1e-6 * outside, 0.0, 1e-6 * outside)
+        return [rule.holds({metric: limit + shift}) for shift in shifts] == [False, False, True]
+
     for rule in RULES:
-        outside = 1e-6 if rule.side == "at most" else -1e-6
-        broken_at = [rule.broken_by(rule.threshold + shift) for shift in (-outside, 0.0, outside)]
-        assert broken_at == [False, False, True], rule.metric
+        assert sum(rule.reads == (limit[0],) and is_broken_outside(*limit, rule) for limit in limits) == 1, rule.reads
+    assert len(limits) == len(RULES)
 
 
 def test_gains_are_counted_in_the_deviation_of_the_score_so_that_its_scale_does_not_matter() -> None:

@@ -5,7 +5,7 @@
 """
 
 from ppo_rlhf.advice.advise import SHOWN, Advice, advise, in_words
-from ppo_rlhf.advice.rules import RULES, Rule, Stage
-from ppo_rlhf.ppo.kl_rules import Change
+from ppo_rlhf.advice.rules import RULES, Stage, TuningRule
+from ppo_rlhf.config.rules import Change
 
-__all__ = ["RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]
+__all__ = ["RULES", "SHOWN", "Advice", "Change", "Stage", "TuningRule", "advise", "in_words"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_rlhf.advice.curves import Run
-from ppo_rlhf.advice.rules import RULES, Rule
+from ppo_rlhf.advice.rules import RULES, TuningRule
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.kl_rules import Change, allowed
+from ppo_rlhf.config.rules import Change
+from ppo_rlhf.ppo.kl_rules import allowed
 
 ENOUGH_ITERATIONS = 10
 """Number of iterations that most rules need before they judge a curve."""
@@ -26,7 +27,7 @@ class Advice:
     `seen` has the measured numbers in words. `change` is the setting to change first, or None if no setting helps.
     """
 
-    rule: Rule
+    rule: TuningRule
     seen: str
     change: Change | None
 
@@ -46,7 +47,7 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     return [
         Advice(rule, rule.seen(run), allowed(rule.change(run), config))
         for rule in RULES
-        if run.iterations >= rule.iterations and rule.fires(run) and not getattr(run, rule.refuted_by, False)
+        if run.iterations >= rule.iterations and rule.holds(run) and not getattr(run, rule.refuted_by, False)
     ]
 
 

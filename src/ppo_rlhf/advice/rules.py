@@ -8,14 +8,14 @@ of an unmeasured metric (NaN) is False, so no rule applies to an unmeasured metr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from ppo_rlhf.advice.curves import Run, in_digits
+from ppo_rlhf.config.rules import Change, Rule
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.ppo import kl_rules
-from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
+from ppo_rlhf.ppo.kl_rules import KL, KL_RULES, MOVED, USUAL_KL_COEF, allowed, scaled, set_to
 
 FLAT = 0.25
 """A score that changed by less than this value counts as unchanged. The unit is the standard deviation of the score;
@@ -33,12 +33,12 @@ FEW = 20
 EXPLAINS_NOTHING, EXPLAINS_LITTLE = 0.1, 0.2
 """Limits of val/explained_variance: of its median over the run, and of its mean over the last iterations. A linear fit
 of 384 responses' returns to SmolLM2's last hidden states explains 0.15 of other responses' variance."""
-HEAD_RATE = 20.0
+HEAD_FACTOR = 20.0
 """Factor from the policy's learning rate to that of a shared critic's head, which starts at 0: 3e-4 for 1.5e-5."""
 FELT = 0.1
 """A gap of the judge's score at equal reward counts from this share of the change of the judge's score on."""
 
-KL, KL_COEF, ENTROPY = "objective/kl", "objective/kl_coef", "objective/entropy"
+KL_COEF, ENTROPY = "objective/kl_coef", "objective/entropy"
 SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/reward"
 UPDATE, CLIPPED, VALUES_CLIPPED = "policy/approxkl_avg", "policy/clipfrac_avg", "val/clipfrac_avg"
 LENGTH, TRUNCATED = "response/length", "response/truncated_fraction"
@@ -62,18 +62,13 @@ class Stage(Enum):
     REWARD = "reward and responses"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One row of the table of tuning rules."""
+@dataclass(frozen=True, kw_only=True)
+class TuningRule(Rule[Run]):
+    """One row of the table of tuning rules. `seen` and `meaning` are the halves of the advice's sentence."""
 
     name: str
     stage: Stage  # stage of tuning to which the rule's advice belongs
-    reads: tuple[str, ...]  # metric keys that the rule reads, and PPO settings as ppo.<name>
     iterations: int  # smallest number of iterations with metrics that the rule needs
-    fires: Callable[[Run], bool]  # returns whether the rule applies to the run
-    seen: Callable[[Run], str]  # returns the measured numbers as the first half of the advice's sentence
-    meaning: str  # what the measured numbers usually mean: the second half of the advice's sentence
-    change: Callable[[Run], Change | None]  # returns the change of a setting to try; None: no setting helps
     # Name of a property of `Run` that is true if the finding did no harm; empty: there is no such property
     refuted_by: str = ""
 
@@ -140,19 +135,9 @@ def _steps_skipped(r: Run) -> bool:
     return r.config.dtype == "float16" and bool(late_skipped > 0.01 * (late_skipped + late_steps))
 
 
-def _kl_rule(name: str, reads: tuple[str, ...], iterations: int) -> Rule:
+def _kl_rule(name: str, iterations: int) -> TuningRule:
     """Return the tuning rule for a KL rule that also raises alarms during training."""
-    rule = KL_RULES[name]
-    return Rule(
-        f"kl_{name}",
-        stage=Stage.KL,
-        reads=reads,
-        iterations=iterations,
-        fires=rule.holds,
-        seen=rule.seen,
-        meaning=rule.meaning,
-        change=rule.change,
-    )
+    return TuningRule(**vars(KL_RULES[name]), name=f"kl_{name}", stage=Stage.KL, iterations=iterations)
 
 
 # Changes of settings that are not just multiplications by a factor.
@@ -171,7 +156,7 @@ def _faster_critic(r: Run) -> Change:
     """Return a higher learning rate of the critic, or a rate of its own for the head of a shared critic."""
     if r.config.value_learning_rate is not None:
         return scaled(r, "value_learning_rate", 3.0)
-    factor = HEAD_RATE if r.config.value_model == "shared" else 3.0
+    factor = HEAD_FACTOR if r.config.value_model == "shared" else 3.0
     return set_to(r, "value_learning_rate", factor * r.config.learning_rate)
 
 
@@ -188,14 +173,14 @@ def _less_truncation(r: Run) -> Change:
     return penalty
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[TuningRule, ...] = (
     # Rules that apply before tuning, because the run's measured numbers themselves are wrong.
-    Rule(
-        "rollout_mismatch",
+    TuningRule(
+        name="rollout_mismatch",
         stage=Stage.BEFORE,
         reads=("policy/rollout_logprob_gap", "ppo.dtype"),
         iterations=1,
-        fires=_rollout_mismatch,
+        holds=_rollout_mismatch,
         seen=lambda r: f"policy/rollout_logprob_gap is {r.rollout_gap:.3g} nats per token in {r.config.dtype}",
         meaning="sampling and training compute different log-probabilities for the same tokens, as after an error in "
         "masks or positions, so KL and ratios are wrong. If ppo.rollout_engine=hf shows the gap, too, the model's code "
@@ -203,15 +188,15 @@ RULES: tuple[Rule, ...] = (
         change=lambda r: set_to(r, "rollout_engine", "hf"),
     ),
     # Rules about the KL from the reference policy.
-    _kl_rule("negative", reads=(KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"), iterations=20),
-    _kl_rule("alarm", reads=(KL, "ppo.kl_alarm"), iterations=3),
-    _kl_rule("warning", reads=(KL, "ppo.kl_warning"), iterations=3),
-    Rule(
-        "kl_penalty_too_strong",
+    _kl_rule("negative", iterations=20),
+    _kl_rule("alarm", iterations=3),
+    _kl_rule("warning", iterations=3),
+    TuningRule(
+        name="kl_penalty_too_strong",
         stage=Stage.KL,
         reads=(KL, REWARD, SCORES, UPDATE, LENGTH),
         iterations=20,
-        fires=_penalty_too_strong,
+        holds=_penalty_too_strong,
         seen=lambda r: (
             f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g}, and the score changed by "
             f"{r.gain:.3g} standard deviations"
@@ -219,12 +204,12 @@ RULES: tuple[Rule, ...] = (
         meaning="the policy is updated, and the KL penalty undoes the updates",
         change=lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0))),
     ),
-    Rule(
-        "kl_off_target",
+    TuningRule(
+        name="kl_off_target",
         stage=Stage.KL,
         reads=(KL, KL_COEF, "ppo.kl_target"),
         iterations=20,
-        fires=lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
+        holds=lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
         seen=lambda r: (
             f"KL is {r.kl:.3g} nats per response, more than 25% off the target of {r.config.kl_target:g}; the "
             f"controller changed the coefficient from {r.config.kl_coef:g} to {in_digits(r.last(KL_COEF))}"
@@ -234,12 +219,12 @@ RULES: tuple[Rule, ...] = (
         change=kl_rules.help_controller,
         refuted_by=JUDGED_SUCCESS,
     ),
-    Rule(
-        "reward_hacked",
+    TuningRule(
+        name="reward_hacked",
         stage=Stage.KL,
         reads=(SINCE_BEST_SCORE, SINCE_BEST_P, SINCE_BEST_REWARD),
         iterations=10,
-        fires=lambda r: r.fell and r.end(SINCE_BEST_REWARD) >= 0.0,
+        holds=lambda r: r.fell and r.end(SINCE_BEST_REWARD) >= 0.0,
         seen=lambda r: (
             f"Since the best evaluation, SFT's included, the judge's score changed by "
             f"{in_digits(r.end(SINCE_BEST_SCORE))} (by chance with probability {in_digits(r.end(SINCE_BEST_P))}), the "
@@ -248,23 +233,23 @@ RULES: tuple[Rule, ...] = (
         meaning="the policy exploits its reward, and more training makes the exploit worse",
         change=lambda r: kl_rules.stronger_penalty(r, 2.0),
     ),
-    Rule(
-        "diversity_lost",
+    TuningRule(
+        name="diversity_lost",
         stage=Stage.KL,
         reads=(DISTINCT, DISTINCT_OF_SFT),
         iterations=10,
-        fires=lambda r: r.end(DISTINCT) < 0.5 * r.end(DISTINCT_OF_SFT),
+        holds=lambda r: r.end(DISTINCT) < 0.5 * r.end(DISTINCT_OF_SFT),
         seen=lambda r: f"eval/distinct_2 is {in_digits(r.end(DISTINCT))}, SFT's {in_digits(r.end(DISTINCT_OF_SFT))}",
         meaning="the responses repeat the same phrases",
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
-    Rule(
-        "entropy_collapsed",
+    TuningRule(
+        name="entropy_collapsed",
         stage=Stage.KL,
         reads=(ENTROPY, KL),
         iterations=10,
-        fires=lambda r: r.kl >= MOVED and r.last(ENTROPY) < r.start(ENTROPY) / 3,
+        holds=lambda r: r.kl >= MOVED and r.last(ENTROPY) < r.start(ENTROPY) / 3,
         seen=lambda r: (
             f"objective/entropy fell from {in_digits(r.start(ENTROPY))} to {in_digits(r.last(ENTROPY))} nats per token"
         ),
@@ -273,12 +258,12 @@ RULES: tuple[Rule, ...] = (
         refuted_by=JUDGED_SUCCESS,
     ),
     # Rules about learning rates and batch sizes.
-    Rule(
-        "steps_skipped",
+    TuningRule(
+        name="steps_skipped",
         stage=Stage.RATES,
         reads=(SKIPPED, STEPS, "ppo.dtype"),
         iterations=1,
-        fires=_steps_skipped,
+        holds=_steps_skipped,
         seen=lambda r: (
             f"{in_digits(r.end(SKIPPED))} optimiser steps were skipped for a non-finite gradient, and "
             f"{in_digits(r.end(STEPS))} were taken"
@@ -286,12 +271,12 @@ RULES: tuple[Rule, ...] = (
         meaning="the range of float16 is too small for the gradients",
         change=lambda r: set_to(r, "dtype", "bfloat16"),
     ),
-    Rule(
-        "update_too_large",
+    TuningRule(
+        name="update_too_large",
         stage=Stage.RATES,
         reads=(UPDATE,),
         iterations=10,
-        fires=lambda r: r.typical(UPDATE) > 0.1,
+        holds=lambda r: r.typical(UPDATE) > 0.1,
         seen=lambda r: (
             f"policy/approxkl_avg is {in_digits(r.typical(UPDATE))} nats per token in the median, up to "
             f"{in_digits(r.highest(UPDATE))}"
@@ -300,12 +285,12 @@ RULES: tuple[Rule, ...] = (
         change=lambda r: _rate_for_update(r, r.highest(UPDATE), CALM_UPDATE, least=0.1, most=0.5),
         refuted_by=SUCCESS,
     ),
-    Rule(
-        "update_too_small",
+    TuningRule(
+        name="update_too_small",
         stage=Stage.RATES,
         reads=(KL, REWARD, SCORES, UPDATE, LENGTH),
         iterations=10,
-        fires=_update_too_small,
+        holds=_update_too_small,
         seen=lambda r: (
             f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g} (median of policy/approxkl_avg: "
             f"{in_digits(r.typical(UPDATE))} nats per token), and the score changed by {r.gain:.3g} standard deviations"
@@ -313,12 +298,12 @@ RULES: tuple[Rule, ...] = (
         meaning="training is stable, but too slow to show an effect",
         change=lambda r: _rate_for_update(r, r.typical(UPDATE), LEARNING_UPDATE, least=2.0, most=10.0),
     ),
-    Rule(
-        "critic_explains_nothing",
+    TuningRule(
+        name="critic_explains_nothing",
         stage=Stage.RATES,
         reads=(EXPLAINED, "ppo.value_model"),
         iterations=30,
-        fires=_critic_explains_nothing,
+        holds=_critic_explains_nothing,
         seen=lambda r: (
             f"val/explained_variance is {in_digits(r.typical(EXPLAINED))} in the median and "
             f"{in_digits(r.last(EXPLAINED))} at the end"
@@ -327,56 +312,56 @@ RULES: tuple[Rule, ...] = (
         change=_faster_critic,
     ),
     # Rules about epochs per batch and the clip range.
-    Rule(
-        "much_clipped",
+    TuningRule(
+        name="much_clipped",
         stage=Stage.EPOCHS,
         reads=(CLIPPED, "ppo.num_ppo_epochs"),
         iterations=10,
-        fires=lambda r: r.config.num_ppo_epochs > 1 and r.typical(CLIPPED) > 0.3,
+        holds=lambda r: r.config.num_ppo_epochs > 1 and r.typical(CLIPPED) > 0.3,
         seen=lambda r: f"policy/clipfrac_avg is {in_digits(r.typical(CLIPPED))} in the median",
         meaning="later epochs train on data that no longer matches the policy",
         change=lambda r: scaled(r, "num_ppo_epochs", 0.5),
         refuted_by=SUCCESS,
     ),
-    Rule(
-        "values_much_clipped",
+    TuningRule(
+        name="values_much_clipped",
         stage=Stage.EPOCHS,
         reads=(VALUES_CLIPPED,),
         iterations=10,
-        fires=lambda r: r.highest(VALUES_CLIPPED) > 0.6,
+        holds=lambda r: r.highest(VALUES_CLIPPED) > 0.6,
         seen=lambda r: f"val/clipfrac_avg reached {in_digits(r.highest(VALUES_CLIPPED))}",
         meaning="the clipping range is too small for the size of the returns, so the critic learns slowly",
         change=lambda r: scaled(r, "cliprange_value", 2.0),
         refuted_by=SUCCESS,
     ),
     # Rules about the reward and the responses.
-    Rule(
-        "truncated",
+    TuningRule(
+        name="truncated",
         stage=Stage.REWARD,
         reads=(TRUNCATED, "ppo.stop_token"),
         iterations=10,
-        fires=lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
+        holds=lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
         seen=lambda r: r.cut_off,
         meaning="the reward scores unfinished texts",
         change=_less_truncation,
     ),
-    Rule(
-        "length_drifted",
+    TuningRule(
+        name="length_drifted",
         stage=Stage.REWARD,
         reads=(LENGTH,),
         iterations=10,
-        fires=lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
+        holds=lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
         seen=lambda r: f"Responses went from {in_digits(r.start(LENGTH))} to {in_digits(r.last(LENGTH))} tokens",
         meaning="the reward may depend on length (Singhal et al. 2023, arXiv:2310.03716); read the samples",
         change=lambda r: kl_rules.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
-    Rule(
-        "reward_is_blind",
+    TuningRule(
+        name="reward_is_blind",
         stage=Stage.REWARD,
         reads=(JUDGE_GAP, JUDGE_GAP_P, "eval/judge_score"),
         iterations=1,
-        fires=_reward_is_blind,
+        holds=_reward_is_blind,
         seen=lambda r: (
             f"At equal reward the judge scores PPO's responses {in_digits(-r.end(JUDGE_GAP))} lower than SFT's (by "
             f"chance with probability {in_digits(r.end(JUDGE_GAP_P))}), and its score went from "
@@ -384,19 +369,17 @@ RULES: tuple[Rule, ...] = (
         ),
         meaning="the reward pays the policy for something that the judge does not; read the samples, and put into the "
         "reward what the judge sees and the reward does not",
-        change=lambda r: None,
     ),
-    Rule(
-        "spread_lost",
+    TuningRule(
+        name="spread_lost",
         stage=Stage.REWARD,
         reads=(SPREAD,),
         iterations=10,
-        fires=lambda r: r.config.batch_size > 1 and r.last(SPREAD) <= 0.1 * r.deviation,
+        holds=lambda r: r.config.batch_size > 1 and r.last(SPREAD) <= 0.1 * r.deviation,
         seen=lambda r: (
             f"The scores' standard deviation fell to {in_digits(r.last(SPREAD))} (from {in_digits(r.highest(SPREAD))})"
         ),
         meaning="the reward no longer distinguishes responses, so the policy cannot learn more from it; stop training",
-        change=lambda r: None,
     ),
 )
 """All tuning rules, in the order in which their advice is given."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from ppo_rlhf.config.rules import Rule
 from ppo_rlhf.config.uses import names_in_group
 
 if TYPE_CHECKING:
@@ -21,20 +22,18 @@ NO_STOP = "without a stop token every response has ppo.response_length tokens an
 _CHANGED = object()
 
 
-class _Rule(NamedTuple):
-    """A rule about settings, which do not go together if `broken` returns True.
+def _rule(names: Sequence[str], broken: Callable[[PPOConfig], bool], why: str) -> Rule[PPOConfig]:
+    """Return the rule that settings do not go together if `broken` returns True.
 
     `why` gives the reason and the fix; in `why`, {0} stands for the name of the first setting and {1} for the name of
     the second setting.
     """
+    reads = tuple(f"ppo.{name}" for name in names)
 
-    names: tuple[str, ...]
-    broken: Callable[[PPOConfig], bool]
-    why: str
+    def seen(c: PPOConfig) -> str:
+        return " and ".join(f"ppo.{name}={_word(getattr(c, name))}" for name in names)
 
-    def line(self, c: PPOConfig) -> str:
-        why = self.why.format(*(f"ppo.{name}" for name in self.names))
-        return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {why}"
+    return Rule(reads, broken, seen, why.format(*reads))
 
 
 def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
@@ -51,36 +50,30 @@ def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
     return lambda c: all(is_as(c, name, wanted) for name, wanted in values.items())
 
 
-def _clash(values: Mapping[str, object], why: str) -> _Rule:
+def _clash(values: Mapping[str, object], why: str) -> Rule[PPOConfig]:
     """Return the rule that the settings must not all have the values in `values`."""
-    return _Rule(tuple(values), _are(values), why)
+    return _rule(tuple(values), _are(values), why)
 
 
-class _GroupRule(NamedTuple):
-    """A rule about each changed setting of a group together with settings that have the given values."""
-
-    group: str
-    values: Mapping[str, object]
-    why: str
-
-    def of(self, name: str) -> _Rule:
-        return _clash({name: _CHANGED, **self.values}, self.why)
-
-
-def _too_long(name: str, limit: str) -> _Rule:
+def _too_long(name: str, limit: str) -> Rule[PPOConfig]:
     why = "{0} is above {1}; lower {0} or raise {1}"
-    return _Rule((name, limit), lambda c: (getattr(c, name) or 0) > (getattr(c, limit) or math.inf), why)
+    return _rule((name, limit), lambda c: (getattr(c, name) or 0) > (getattr(c, limit) or math.inf), why)
 
 
-def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
-    return lambda c: c.lr_scheduler_type == "polynomial" and (getattr(c, name) or 1.0) <= POLYNOMIAL_END
+def _too_slow(name: str) -> Rule[PPOConfig]:
+    why = f"the schedule ends at {POLYNOMIAL_END:g}, so {{1}} must be higher; raise {{1}}, or change {{0}}"
+    return _rule(
+        ("lr_scheduler_type", name),
+        lambda c: c.lr_scheduler_type == "polynomial" and (getattr(c, name) or 1.0) <= POLYNOMIAL_END,
+        why,
+    )
 
 
 def _modules(c: PPOConfig) -> list[str]:
     return [name.strip() for name in c.lora_target_modules.split(",")]
 
 
-_RULES: tuple[_Rule | _GroupRule, ...] = (
+_RULES: tuple[Rule[PPOConfig], ...] = (
     # Rules about batch sizes.
     _clash(
         {"reward_normalisation": "batch", "batch_size": 1},
@@ -133,17 +126,6 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
     # Rules about vLLM.
-    _GroupRule("vllm", {"rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}"),
-    _GroupRule(
-        "vllm.served",
-        {"vllm_mode": "colocate", "rollout_engine": "vllm"},
-        "a colocated vLLM has no server; set {1} to server, or leave out {0}",
-    ),
-    _GroupRule(
-        "vllm.colocated",
-        {"vllm_mode": "server", "rollout_engine": "vllm"},
-        "a server gets this setting from its own command line; leave out {0}",
-    ),
     *(
         _clash({name: _CHANGED, "rollout_engine": "vllm"}, why)
         for name, why in {
@@ -156,12 +138,12 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         {"rollout_engine": "vllm", "dtype": "float64"},
         "vLLM does not support float64; set {1} to bfloat16 or float32",
     ),
-    _Rule(
+    _rule(
         ("vllm_mode", "vllm_server_base_url"),
         _are({"rollout_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": None}),
         "set {1} to the server's address, such as http://localhost:8000",
     ),
-    _Rule(
+    _rule(
         ("vllm_tensor_parallel_size", "world_size"),
         lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
         "{0} processes share one vLLM, so {1} must be a multiple of {0}",
@@ -171,7 +153,7 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         {"cuda_graphs": True, "rollout_engine": {"hf", "vllm"}},
         "only the static engine supports CUDA graphs; leave out {0}, or set {1} to static",
     ),
-    _Rule(
+    _rule(
         ("cuda_graphs", "world_size"),
         lambda c: c.cuda_graphs is True and c.world_size > 1,
         "communication between processes cannot be captured in a graph; leave out {0}",
@@ -189,7 +171,7 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         {"offload_reference_policy": True, "kl_in": "loss", "kl_estimator": "full"},
         "the reference policy runs in every optimiser step, so it must stay on the GPU; leave out {0}",
     ),
-    _Rule(
+    _rule(
         ("kl_warning", "kl_alarm"),
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
         "the alarm would come before the warning; lower {0} or raise {1}",
@@ -198,51 +180,34 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         {"kl_controller": "adaptive", "kl_coef": 0},
         "the controller multiplies {1}, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
     ),
-    _Rule(
+    _rule(
         ("kl_hold_iterations", "critic_warmup_iterations", "num_total_batches"),
         lambda c: c.kl_hold_iterations > 0 and c.held_iterations >= c.num_total_batches,
         "{0} plus {1} must be less than {2}; lower {0}, or set ppo.kl_controller=fixed",
-    ),
-    _GroupRule(
-        "adaptive_kl",
-        {"kl_controller": "fixed"},
-        "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
     ),
     _clash(
         {"lam": _CHANGED, "lam_alpha": _CHANGED, "lam_critic": _CHANGED},
         "{1} sets the policy's lambda and {2} the critic's, so {0} has no effect; unset one of them",
     ),
-    _Rule(
+    _rule(
         ("positive_coef", "positive_threshold"),
         lambda c: (c.positive_coef > 0) != (c.positive_threshold is not None),
         "{0} is the loss weight of responses that score at least {1}; set both, for example {0} to 0.1, or neither",
     ),
-    _Rule(
+    _rule(
         ("importance_low", "importance_high"),
         lambda c: (c.importance_low is None) != (c.importance_high is None),
         "both are the ends of one band; set both, for example to 0.7 and 6, or neither",
     ),
-    _GroupRule(
-        "clipping",
-        {"importance_low": _CHANGED},
-        "the loss that {1} asks for masks tokens, weighs them by their ratio and clips nothing; leave out {0}",
-    ),
     # Rules about the optimiser.
-    _Rule(
+    _rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
         lambda c: c.critic_warmup_iterations >= c.num_total_batches,
         "{0} must be less than {2}; lower {0} or raise {1}",
     ),
-    *(
-        _Rule(
-            ("lr_scheduler_type", name),
-            _too_slow(name),
-            f"the schedule ends at {POLYNOMIAL_END:g}, so {{1}} must be higher; raise {{1}}, or change {{0}}",
-        )
-        for name in ("learning_rate", "value_learning_rate")
-    ),
+    *map(_too_slow, ("learning_rate", "value_learning_rate")),
     # Rules about the models.
-    _Rule(
+    _rule(
         ("num_critic_epochs", "num_ppo_epochs", "value_model"),
         lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),
         "{0} must be at least {1}, and needs a critic that is not shared; raise {0}, or leave out {0}",
@@ -256,18 +221,17 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         "adapters train on weights that are frozen anyway; leave out {0}, and choose their layers by "
         "ppo.lora_target_modules",
     ),
-    _Rule(
+    _rule(
         ("export_value_head", "value_model"),
         lambda c: c.export_value_head and c.value_model != "shared",
         "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
-    _GroupRule("lora", {"use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}"),
     _clash({"export": _CHANGED, "use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}"),
     _clash(
         {"export": "adapter", "export_value_head": True},
         "the value head is saved with the weights of a whole model; set {0} to merged, or leave out {1}",
     ),
-    _Rule(
+    _rule(
         ("export_dtype", "export"),
         lambda c: c.export_dtype is not None and c.export == "adapter",
         "an adapter is exported as it was trained; set {1} to merged, or leave out {0}",
@@ -287,7 +251,7 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
         )
         for name, value in {"load_in_4bit": True, "optim": "adamw_8bit"}.items()
     ),
-    _Rule(
+    _rule(
         ("lora_target_modules",),
         lambda c: not all(_modules(c)) or (len(_modules(c)) > 1 and any("all-linear" in name for name in _modules(c))),
         "{0} must be all-linear, all-linear+head, or comma-separated names of linear layers",
@@ -302,23 +266,48 @@ _RULES: tuple[_Rule | _GroupRule, ...] = (
     ),
 )
 
+_GROUP_RULES: tuple[tuple[str, Mapping[str, object], str], ...] = (
+    ("vllm", {"rollout_engine": {"static", "hf"}}, "only vLLM uses {0}; leave out {0}"),
+    (
+        "vllm.served",
+        {"vllm_mode": "colocate", "rollout_engine": "vllm"},
+        "a colocated vLLM has no server; set {1} to server, or leave out {0}",
+    ),
+    (
+        "vllm.colocated",
+        {"vllm_mode": "server", "rollout_engine": "vllm"},
+        "a server gets this setting from its own command line; leave out {0}",
+    ),
+    (
+        "adaptive_kl",
+        {"kl_controller": "fixed"},
+        "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
+    ),
+    (
+        "clipping",
+        {"importance_low": _CHANGED},
+        "the loss that {1} asks for masks tokens, weighs them by their ratio and clips nothing; leave out {0}",
+    ),
+    ("lora", {"use_peft": False}, "{0} needs an adapter; set {1} to true, or leave out {0}"),
+)
+"""Rules about each changed setting of a group (`Use.group`) together with settings that have the given values."""
+
 
 @cache
-def _rules(config_class: type) -> tuple[_Rule, ...]:
+def _rules(config_class: type) -> tuple[Rule[PPOConfig], ...]:
     """Return all rules, with one for each setting of a group."""
-    return tuple(
-        each
-        for rule in _RULES
-        for each in (
-            map(rule.of, names_in_group(config_class, rule.group)) if isinstance(rule, _GroupRule) else (rule,)
-        )
+    of_groups = (
+        _clash({name: _CHANGED, **values}, why)
+        for group, values, why in _GROUP_RULES
+        for name in names_in_group(config_class, group)
     )
+    return (*_RULES, *of_groups)
 
 
 def problems(config: PPOConfig) -> list[str]:
     """Return one line for each broken rule; an empty list means that the settings fit together."""
     config_class: type = type(config)
-    broken = [rule.line(config) for rule in _rules(config_class) if rule.broken(config)]
+    broken = [f"{rule.seen(config)}: {rule.meaning}" for rule in _rules(config_class) if rule.holds(config)]
     on_device = device_problems(config, config.device) if config.device in ("cpu", "cuda") else []
     return [*_indivisible(config), *broken, *on_device]
 

@@ -7,13 +7,14 @@ The alarms during a run and the advice at the end of a run (`advice`) use `KL_RU
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import Change, Rule
 from ppo_rlhf.core.errors import ConfigError
 
 MOVED, COLLAPSED = 0.5, 0.1
@@ -29,26 +30,6 @@ BETTER_START, SATURATED = 1.5, 10.0
 """Limits on the ratio of the controller's current KL coefficient to `ppo.kl_coef`, or on the inverse ratio if KL is
 below `ppo.kl_target`. Above a ratio of `BETTER_START` the current KL coefficient is a better `ppo.kl_coef`. Above a
 ratio of `SATURATED` no KL coefficient helps: the size of the updates keeps KL from its target."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a PPOConfig setting: multiply its present value `now` by about `factor`, or set it to `value`."""
-
-    setting: str
-    now: Any
-    factor: float | None = None
-    value: Any = None
-
-    def __str__(self) -> str:
-        """Return the change as an instruction to the user."""
-        name = f"ppo.{self.setting}"
-        if self.factor is None:
-            return f"Set {name} to {self.value} (now {self.now})."
-        if self.factor in (0.5, 2.0):
-            return f"{'Halve' if self.factor < 1.0 else 'Double'} {name} (now {self.now:g})."
-        verb, factor = ("Lower", 1.0 / self.factor) if self.factor < 1.0 else ("Raise", self.factor)
-        return f"{verb} {name} by about a factor of {factor:.2g} (now {self.now:g})."
 
 
 def allowed(change: Change | None, config: PPOConfig) -> Change | None:
@@ -78,17 +59,6 @@ class KLSituation:
     def adaptive(self) -> bool:
         """Whether the run's KL controller adapts the KL coefficient."""
         return self.config.kl_controller == "adaptive"
-
-
-@dataclass(frozen=True)
-class KLRule:
-    """A rule on the KL of a run."""
-
-    holds: Callable[[KLSituation], bool]
-    seen: Callable[[KLSituation], str]  # returns the first half of the warning: the observed KL
-    meaning: str  # second half of the warning: the usual cause of the observed KL
-    # Returns the change of a setting to try first; None if no setting helps
-    change: Callable[[KLSituation], Change | None]
 
 
 def set_to(s: KLSituation, setting: str, value: Any) -> Change:
@@ -136,32 +106,36 @@ def without_filter(s: KLSituation) -> Change | None:
     return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
 
 
-KL_RULES = {
-    "negative": KLRule(
+KL = "objective/kl"
+KL_RULES: dict[str, Rule[KLSituation]] = {
+    "negative": Rule(
+        reads=(KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"),
         holds=lambda s: s.kl < NEGATIVE and s.kl < -STANDARD_ERRORS * s.kl_error,
         seen=lambda s: f"KL is {s.kl:.3g} nats per response, below 0 by more than its noise",
         meaning="responses are not sampled from the distribution that PPO trains, and the KL penalty rewards that; "
         "check policy/rollout_logprob_gap, too",
         change=without_filter,
     ),
-    "alarm": KLRule(
+    "alarm": Rule(
+        reads=(KL, "ppo.kl_alarm"),
         holds=lambda s: s.kl > s.config.kl_alarm,
         seen=lambda s: f"KL is {s.kl:.3g} nats per response, above {s.config.kl_alarm:g}",
         meaning="the policy has left the SFT model's language, most likely to exploit the reward",
         change=lower_kl,
     ),
-    "warning": KLRule(
+    "warning": Rule(
+        reads=(KL, "ppo.kl_warning", "ppo.kl_alarm"),
         holds=lambda s: s.config.kl_warning < s.kl <= s.config.kl_alarm,
         seen=lambda s: f"KL is {s.kl:.3g} nats per response, above {s.config.kl_warning:g}",
         meaning="the policy is leaving the SFT model's language; read the samples",
         change=lower_kl,
     ),
-    "collapsed": KLRule(
+    "collapsed": Rule(
+        reads=(KL,),
         holds=lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl,
         seen=lambda s: f"KL fell from {s.highest_kl:.3g} to {s.kl:.3g} nats per response",
         meaning="the policy is back where it started: the penalty outweighs the score, or without a penalty its "
         "updates undo each other",
-        change=lambda s: None,
     ),
 }
 

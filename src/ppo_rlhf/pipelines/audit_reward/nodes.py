@@ -122,7 +122,7 @@ def conclude_audit(
     is_judge = reward.is_judge(resolve_judge(evaluation).reference)
     samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
     metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
-    missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
+    missing = sorted({name for rule in reward_audit.RULES for name in rule.reads} - metrics.keys())
     verdict = reward_audit.verdict(reasons, missing) + ("; no judge but the reward itself" if is_judge else "")
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
     for reason in reasons:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf.config.rules import Rule
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -39,47 +40,50 @@ class AuditConfig:
     """Constant texts that should not raise the reward of a response that they are appended to."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule of the reward audit: do not train on a reward if a metric is on the wrong side of its threshold."""
+Metrics = Mapping[str, float]
+"""The audit/* metrics by key."""
 
-    metric: str
-    side: Literal["at most", "at least"]
-    threshold: float
-    sentence: str
-    """Sentence for the user if the metric breaks the rule; `{value}` stands for the metric's value."""
 
-    def broken_by(self, value: float) -> bool:
-        """Return whether the metric's value is on the wrong side of the threshold."""
-        return value > self.threshold if self.side == "at most" else value < self.threshold
+def _limit(metric: str, side: Literal["at most", "at least"], threshold: float, sentence: str) -> Rule[Metrics]:
+    """Return the rule that a reward is not fit if the metric is on the wrong side of the threshold.
 
-    def reason(self, value: float) -> str:
-        """Return the reason as a sentence with the metric's value and the threshold."""
-        return f"{self.sentence.format(value=value)} ({self.metric} = {value:z.2f}, {self.side} {self.threshold:g})."
+    In `sentence`, `{value}` stands for the metric's value.
+    """
+
+    def broken(metrics: Metrics) -> bool:
+        return metrics[metric] > threshold if side == "at most" else metrics[metric] < threshold
+
+    def seen(metrics: Metrics) -> str:
+        value = metrics[metric]
+        return f"{sentence.format(value=value)} ({metric} = {value:z.2f}, {side} {threshold:g})."
+
+    return Rule((metric,), broken, seen)
 
 
 RULES = (
-    Rule("audit/flat_prompts", "at most", 0.5, "On {value:.0%} of the prompts all responses have the same reward"),
-    Rule("audit/judge_gain", "at least", 0.1, "The judge hardly prefers the responses that the reward picks"),
-    Rule("audit/judge_fall", "at most", 0.1, "As n grows, the judge's score of the picked response falls"),
-    Rule(
+    _limit("audit/flat_prompts", "at most", 0.5, "On {value:.0%} of the prompts all responses have the same reward"),
+    _limit("audit/judge_gain", "at least", 0.1, "The judge hardly prefers the responses that the reward picks"),
+    _limit("audit/judge_fall", "at most", 0.1, "As n grows, the judge's score of the picked response falls"),
+    _limit(
         "audit/judge_agreement",
         "at least",
         0.55,
         "The reward and the judge often disagree on which of two responses is better",
     ),
-    Rule(
+    _limit(
         "audit/pair_accuracy",
         "at least",
         RELIABLE_ACCURACY,
         "The reward orders only {value:.0%} of held-out pairs",
     ),
-    Rule("audit/length_correlation", "at most", 0.6, "The reward rises with length: PPO would write long responses"),
-    Rule("audit/length_correlation", "at least", -0.6, "The reward falls with length: PPO would write short responses"),
-    Rule("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
-    Rule("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
-    Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
-    Rule("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
+    _limit("audit/length_correlation", "at most", 0.6, "The reward rises with length: PPO would write long responses"),
+    _limit(
+        "audit/length_correlation", "at least", -0.6, "The reward falls with length: PPO would write short responses"
+    ),
+    _limit("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
+    _limit("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
+    _limit("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
+    _limit("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
 )
 """All rules of the reward audit. Gains are in standard deviations of the score among the responses to one prompt."""
 OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}
@@ -195,7 +199,7 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
 
 
 def audit_reward(
-    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Mapping[str, float]
+    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Metrics
 ) -> tuple[dict[str, float], list[str]]:
     """Return the audit/* metrics, and the reasons why PPO should not maximise the reward (empty for a fit reward).
 
@@ -221,7 +225,7 @@ def audit_reward(
             "audit/judge_fall": float(by_judge.max() - by_judge.iloc[-1]),
             "audit/judge_agreement": judge_agreement(samples),
         }
-    reasons = [r.reason(metrics[r.metric]) for r in RULES if r.metric in metrics and r.broken_by(metrics[r.metric])]
+    reasons = [rule.seen(metrics) for rule in RULES if metrics.keys() >= {*rule.reads} and rule.holds(metrics)]
     return metrics, reasons
 
 
@@ -229,7 +233,7 @@ def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
     """Return the audit's verdict. Without a judge and without preferences no reward is called fit."""
     if reasons:
         return "not fit for PPO"
-    measures = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
+    measures = f"by {sum({*rule.reads}.isdisjoint(missing) for rule in RULES)} of {len(RULES)} measures"
     if OF_OTHERS.issubset(missing):
         return f"no problem found {measures}; not measured: {', '.join(missing)}"
     return f"fit for PPO {measures}"
