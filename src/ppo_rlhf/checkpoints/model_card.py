@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,32 +60,21 @@ def render_card(
     """
     base = state.policy.config.name_or_path or ""
     library = "peft" if state.config.export == "adapter" else "transformers"
-    origin = {
+    facts = {
         "Started from": _started_from(base),
         "Exported as": _exported_as(state),
         "Left out": _left_out(state.policy),
-        "Reward": "; ".join(rewards),
-        "Prompts": f"`{place(prompts)}`" if prompts else None,
-        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
-        "MLflow run": f"`{run_id}`" if run_id else None,
-        "Versions": _versions(),
+        **_training(state, rewards, prompts, run_id),
     }
-    settings = [f"- `{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
-    return "\n".join(
-        [
-            _metadata("text-generation", base, prompts, ["ppo", "rlhf"], library),
-            "# A language model aligned by PPO\n",
-            _list(origin),
-            f"\n## Result\n\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\n",
-            "## Use\n",
-            _usage(state),
-            "## Limits\n",
-            *(f"- {limit}" for limit in LIMITS),
-            "\n## Settings of PPO that are not the defaults\n",
-            *(settings or ["None."]),
-            "",
-        ]
-    )
+    settings = [f"`{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
+    sections = {
+        "Result": f"{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}",
+        "Use": _usage(state),
+        "Limits": _list(LIMITS),
+        "Settings of PPO that are not the defaults": _list(settings) or "None.",
+    }
+    metadata = _metadata("text-generation", base, prompts, ["ppo", "rlhf"], library)
+    return _render(metadata, "# A language model aligned by PPO", facts, sections)
 
 
 def render_reward_card(
@@ -99,14 +88,7 @@ def render_reward_card(
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     of_a_chat = OF_A_CHAT if has_template else ""
-    facts = {"Started from": _started_from(base), **facts, "Versions": _versions()}
-    return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
-# A reward model
-
-{_list(facts)}
-
-## Use
-
+    usage = f"""\
 Only differences between scores of responses have a meaning.
 
 ```python
@@ -116,14 +98,14 @@ name = "path or hub id of this model"
 tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name)
 inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
 {of_a_chat}print(model(inputs["input_ids"]).logits.item(){"" if needed else " - model.config.score_mean"})
-```
-
-## Limits
-
-- The model was trained on responses of one kind. Its scores may be wrong for other responses, and for text that was
-  optimised for a high score.
-- {LIMITS[-1]}
-"""
+```"""
+    limit = (
+        "The model was trained on responses of one kind. Its scores may be wrong for other responses, and for text that"
+        " was\n  optimised for a high score."
+    )
+    metadata = _metadata("text-classification", base, preferences, ["reward-model", "rlhf"])
+    facts = {"Started from": _started_from(base), **facts}
+    return _render(metadata, "# A reward model", facts, {"Use": usage, "Limits": _list([limit, LIMITS[-1]])})
 
 
 def render_critic_card(
@@ -137,24 +119,14 @@ def render_critic_card(
     facts = {
         "Of a policy that started from": _started_from(base),
         "Kind (`ppo.value_model`)": state.config.value_model,
-        "Reward": "; ".join(rewards),
-        "Prompts": f"`{place(prompts)}`" if prompts else None,
-        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
-        "MLflow run": f"`{run_id}`" if run_id else None,
-        "Versions": _versions(),
+        **_training(state, rewards, prompts, run_id),
     }
     is_ours = isinstance(critic, CausalLMRewardModel)
     auto = "AutoModelForSequenceClassification" if is_ours else "AutoModelForTokenClassification"
     needed = f"import {OWN_FORM}  # transformers has no token classifier of this architecture\n" if is_ours else ""
     values = "model.score(model.backbone(ids).last_hidden_state)" if is_ours else "model(ids).logits"
     by_trl = "" if is_ours else " For TRL's\n`AutoModelForCausalLMWithValueHead` the head is there as `v_head.summary`."
-    return f"""{_metadata("token-classification", base, prompts, ["ppo", "rlhf", "critic", "value-model"])}
-{CRITIC_TITLE}
-
-{_list(facts)}
-
-## Use
-
+    usage = f"""\
 The value at a token is the return that PPO expected of the policy from there on, in units of the rewards as PPO
 shaped them: scale, clip and a KL penalty in the reward included.
 
@@ -169,13 +141,11 @@ ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"
 print({values}[0, :, 0])
 ```
 
-PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTrainer does with `value_model`.{by_trl}
-
-## Limits
-
-- The critic knows the returns of one policy under one reward, and may be wrong for others.
-- {LIMITS[-1]}
+PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTrainer does with `value_model`.{by_trl}\
 """
+    limit = "The critic knows the returns of one policy under one reward, and may be wrong for others."
+    metadata = _metadata("token-classification", base, prompts, ["ppo", "rlhf", "critic", "value-model"])
+    return _render(metadata, CRITIC_TITLE, facts, {"Use": usage, "Limits": _list([limit, LIMITS[-1]])})
 
 
 def with_result(card: str, result: str) -> str | None:
@@ -284,18 +254,36 @@ def _left_out(policy: PreTrainedModel) -> str | None:
     return f"{parts} of the source model: only the text part was trained and exported" if parts else None
 
 
-def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:
+def _render(metadata: ModelCardData, title: str, facts: Mapping[str, str | None], sections: Mapping[str, str]) -> str:
+    """Return a model card: the hub's metadata, a title, the facts that are not empty, and the sections by heading."""
+    known = [f"{name}: {text}" for name, text in {**facts, "Versions": _versions()}.items() if text]
+    texts = [title, _list(known), *(f"## {heading}\n\n{text}" for heading, text in sections.items())]
+    return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *texts]) + "\n"
+
+
+def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> ModelCardData:
     metadata = ModelCardData(library_name=library, pipeline_tag=task, tags=tags)
     if base and not is_local(base):
         metadata.base_model = base.partition("@")[0]
     if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
         owner, name = data.removeprefix(HUB).split("/")[:2]
         metadata.datasets = [f"{owner}/{re.split('[@#:]', name)[0]}"]
-    return f"---\n{metadata.to_yaml()}\n---\n"
+    return metadata
 
 
-def _list(facts: Mapping[str, str | None]) -> str:
-    return "\n".join(f"- {name}: {text}" for name, text in facts.items() if text)
+def _training(
+    state: TrainingState, rewards: Sequence[str], prompts: str | None, run_id: str | None
+) -> dict[str, str | None]:
+    return {
+        "Reward": "; ".join(rewards),
+        "Prompts": f"`{place(prompts)}`" if prompts else None,
+        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
+        "MLflow run": f"`{run_id}`" if run_id else None,
+    }
+
+
+def _list(texts: Iterable[str]) -> str:
+    return "\n".join(f"- {text}" for text in texts)
 
 
 def _versions() -> str:
@@ -331,5 +319,4 @@ name = "path or hub id of this model"
 generator = pipeline("text-generation", model={model}, tokenizer=name)
 sampling = dict({arguments})  # as in training
 {shown}
-```
-"""
+```"""
