@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich
 import torch
 from datasets import load_dataset
+from rich.console import Console
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop, update
@@ -96,25 +98,28 @@ class Terminal(StringIO):
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_is_a_bar_with_the_time_left(sft: str, monkeypatch: pytest.MonkeyPatch):
+def test_on_a_terminal_there_is_a_bar_with_the_time_left_below_the_lines(sft: str, monkeypatch: pytest.MonkeyPatch):
     forget_logging(monkeypatch)
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    console = Console(width=80)
+    monkeypatch.setattr(rich, "get_console", lambda: console)
     trainer_of(sft).train()
-    assert "| 3/3 [" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "<" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert ", score 0." in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"PPO \S+ \S+ 1/3 \d:\d\d:\d\d left, score 0\.", re.sub(r"\x1b\[[\d;?]*\w", "", shown))
+    assert shown.index("Iteration 1/3, score 0.") < shown.index("Iteration 2/3, score 0.")
 
 
 @pytest.mark.slow
 def test_with_logging_set_up_the_log_has_the_lines_and_nothing_is_printed(
-    sft: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sft: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Terminal())
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         trainer_of(sft).train()
     assert len([record for record in caplog.records if record.message.startswith("Iteration ")]) == 3
-    assert (capsys.readouterr().out, sys.stderr.getvalue()) == ("", "")  # type: ignore[attr-defined]
+    assert (sys.stdout.getvalue(), sys.stderr.getvalue()) == ("", "")  # type: ignore[attr-defined]
 
 
 def failing(calls: int, error: BaseException) -> Any:

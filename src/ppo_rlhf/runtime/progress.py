@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import rich
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-from tqdm import tqdm
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ppo_rlhf.runtime.processes import is_main_process
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
+BAR_WIDTH = 10  # columns of a terminal
 SHOWN = {
     "objective/scores": "score {:z.3f}",  # the mean score before the KL penalty is subtracted
     "objective/kl": "KL {:z.2f}",
@@ -47,7 +48,7 @@ def say(line: str) -> None:
     if logger.hasHandlers():
         logger.info("%s", line)
     else:
-        tqdm.write(line)
+        print(line)  # a bar takes what is printed and puts it above itself
 
 
 def readings(metrics: Mapping[str, float]) -> list[str]:
@@ -90,21 +91,36 @@ class Lines:
 def reporting(done: int, total: int, title: str = "PPO", step: str = "Iteration") -> Iterator[Show]:
     """Yield a function that shows a completed iteration: in a bar on a terminal, else by `Lines`.
 
-    The progress bar uses the same rich console as Kedro's log. `done` of the `total` iterations are complete already.
-    `step` is the first word of a log line.
+    `done` of the `total` iterations are complete already. `step` is the first word of a log line.
     """
     lines = Lines(done, total, step=step)
+    with progress_bar(lines, title) as show:
+        yield lines.show if show is None else show
+
+
+@contextmanager
+def progress_bar(lines: Lines, title: str = "PPO") -> Iterator[Show | None]:
+    """Yield a function that shows a completed iteration in a bar, or None if there is no terminal to show it on.
+
+    The bar is on the rich console of Kedro's log; what the process prints stands above the bar. The bar's line has the
+    time since the bar began, the iterations, the time left, and as many metrics as the terminal is wide enough for.
+    """
     console = rich.get_console()
     if not console.is_terminal or console.is_jupyter or not is_main_process():
-        yield lines.show
+        yield None
         return
-    columns = (title, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        task = progress.add_task(title, completed=done, total=total, readings="")
+    # Only the last column becomes narrower where the line would be too long
+    last = TextColumn("{task.fields[texts]}", table_column=Column(ratio=1, no_wrap=True))
+    columns = (title, TimeElapsedColumn(), BarColumn(BAR_WIDTH), MofNCompleteColumn(), last)
+    with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
+        task = progress.add_task(title, completed=lines.done, total=lines.total, texts="")
 
         def show(iteration: int, metrics: Mapping[str, float]) -> None:
-            words = ", ".join([*readings(metrics), *lines.time_left(iteration)])
-            progress.update(task, completed=iteration, readings=words)
+            texts = [*lines.time_left(iteration), *readings(metrics)]
+            room = console.width - BAR_WIDTH - len(f"{title} 0:00:00  {lines.total}/{lines.total} ")
+            while texts and len(", ".join(texts)) > room:
+                texts.pop()
+            progress.update(task, completed=iteration, texts=", ".join(texts))
 
         yield show
 

@@ -9,12 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from tqdm import tqdm
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.evaluations import write_completions
@@ -27,7 +25,7 @@ from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.runtime.progress import Lines, Show, readings, say
+from ppo_rlhf.runtime.progress import Lines, Show, progress_bar, say
 from ppo_rlhf.runtime.signals import SAME_REQUEST_S, RunInterruptedError
 from ppo_rlhf.trainer.evaluation import HeldOut
 
@@ -91,16 +89,14 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
     A terminal also shows a progress bar, unless logging is set up. Only the main process saves after an error, and uses
     no collective, because processes that failed may never reach a collective.
     """
-    is_bar_disabled = True if log.hasHandlers() or not is_main_process() else None
-    done, total = state.iteration, state.total_iterations
-    lines = Lines(done, total, LINE_INTERVAL_S)
+    lines = Lines(state.iteration, state.total_iterations, LINE_INTERVAL_S)
     try:
-        with _finishing_updates(state), tqdm(desc="PPO", initial=done, total=total, disable=is_bar_disabled) as bar:
+        with _finishing_updates(state), nullcontext() if log.hasHandlers() else progress_bar(lines) as show_in_bar:
 
             def show(iteration: int, metrics: Mapping[str, float]) -> None:
                 lines.show(iteration, metrics)
-                bar.set_postfix_str(", ".join(readings(metrics)[:2]), refresh=False)
-                bar.update()
+                if show_in_bar is not None:
+                    show_in_bar(iteration, metrics)
 
             yield show
     except BaseException:
