@@ -12,10 +12,10 @@ import pytest
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import MlflowAnswersDataset, RecordsDataset, review_queues
-from ppo_rlhf.datasets.answers import load_answers
-from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
+from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.pipelines.reward_modelling.nodes import check_preferences, keep_answers
+from ppo_rlhf.supervised.answers import Comparison, preferences_of
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.datasets.test_review_queues import HARD, answer, filled, queues
 
@@ -101,11 +101,11 @@ def test_a_queue_that_prefers_nothing_or_mixes_kinds_is_refused(here: ReviewQueu
     ids = filled(here, [Comparison(0, "p", "a", "b"), Comparison(1, [{"role": "user", "content": "p"}], "a", "b")])
     answer(here, ids[0], "tie")
     with pytest.raises(DataError, match=r"^mlflow:sft: .* 2 pairs\."):
-        load_answers("mlflow:sft")
+        preferences_of(here.read("sft"), "mlflow:sft")
     for trace_id in ids:
         answer(here, trace_id, "A")
     with pytest.raises(DataError, match=r"^mlflow:sft: .*texts .*chats\."):
-        load_answers("mlflow:sft")
+        preferences_of(here.read("sft"), "mlflow:sft")
 
 
 def test_the_rows_that_were_used_are_kept_and_train_again_without_the_traces(

@@ -13,10 +13,11 @@ import pytest
 
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, with_people, with_result
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.datasets.review_queues import Comparison, ReviewQueues
+from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.human_evaluation import nodes
+from ppo_rlhf.supervised.answers import Comparison
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
 from tests.chat_stand_in import between, running_chat
 from tests.datasets.test_review_queues import answer, filled

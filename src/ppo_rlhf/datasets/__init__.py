@@ -1,13 +1,12 @@
 """Kedro datasets of this project that the package kedro-datasets lacks."""
 
-from ppo_rlhf.datasets.answers import MlflowAnswersDataset
 from ppo_rlhf.datasets.checkpoints import (
     CheckpointDataset,
     CompletionsDataset,
     EvaluationLogDataset,
     ResumeCheckpointDataset,
 )
-from ppo_rlhf.datasets.pair_tables import PairSheetDataset, PairTablesDataset
+from ppo_rlhf.datasets.pair_tables import MlflowAnswersDataset, PairSheetDataset, PairTablesDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records_dataset import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset

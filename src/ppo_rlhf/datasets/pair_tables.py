@@ -1,5 +1,5 @@
 """Pairs of responses as files: tables that say which policy wrote each response, the pairs as JSON lines for another
-program to ask people, and people's answers as JSON lines.
+program to ask people, people's answers as JSON lines, and the answered pairs that a reward model was trained on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from kedro.io import AbstractDataset
 from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.datasets.review_queues import ANSWERS, Answer, Comparison, warn_of_others
+from ppo_rlhf.datasets.report_files import ReportFile
 from ppo_rlhf.runtime.whole_files import process_name, written_whole
+from ppo_rlhf.supervised.answers import ANSWERS, NUMBER, Answer, Comparison, warn_of_others
 
-NUMBER, ANSWER = "number", "answer"
-"""Columns that a file of people's answers must have; `person`, `time` and `rationale` may be missing."""
+ANSWER = "answer"
+"""Column of a file of people's answers, which needs `NUMBER`, too; `person`, `time` and `rationale` may be missing."""
 NEEDED = ("number", "queue", "pair", "response_a", "response_b", "policy_is_a", "policy", "against")
 """Columns without which a table of pairs is damaged."""
 SHEET = ("number", "prompt", "tools", "response_a", "response_b", "cut_off_a", "cut_off_b")
@@ -128,6 +129,34 @@ class PairSheetDataset(AbstractDataset[dict[str, Any], None]):
 
     def _describe(self) -> dict[str, Any]:
         return {"path": str(self.folder)}
+
+
+class MlflowAnswersDataset(ReportFile[pd.DataFrame, pd.DataFrame]):
+    """The answered pairs that a reward model was trained on: a JSON-lines file, also logged as an artifact of the run.
+
+    After the traces in MLflow are deleted, the file can serve as `preferences_path`. Saving an empty table changes
+    nothing. Example:
+
+    ```yaml
+    answered_preferences:
+      type: ppo_rlhf.datasets.MlflowAnswersDataset
+      filepath: data/06_models/answered_preferences.jsonl
+    ```
+    """
+
+    def save(self, data: pd.DataFrame) -> None:
+        """Write the answered pairs to the file, and log the file in the active MLflow run."""
+        if data.empty:
+            return
+        with written_whole(self._filepath) as draft:
+            draft.write_text("".join(f"{as_json(row)}\n" for row in data.to_dict("records")), encoding="utf-8")
+        if mlflow.active_run() is not None:
+            mlflow.log_artifact(str(self._filepath), "preferences")
+
+    def load(self) -> pd.DataFrame:
+        """Return the pairs on which the newest reward training with answered pairs was trained."""
+        lines = self._filepath.read_text(encoding="utf-8").split("\n")
+        return pd.DataFrame([json.loads(line) for line in lines if line])
 
 
 def comparison_of(row: Mapping[str, Any], answers: tuple[Answer, ...] = ()) -> Comparison:

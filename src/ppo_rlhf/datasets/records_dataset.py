@@ -13,13 +13,14 @@ from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.files import HUB, Found, find, is_hub_name
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.datasets.answers import SCHEME, load_answers, preferences_of
 from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_tables
+from ppo_rlhf.datasets.review_queues import SCHEME, queues_here
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.own_process import guarded
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.supervised.answers import preferences_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +38,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     - a folder that `save_to_disk` wrote;
     - the name of a dataset on the hub, with `@<revision>`, `#<configuration>` and `:<split>` where needed;
     - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
-    - `mlflow:<queue>`, people's answers in a review queue of MLflow (`answers.load_answers`), read once per run.
+    - `mlflow:<queue>`, people's answers in a review queue of MLflow (`answers.preferences_of`), read once per run.
 
     With `pairs`, a table with the columns `number` and `answer` is people's answers, too (`pair_tables.join_answers`).
 
@@ -90,12 +91,13 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if self._answers is not None:
             table = self._answers
         elif self._source.startswith(SCHEME):
-            table = self._answers = load_answers(self._source)
+            pairs = queues_here().read(self._source.removeprefix(SCHEME))
+            table = self._answers = preferences_of(pairs, self._source)
         else:
             table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
             if self._pairs is not None and is_answers(table.column_names):
-                pairs = join_answers(table.to_list(), read_pair_tables(Path(self._pairs)), self._source, self._pairs)
-                table = self._answers = preferences_of([pair for pair, _ in pairs], self._source)
+                joined = join_answers(table.to_list(), read_pair_tables(Path(self._pairs)), self._source, self._pairs)
+                table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,18 +25,20 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracing.constant import TraceMetadataKey
 
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.data.chats import Chat, Tools
 from ppo_rlhf.datasets import pair_page
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
 from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.runtime.processes import is_main_process
+from ppo_rlhf.supervised.answers import ANSWERS, Answer, Comparison, warn_of_others
 
 if TYPE_CHECKING:
     from mlflow.entities import Trace
     from mlflow.genai.review_queues import ReviewQueue
 
-QUESTION, ANSWERS = "preferred", ("A", "B", "tie", "both bad")
-"""The name of the question in MLflow, and the answers that MLflow's page offers."""
+SCHEME = "mlflow:"
+"""A path with the prefix `mlflow:` names a review queue."""
+QUESTION = "preferred"
+"""The name of the question in MLflow."""
 TITLE = "Which response is better?"
 TABLE = "feedback/feedback_pairs.parquet"
 """Artifact of a run of collect_feedback of an earlier version: which policy each response is from."""
@@ -56,33 +58,6 @@ _SQLITE = "sqlite:///"
 _MISSING, _UNKNOWN_ADDRESS = "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One person's answer about a pair of responses."""
-
-    value: str  # the person's answer, one of ANSWERS
-    person: str
-    when: str  # time of the answer: ISO 8601 in UTC
-    rationale: str = ""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A pair of responses to one prompt, as shown to people, with people's answers."""
-
-    number: int
-    prompt: str | Chat
-    response_a: str
-    response_b: str
-    tools: Tools = None
-    cut_off_a: bool = False  # whether the response ended at the length limit
-    cut_off_b: bool = False
-    answers: tuple[Answer, ...] = ()  # each person's newest answer to the pair of responses
-    trace_id: str = ""
-    run_id: str = ""  # MLflow run that collected this pair of responses
-    others: tuple[str, ...] = field(default=(), repr=False)  # people's answers that are not in ANSWERS
 
 
 @dataclass
@@ -420,18 +395,6 @@ class ReviewQueues:
         return (
             f"The tracking store {shown} has no review queues: they need MLflow 3.14 or later and a database. Upgrade "
             "the server, or set server.mlflow_tracking_uri in mlflow.yml to a database."
-        )
-
-
-def warn_of_others(source: str, others: Sequence[str]) -> None:
-    """Log how many answers are not in `ANSWERS`."""
-    if others:
-        logger.warning(
-            "%s: %d answers are not one of %s and are left out: %s.",
-            source,
-            len(others),
-            ", ".join(ANSWERS),
-            ", ".join(sorted({*others})[:3]),
         )
 
 

@@ -21,7 +21,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
-from ppo_rlhf.datasets.answers import SCHEME
+from ppo_rlhf.datasets.review_queues import SCHEME
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of

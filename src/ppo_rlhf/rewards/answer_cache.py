@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 """Timeout in seconds for waiting while another run writes to the same answer cache."""
 
 
-class Answer(NamedTuple):
+class JudgeAnswer(NamedTuple):
     """An answer of a language model."""
 
     text: str
@@ -52,7 +52,7 @@ class AnswerCache:
         if self._database is not None:
             self._database.close()
 
-    def read(self, keys: Iterable[str]) -> dict[str, Answer]:
+    def read(self, keys: Iterable[str]) -> dict[str, JudgeAnswer]:
         """Return the cached answers to the requests with the given keys."""
         answers = {}
         if self._database is not None:
@@ -60,12 +60,12 @@ class AnswerCache:
                 for key in keys:
                     row = self._database.execute("SELECT text, is_whole FROM answers WHERE key = ?", (key,)).fetchone()
                     if row is not None:
-                        answers[key] = Answer(row[0], bool(row[1]))
+                        answers[key] = JudgeAnswer(row[0], bool(row[1]))
             except sqlite3.Error as error:
                 raise self._unusable(error) from error
         return answers
 
-    def write(self, key: str, answer: Answer, *, is_usable: bool) -> None:
+    def write(self, key: str, answer: JudgeAnswer, *, is_usable: bool) -> None:
         """Store a judge's answer under the key of its request. The table `unusable` marks answers without a score or
         verdict.
         """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ppo_rlhf.core.errors import kind_and_text
-from ppo_rlhf.rewards.answer_cache import Answer
+from ppo_rlhf.rewards.answer_cache import JudgeAnswer
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 
 if TYPE_CHECKING:  # only type checkers import openai here: it is an optional package
@@ -84,7 +84,7 @@ class RequestError(Exception):
 
 async def ask(
     client: AsyncOpenAI, body: dict[str, Any], config: LLMJudgeConfig, key: str | None, ended: asyncio.Event
-) -> tuple[Answer, dict[str, int]]:
+) -> tuple[JudgeAnswer, dict[str, int]]:
     """Return the answer to a request, without the server's `key`, and the counts of its retries and tokens.
 
     Failures that may pass are tried again. Once `ended` is set, no retry begins.
@@ -120,7 +120,7 @@ async def ask(
 
 async def _ask_once(
     client: AsyncOpenAI, body: dict[str, Any], config: LLMJudgeConfig, key: str | None
-) -> tuple[Answer, dict[str, int]]:
+) -> tuple[JudgeAnswer, dict[str, int]]:
     import openai
 
     try:
@@ -144,7 +144,7 @@ async def _ask_once(
 
 def _read_completion(
     content: bytes, text: str, headers: Mapping[str, str], key: str | None
-) -> tuple[Answer, dict[str, int]]:
+) -> tuple[JudgeAnswer, dict[str, int]]:
     """Return the answer in the body of a response with status 200, and the counts of its tokens.
 
     `text` is `content` in the character set that the headers name. The server's `key` is masked in the answer.
@@ -186,7 +186,7 @@ def _read_completion(
         name: counted[key] if isinstance(counted.get(key), int) else 0
         for name, key in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens"))
     }
-    return Answer(answer, _CUT.search(reason) is None, "" if answer.strip() else said()), tokens
+    return JudgeAnswer(answer, _CUT.search(reason) is None, "" if answer.strip() else said()), tokens
 
 
 def asked_pause_s(headers: Mapping[str, str]) -> float | None:

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ppo_rlhf.core.errors import ConfigError, RewardError, kind_and_text
 from ppo_rlhf.data.chats import Chat
-from ppo_rlhf.rewards.answer_cache import Answer, AnswerCache
+from ppo_rlhf.rewards.answer_cache import AnswerCache, JudgeAnswer
 from ppo_rlhf.rewards.chat_requests import MOST_WORDS, REFUSED, RequestError, ask, key_kept_from_logs, masked
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
 from ppo_rlhf.rewards.judge_answers import plain_number, plain_verdict, read_match, read_score, read_verdict
@@ -161,11 +161,11 @@ class LLMJudge:
                 self.counts.contradictions += {first, second} <= {0.0, 1.0}
         return worths
 
-    def _worth(self, answer: Answer | None, row: int) -> float:
+    def _worth(self, answer: JudgeAnswer | None, row: int) -> float:
         score = self._parsed(answer, row)
         return float(self.config.unparsable) if score is None else score
 
-    def _parsed(self, answer: Answer | None, row: int) -> float | None:
+    def _parsed(self, answer: JudgeAnswer | None, row: int) -> float | None:
         """Return the score of a judge's answer, or with pairwise answers the score of the response that the judge saw
         first.
 
@@ -198,7 +198,7 @@ class LLMJudge:
             )
         return None
 
-    def _read(self, answer: Answer) -> float | None:
+    def _read(self, answer: JudgeAnswer) -> float | None:
         """Return the score or verdict that an answer plainly says, or None."""
         lowest, highest = self.config.scale
         if not answer.is_whole:
@@ -221,7 +221,7 @@ class LLMJudge:
                 f"{self.name}: llm.template fails: {kind_and_text(error)}. The template can use {names}."
             ) from error
 
-    async def _answers(self, texts: Sequence[str]) -> list[Answer | None]:
+    async def _answers(self, texts: Sequence[str]) -> list[JudgeAnswer | None]:
         """Return the judge's answer to each text; None for a text without an answer."""
         bodies = {text: self._body(text) for text in texts}
         keys = {text: self._key(body) for text, body in bodies.items()}
@@ -231,7 +231,7 @@ class LLMJudge:
                 known = {key: answer for key, answer in known.items() if self._read(answer) is not None}
             missing = [text for text in bodies if keys[text] not in known]
             self.counts.cached += len(texts) - len(missing)
-            answers: dict[str, Answer | None] = {text: known.get(key) for text, key in keys.items()}
+            answers: dict[str, JudgeAnswer | None] = {text: known.get(key) for text, key in keys.items()}
             if missing:
                 await self._ask({text: bodies[text] for text in missing}, keys, cache, answers)
         return [answers[text] for text in texts]
@@ -241,7 +241,7 @@ class LLMJudge:
         bodies: dict[str, dict[str, Any]],
         keys: dict[str, str],
         cache: AnswerCache,
-        answers: dict[str, Answer | None],
+        answers: dict[str, JudgeAnswer | None],
     ) -> None:
         """Send requests to the judge's server, and put each answer into `answers` and the answer cache when it arrives.
 
@@ -296,7 +296,7 @@ class LLMJudge:
         for name, count in counts.items():
             setattr(self.counts, name, getattr(self.counts, name) + count)
 
-    def _keep(self, cache: AnswerCache, key: str, answer: Answer) -> None:
+    def _keep(self, cache: AnswerCache, key: str, answer: JudgeAnswer) -> None:
         """Put an answer into the cache, except an empty answer or one that ends the run: the next run asks anew."""
         is_usable = self._read(answer) is not None
         if is_usable or (answer.text.strip() and self.config.unparsable != "error"):

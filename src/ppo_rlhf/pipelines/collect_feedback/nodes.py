@@ -19,7 +19,7 @@ from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.datasets.pair_tables import comparison_of
 from ppo_rlhf.datasets.pretrained_model import newest_version
-from ppo_rlhf.datasets.review_queues import ANSWERS, ReviewQueues, place, queues_of_run
+from ppo_rlhf.datasets.review_queues import ReviewQueues, place, queues_of_run
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.build import sampling_settings
@@ -29,6 +29,7 @@ from ppo_rlhf.runtime.names import env_option
 from ppo_rlhf.runtime.paths import shown
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.supervised import comparisons
+from ppo_rlhf.supervised.answers import ANSWERS
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
 
 log = logging.getLogger(__name__)

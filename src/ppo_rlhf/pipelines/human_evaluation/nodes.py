@@ -13,7 +13,7 @@ import pandas as pd
 from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets.pair_tables import answered_pairs
-from ppo_rlhf.datasets.review_queues import Comparison, queues_here
+from ppo_rlhf.datasets.review_queues import queues_here
 from ppo_rlhf.evaluation import people
 from ppo_rlhf.evaluation.people import is_policy_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
@@ -22,7 +22,7 @@ from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
 from ppo_rlhf.runtime.paths import last_name, shown
-from ppo_rlhf.supervised.answers import agreement
+from ppo_rlhf.supervised.answers import Comparison, agreement
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
 
 log = logging.getLogger(__name__)
