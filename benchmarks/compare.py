@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from inputs import chat_ids, find_noise_seed, make_models, make_prompts, recipe_prompts
+from inputs import chat_ids, find_noise_seed, make_models, make_prompts, recipe, recipe_prompts
 from workload import LENGTHS, PRECISIONS, PRESETS, SAMPLED, Job
 
 HERE = Path(__file__).resolve().parent
@@ -28,8 +28,8 @@ PHASES = ("experience", "update", "iteration")
 TOLERANCE = {"ours": 0.05, "trl": 0.3}
 """Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
 but TRL's times do not depend on where responses end."""
-RECIPE = {"learning_rate": 1.5e-5, "kl_coef": 0.03, "temperature": 0.7, "missing_eos_penalty": 0.5}
-"""Settings of the recipe obedience (conf/obedience)."""
+RECIPE = ("learning_rate", "kl_coef", "temperature", "missing_eos_penalty")
+"""What a job of a real model takes of the recipe obedience."""
 Result = dict[str, Any]
 """Figures of one process: `iterations` (seconds of each phase, tokens, score), `steps`, `memory_mib`, and `cpu_s`, the
 processor seconds of an iteration."""
@@ -260,8 +260,9 @@ def make_job(name: str, lengths: str, arguments: argparse.Namespace, folder: Pat
     preset, iterations = PRESETS[name], 1 + arguments.iterations
     work: dict[str, Any]
     if preset.chats:
-        policy, rows = str(arguments.model), recipe_prompts()
-        work = {"policy": policy, "reward": None, "prompt_ids": chat_ids(policy, rows), "rows": rows, **RECIPE}
+        policy, rows, settings = str(arguments.model), recipe_prompts(), recipe("obedience")["ppo"]
+        work = {"policy": policy, "reward": None, "prompt_ids": chat_ids(policy, rows), "rows": rows}
+        work |= {name: settings[name] for name in RECIPE}
     else:
         policy, reward = make_models(preset, lengths, folder)
         prompts = make_prompts(preset, lengths, preset.batch * iterations)

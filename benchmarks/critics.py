@@ -11,22 +11,22 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from scipy.stats import t as student
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import walks
+from inputs import recipe
+from intervals import with_interval
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import sample_batch
@@ -74,14 +74,6 @@ def run(job: dict[str, Any], settings: dict[str, Any], lag: int) -> list[dict[st
     return [{"score": row["objective/scores"], **{name: row[name] for name in SHOWN}} for row in history]
 
 
-def interval(values: list[float]) -> str:
-    """Return the mean with the half-width of its 95 % interval by Student's t; of one value only that."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    half = student.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return f"{fmean(values):.3f} ± {half:.3f}"
-
-
 def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
     """Return a Markdown table of all sides: last ten iterations, iterations to the target, tokens left out, gap."""
     lines = [["side", "mean of the last ten", f"iterations to {walks.TARGET}", *SHOWN], ["---"] * (3 + len(SHOWN))]
@@ -89,7 +81,7 @@ def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
         lasts = [fmean(point["score"] for point in curve[-10:]) for curve in curves]
         reached = ["–" if (at := walks.first_at(curve)) is None else str(at) for curve in curves]
         means = [f"{fmean(point[name] for curve in curves for point in curve):.3f}" for name in SHOWN]
-        lines.append([side, interval(lasts), ", ".join(reached), *means])
+        lines.append([side, with_interval(lasts), ", ".join(reached), *means])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -112,7 +104,7 @@ def main() -> None:
             job = json.loads(walks.make_job(seed, Path(folder)).read_text(encoding="utf-8"))
             for side, lag in ((side, lag) for lag in arguments.lags for side in arguments.sides):
                 environment, differs = SIDES[side]
-                settings = walks.recipe(seed, environment)["ppo"] | differs | arguments.params
+                settings = recipe(environment, seed)["ppo"] | differs | arguments.params
                 name = side if lag == 0 else f"{side}, {lag} iterations behind"
                 found.setdefault(name, []).append(run(job, settings, lag))
                 last = fmean(point["score"] for point in found[name][-1][-10:])

@@ -23,6 +23,18 @@ from workload import STOP_TOKEN, Preset
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+def recipe(environment: str, seed: int = 42) -> dict[str, Any]:
+    """Return the parameters of a recipe of conf, by group."""
+    # here, since TRL's environment has no Kedro, and since the settings set variables that the peer must not inherit
+    from kedro.config import OmegaConfigLoader
+
+    from ppo_rlhf.settings import CONFIG_LOADER_ARGS
+
+    conf, given = str(PROJECT / "conf"), {"seed": seed}
+    loader = OmegaConfigLoader(conf, env=environment, runtime_params=given, **CONFIG_LOADER_ARGS)
+    return dict(loader["parameters"])
+
+
 def recipe_prompts(name: str = "obedience_prompts") -> list[dict[str, Any]]:
     """Return the rows of a file of the recipe obedience."""
     lines = (PROJECT / f"data/01_raw/{name}.jsonl").read_text(encoding="utf-8").splitlines()

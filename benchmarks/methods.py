@@ -15,16 +15,14 @@ import dataclasses
 import json
 import sys
 import tempfile
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from scipy.stats import t as student
-
 from compare import ENVIRONMENT, machine, run_side
+from inputs import recipe
+from intervals import with_interval
 from ppo_rlhf.config import PPOConfig
-from walks import recipe
 from workload import QUIET_PEER
 
 HERE = Path(__file__).resolve().parent
@@ -56,17 +54,9 @@ def make_job(arguments: argparse.Namespace, method: str, number: int, folder: st
         "seed": seed,
         "model": arguments.model,
         "policy": arguments.policies[number] if method == "ppo" else None,
-        "config": dataclasses.asdict(PPOConfig(**recipe(seed, "obedience")["ppo"])),
+        "config": dataclasses.asdict(PPOConfig(**recipe("obedience", seed)["ppo"])),
         "folder": folder,
     }
-
-
-def with_interval(values: list[float], digits: int) -> str:
-    """Return the mean over seeds and half of its 95 % interval (Student's t)."""
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f} (one seed)"
-    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
-    return f"{mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
 def table(results: Results) -> str:

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 
 from inputs import recipe_prompts
-from methods import with_interval
+from intervals import with_interval
 
 ROWS = {
     "reward": "reward",

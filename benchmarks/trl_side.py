@@ -32,6 +32,7 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+from trl_reward import FunctionReward, Row, take_functions
 from workload import Job, peak_memory_mib, response_length_of
 
 
@@ -87,25 +88,16 @@ def peer_config(job: Job) -> PPOConfig:
     )
 
 
-class RecipeReward(nn.Module):
-    """Stands for the reward model that TRL wants, with the reward of the recipe obedience."""
+def recipe_reward(job: Job, tokenizer: PreTrainedTokenizerBase) -> FunctionReward:
+    """Return the reward of the recipe obedience."""
+    sys.path.append(str(Path(__file__).parents[1] / "src"))
+    from ppo_rlhf.recipes.obedience import strict  # here, since importing ppo_rlhf sets a variable of cuBLAS
 
-    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__()
-        sys.path.append(str(Path(__file__).parents[1] / "src"))
-        from ppo_rlhf.recipes.obedience import strict  # here, since importing ppo_rlhf sets a variable of cuBLAS
-
-        self.function, self.tokenizer = strict, tokenizer
-        self.rows = {tuple(ids): row for ids, row in zip(job.prompt_ids, job.rows, strict=True)}
-
-    def score(self, sequences: Tensor, context: int) -> Tensor:
-        """Return the rewards `[B]` of prompts of `context` tokens, padded on the left, with their responses."""
-        pad = self.tokenizer.pad_token_id
-        rows = [self.rows[tuple(token for token in ids if token != pad)] for ids in sequences[:, :context].tolist()]
-        completions = self.tokenizer.batch_decode(sequences[:, context:], skip_special_tokens=True)
+    def score(rows: list[Row], completions: list[str]) -> list[float]:
         columns = {name: [row[name] for row in rows] for name in ("kind", "limit", "names")}
-        messages = [row["prompt"] for row in rows]
-        return torch.tensor(self.function([""] * len(rows), completions, messages, **columns))
+        return strict([""] * len(rows), completions, [row["prompt"] for row in rows], **columns)
+
+    return FunctionReward(tokenizer, job.prompt_ids, job.rows, score)
 
 
 def load_models(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, nn.Module]:
@@ -114,7 +106,7 @@ def load_models(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, nn.Mo
     value = AutoModelForSequenceClassification.from_pretrained(job.policy, dtype=torch.float32, num_labels=1)
     nn.init.zeros_(value.score.weight)
     if job.reward is None:
-        reward = RecipeReward(job, tokenizer)
+        reward = recipe_reward(job, tokenizer)
     else:
         reward = AutoModelForSequenceClassification.from_pretrained(job.reward, dtype=torch.float32)
     models = {
@@ -141,7 +133,7 @@ class Timer(TrainerCallback):
         """Note when TRL's loop has sampled, when it first calls the trained models together (the update begins), and
         the scores of the recipe's reward.
         """
-        generation, forward, get_reward = peer.batch_generation, peer.forward, peer.get_reward
+        generation, forward = peer.batch_generation, peer.forward
 
         def noted_generation(model: nn.Module, queries: Tensor, *rest: Any) -> Any:
             result = generation(model, queries, *rest)
@@ -153,14 +145,11 @@ class Timer(TrainerCallback):
                 self.updating = self.now()
             return forward(model, *rest)
 
-        def noted_reward(model: nn.Module, sequences: Tensor, pad: int, context: int) -> Any:
-            if isinstance(model, RecipeReward):
-                scores = model.score(sequences, context)
-                self.score = float(scores.mean())
-                return None, scores, None
-            return get_reward(model, sequences, pad, context)
+        def note_score(score: float) -> None:
+            self.score = score
 
-        peer.batch_generation, peer.forward, peer.get_reward = noted_generation, noted_forward, noted_reward
+        peer.batch_generation, peer.forward = noted_generation, noted_forward
+        take_functions(note_score)
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimiser steps."""

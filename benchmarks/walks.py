@@ -15,39 +15,28 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import matplotlib
 import pandas as pd
-from kedro.config import OmegaConfigLoader
 from matplotlib import pyplot as plt
 
 from compare import ENVIRONMENT, machine, run_side
+from inputs import PROJECT, recipe
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, split_demonstrations
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, train_sft_policy
 from workload import QUIET_PEER
 
 HERE = Path(__file__).resolve().parent
-PROJECT = HERE.parent
 TARGET = 0.95
 SHOWN = (1, 2, 3, 5, 10, 15, 20, 30, 40)
 Curve = list[dict[str, float]]
 """Of each iteration `score`, the mean optimality of its walks before the update, and `seconds` since the start."""
 
 
-def recipe(seed: int, environment: str = "randomwalks") -> dict[str, Any]:
-    """Return a recipe's parameters, by group."""
-    loader = OmegaConfigLoader(
-        str(PROJECT / "conf"), env=environment, runtime_params={"seed": seed}, **CONFIG_LOADER_ARGS
-    )
-    return dict(loader["parameters"])
-
-
 def make_job(seed: int, folder: Path) -> Path:
     """Train the SFT policy of a seed as the recipe does, and write what both sides read."""
-    parameters = recipe(seed)
+    parameters = recipe("randomwalks", seed)
     table = pd.read_json(PROJECT / "data/01_raw/random_walks.jsonl", lines=True)
     tables = split_demonstrations(table, DataPreparationConfig(**parameters["data_preparation"]))
     policy, _ = train_sft_policy(None, *tables, SupervisedFinetuningConfig(**parameters["supervised_finetuning"]))

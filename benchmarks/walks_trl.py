@@ -17,41 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-import trl.experimental.ppo.ppo_trainer as peer
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedTokenizerBase,
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+from trl_reward import FunctionReward, Row, take_functions
 
 SHARED = (
     *("total_episodes", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "seed"),
     *("num_ppo_epochs", "local_rollout_forward_batch_size", "learning_rate", "lr_scheduler_type", "kl_coef", "vf_coef"),
     *("response_length", "temperature", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards"),
 )
-
-
-class FunctionReward(nn.Module):
-    """Stands for the reward model that TRL wants."""
-
-    def __init__(self, job: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__()
-        self.function = runpy.run_path(job["reward"])["optimality"]
-        self.rows = {row["prompt"]: row for row in job["prompts"]}
-        self.tokenizer = tokenizer
-
-    def score(self, sequences: Tensor, context: int) -> Tensor:
-        """Return the rewards `[B]` of prompts of `context` tokens with their responses."""
-        prompts, completions = (
-            self.tokenizer.batch_decode(part, skip_special_tokens=True)
-            for part in (sequences[:, :context], sequences[:, context:])
-        )
-        columns = {name: [self.rows[prompt][name] for prompt in prompts] for name in ("edges", "shortest")}
-        return torch.tensor(self.function(prompts, completions, **columns))
 
 
 class Curve(TrainerCallback):
@@ -61,22 +42,15 @@ class Curve(TrainerCallback):
         self.points: list[dict[str, float]] = []
         self.score = self.started = 0.0
 
-    def reward(self, model: nn.Module, sequences: Tensor, pad: int, context: int) -> Any:
-        """Stand for TRL's `get_reward`, which also computes the values."""
-        if not isinstance(model, FunctionReward):
-            return get_reward(model, sequences, pad, context)
-        scores = model.score(sequences, context)
-        self.score = float(scores.mean())
-        return None, scores, None
+    def note(self, score: float) -> None:
+        """Keep the mean score of an iteration's walks."""
+        self.score = score
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.points.append({"score": self.score, "seconds": time.perf_counter() - self.started})
-
-
-get_reward = peer.get_reward
 
 
 def main() -> None:
@@ -105,8 +79,14 @@ def main() -> None:
         num_sample_generations=0,
         disable_tqdm=True,
     )
+    optimality = runpy.run_path(job["reward"])["optimality"]
+
+    def reward(rows: list[Row], completions: list[str]) -> list[float]:
+        starts, edges, shortest = ([row[name] for row in rows] for name in ("prompt", "edges", "shortest"))
+        return list(optimality(starts, completions, edges, shortest))
+
     curve = Curve()
-    peer.get_reward = curve.reward
+    take_functions(curve.note)
     prompts = tokenizer([row["prompt"] for row in job["prompts"]])["input_ids"]
     episodes = job["config"]["total_episodes"]
     trainer = PPOTrainer(
@@ -115,7 +95,7 @@ def main() -> None:
         model=policy,
         ref_model=copy.deepcopy(policy).requires_grad_(False),
         value_model=value,
-        reward_model=FunctionReward(job, tokenizer),
+        reward_model=FunctionReward(tokenizer, prompts, job["prompts"], reward),
         train_dataset=[{"input_ids": prompts[row % len(prompts)]} for row in range(episodes)],
         callbacks=[curve],
     )
