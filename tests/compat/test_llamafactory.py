@@ -168,7 +168,7 @@ def test_scores_are_normalised_by_a_running_mean_and_deviation():
         (
             {"reward_model": "r", "reward_model_type": "full", "reward_model_adapters": "a,b"},
             {},
-            {"reward_model", "reward_model_adapters", "reward_model_type"},
+            {"reward_model", "reward_model_adapters"},
         ),
         (
             {"reward_model": "http://localhost:8000/v1/score", "reward_model_type": "api"},

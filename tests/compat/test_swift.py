@@ -195,6 +195,7 @@ def test_precision(settings: dict[str, Any], dtype: str):
         ({"model": "m/n", "model_revision": "v2", "use_hf": True}, {"sft_model_path": "m/n@v2"}, {"use_hf"}),
         ({"reward_model": ["r"], "reward_adapters": ["a"]}, {"reward_model_path": "a"}, {"reward_model"}),
         ({"reward_model": ["r", "s"]}, {}, {"reward_model"}),
+        ({"model": ".", "model_revision": "v2"}, {"sft_model_path": "."}, {"model_revision"}),  # a directory
     ],
 )
 def test_models_become_globals(settings: dict[str, Any], globals_: dict[str, Any], left: set[str]):

@@ -13,6 +13,7 @@ from pydantic import Field
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.tables import hold_out
+from ppo_rlhf.models.directories import is_local
 
 OPTIM = {"adamw_torch": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
 IF_GIVEN = {
@@ -71,7 +72,7 @@ ADAPTER = (
     "{} continues to train the given adapter, and its reference is the model without the adapter; here the adapter is "
     "merged into the model that both start from, and a new adapter is trained."
 )
-BASE_NAMED = "the adapter's configuration names its base model"
+_BASE_NAMED = "the adapter's configuration names its base model"
 
 
 def normalised(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,19 +106,50 @@ def carry_given(c: Conversion, targets: Mapping[str, str]) -> None:
             c.carry(target, setting)
 
 
+def carry_model(c: Conversion, target: str, model: str, adapters: str | None, revision: str = "") -> list[str]:
+    """Carry over a model, or the adapter that the setting `adapters` names instead; return the adapters' names."""
+    added, places = names_of(c[adapters]) if adapters else [], c[model] or []
+    places, branch = places if isinstance(places, list) else [places], ",".join(names_of(c[revision]))
+    if len(added) > 1 or len(places) > 1:
+        why = f"there are several; merge them, and give the merged model as {target}"
+        c.leave(why, model, revision, *([adapters] if adapters else []))
+    elif added and adapters:
+        c.carry(target, adapters, value=added[0])
+        c.leave(_BASE_NAMED, model, revision)
+    elif places and branch not in ("", "main") and is_local(str(places[0])):
+        c.carry(target, model, value=places[0])
+        c.leave("a directory has no revision", revision)
+    elif places:
+        c.carry(target, model, revision, value=places[0] if branch in ("", "main") else f"{places[0]}@{branch}")
+    return added
+
+
 def carry_warmup(c: Conversion, iterations: int | None, target: str = "ppo.warmup_ratio") -> None:
     """Carry over the warm-up as a share of the iterations. `iterations` is None if the number is not known."""
     steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
     if c["lr_scheduler_type"] == "constant":  # transformers' `constant` learning rate schedule ignores warm-up settings
         return
+    if 0 < steps < 1:
+        c.carry(target, "warmup_steps", "warmup_ratio", value=steps)
+    else:
+        carry_warmup_steps(c, iterations, int(steps), ("warmup_steps", "warmup_ratio"), target)
+
+
+def carry_warmup_steps(
+    c: Conversion, iterations: int | None, steps: int, settings: tuple[str, str], target: str = "ppo.warmup_ratio"
+) -> None:
+    """Carry over a warm-up over `steps` iterations, or without steps the share of the iterations.
+
+    `settings` are the names of the number of steps and of the share.
+    """
+    number, share = settings
     if steps < 1:
-        first = ("warmup_steps", "warmup_ratio") if steps else ("warmup_ratio", "warmup_steps")
-        c.carry(target, *first, value=c[first[0]] or 0.0, otherwise=0.0)
+        c.carry(target, share, number, value=c[share] or 0.0, otherwise=0.0)
     elif iterations is None:
-        c.leave("the number of steps is not known: give --prompts", "warmup_steps")
+        c.leave("the number of steps is not known: give --prompts", number)
     else:
         # Subtract half a step: warmup_ratio x iterations is rounded up to whole iterations
-        c.carry(target, "warmup_steps", value=(int(steps) - 0.5) / iterations)
+        c.carry(target, number, value=(steps - 0.5) / iterations)
 
 
 def carry_device(c: Conversion, target: str = "ppo.device") -> None:
@@ -131,12 +163,23 @@ def carry_thinking(c: Conversion) -> None:
         c.carry("chat_template_kwargs", "enable_thinking", value={"enable_thinking": c.flag("enable_thinking")})
 
 
-def carry_lora(c: Conversion, kind: str, rank: str, alpha: str, modules: str, default_alpha: int | None = None) -> bool:
+def carry_lora(
+    c: Conversion,
+    kind: str,
+    rank: str,
+    alpha: str,
+    modules: str,
+    *,
+    uses: bool | None = None,
+    default_alpha: int | None = None,
+) -> bool:
     """Carry over LoRA's settings, which have the given names, and return whether LoRA is used.
 
-    `kind` is `lora` or `full`. `default_alpha` replaces an alpha that is not given.
+    `uses` says whether LoRA is used; None: the setting `kind` is `lora` or `full`. `default_alpha` replaces an alpha
+    that is not given.
     """
-    uses = renamed(c[kind], {"lora": True, "full": False})
+    if uses is None:
+        uses = renamed(c[kind], {"lora": True, "full": False})
     c.carry("ppo.use_peft", kind, value=uses, otherwise=True)
     if uses is False:
         return False
@@ -145,14 +188,11 @@ def carry_lora(c: Conversion, kind: str, rank: str, alpha: str, modules: str, de
         c.carry("ppo.lora_alpha", alpha, rank, value=default_alpha)
     else:
         c.carry("ppo.lora_alpha", alpha, otherwise=default_alpha or c.default(alpha))
-    carry_modules(c, modules, c[modules])
-    return True
-
-
-def carry_modules(c: Conversion, setting: str, value: Any) -> None:
-    """Carry over the names of the layers that get a LoRA adapter."""
+    value = c[modules]
     names = ",".join(names_of(value)) if isinstance(value, str | list | tuple | set) else value
-    c.carry("ppo.lora_target_modules", setting, value="all-linear" if names == "all" else names, otherwise="all-linear")
+    value = "all-linear" if names in (None, "all") else names
+    c.carry("ppo.lora_target_modules", modules, value=value, otherwise="all-linear")
+    return True
 
 
 def carry_bits(c: Conversion, bits: str, method: str | None, *, has_adapter: bool) -> None:

@@ -252,15 +252,7 @@ def _carry_sizes(c: Conversion, rows: int | None) -> None:
 
 def _carry_policy(c: Conversion) -> None:
     """Carry over the model that PPO starts from."""
-    adapters = arguments.names_of(c["adapter_name_or_path"])
-    if len(adapters) == 1:
-        c.carry("sft_model_path", "adapter_name_or_path", value=adapters[0])
-        c.leave(arguments.BASE_NAMED, "model_name_or_path", "model_revision")
-    elif adapters:
-        why = "several adapters: merge them (llamafactory-cli export), and give the merged model as sft_model_path"
-        c.leave(why, "adapter_name_or_path", "model_name_or_path", "model_revision")
-    elif c["model_name_or_path"] is not None:
-        _carry_model(c, "sft_model_path")
+    adapters = arguments.carry_model(c, "sft_model_path", *_POLICY[:3])
     c.leave("a given adapter is always merged, and a new adapter is trained", "create_new_adapter")
     if adapters and not c.flag("create_new_adapter"):
         c.remarks.append(arguments.ADAPTER.format("LLaMA-Factory"))
@@ -284,14 +276,13 @@ def _carry_reward(c: Conversion) -> None:
             f"A function in reward_server.py asks the server {place} for rewards; copy this function from "
             "docs/converting.md, section LLaMA-Factory."
         )
-    elif kind == "full" and len(adapters := arguments.names_of(c["reward_model_adapters"])) == 1:
-        c.carry("reward_model_path", "reward_model_adapters", "reward_model_type", value=adapters[0])
-        c.leave(arguments.BASE_NAMED, "reward_model")
-    elif kind == "full" and adapters:
-        c.leave("several adapters: merge them and give the merged model", "reward_model_adapters", "reward_model")
     else:
-        c.carry("reward_model_path", "reward_model")
-        c.leave("lora and full are loaded alike, with value_head.safetensors beside the weights", "reward_model_type")
+        adapters = "reward_model_adapters" if kind == "full" else None
+        if arguments.carry_model(c, "reward_model_path", "reward_model", adapters):
+            c.carry_over("reward_model_type")
+        else:
+            alike = "lora and full are loaded alike, with value_head.safetensors beside the weights"
+            c.leave(alike, "reward_model_type")
 
 
 def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]) -> Conversion:
@@ -321,15 +312,14 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
         why = f"a rate for {kind} is too high for all weights, which train here; set {group}.learning_rate"
         c.leave(why, "learning_rate")
         c.write(f"{group}.learning_rate", OptimisationConfig.learning_rate, "for all weights; TRL's default")
-    model = c["model_name_or_path"]
     if stage == "sft":
         arguments.carry_given(c, {"trust_remote_code": "trust_remote_code"})
-        if model is not None:
-            _carry_model(c, "base_model_path")
+        arguments.carry_model(c, "base_model_path", "model_name_or_path", None, "model_revision")
         c.leave("it starts from base_model_path of globals.yml", "adapter_name_or_path")
     else:
         why = "the reward model starts from the SFT policy here"
-        c.leave(f"{why}, there from {model}", "model_name_or_path", "model_revision")
+        model = "model_name_or_path"
+        c.leave(f"{why}, there from {c[model]}", model, "model_revision")
         c.leave(why, "adapter_name_or_path")
         c.leave("the global of this name is the policy's, too; set it in globals.yml", "trust_remote_code")
         c.remarks.append(
@@ -342,17 +332,6 @@ def _supervised(settings: Mapping[str, Any], stage: str, folders: Sequence[Path]
     c.leave(why, "lora_rank", "lora_alpha", "lora_target", "quantization_bit")
     c.leave("all stages use the seed of globals.yml", "seed")
     return c.finish(SUPERVISED_LEFT)
-
-
-def _carry_model(c: Conversion, target: str) -> None:
-    place, revision = c["model_name_or_path"], c["model_revision"]
-    if revision in (None, "main"):
-        c.carry(target, "model_name_or_path", "model_revision", value=place)
-    elif Path(str(place)).exists():
-        c.carry(target, "model_name_or_path")
-        c.leave("a directory has no revision", "model_revision")
-    else:
-        c.carry(target, "model_name_or_path", "model_revision", value=f"{place}@{revision}")
 
 
 def _carry_tables(c: Conversion, stage: str, folders: Sequence[Path]) -> None:

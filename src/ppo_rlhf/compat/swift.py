@@ -216,23 +216,17 @@ def _carry_models(c: Conversion) -> None:
         ("model", "adapters", "model_revision", "sft_model_path"),
         ("reward_model", "reward_adapters", "reward_model_revision", "reward_model_path"),
     ):
-        places, added = _list(c[model]), _list(c[adapters])
-        if len(places) > 1 or len(added) > 1:
-            c.leave(f"there are several; merge them, and give one model as {target}", model, adapters, revision)
-        elif added:
-            c.carry(target, adapters, value=added[0])
-            c.leave(arguments.BASE_NAMED, model, revision)
-        elif places:
-            branch = _list(c[revision])
-            c.carry(target, model, revision, value="@".join([*places, *branch]))
-            if is_local(places[0]):
-                if not Path(places[0]).expanduser().exists():
-                    c.remarks.append(f"{places[0]} is not there, seen from the current directory; correct {target}.")
-            elif not c.flag("use_hf"):
-                c.remarks.append(
-                    f"{places[0]} is a name on ModelScope's hub; {target} needs a directory or a name on the Hugging "
-                    "Face hub, where the model may have another name."
-                )
+        places = _list(c[model])
+        if arguments.carry_model(c, target, model, adapters, revision) or len(places) != 1:
+            continue
+        if is_local(places[0]):
+            if not Path(places[0]).expanduser().exists():
+                c.remarks.append(f"{places[0]} is not there, seen from the current directory; correct {target}.")
+        elif not c.flag("use_hf"):
+            c.remarks.append(
+                f"{places[0]} is a name on ModelScope's hub; {target} needs a directory or a name on the Hugging "
+                "Face hub, where the model may have another name."
+            )
     if _list(c["adapters"]):
         c.remarks.append(arguments.ADAPTER.format("ms-swift"))
 

@@ -16,31 +16,20 @@ GLOBALS = ("seed", "sft_model_path", "reward_model_path")
 PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MODEL_CONFIG = {"use_peft": False, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": None, "load_in_4bit": False}
 """Defaults of TRL's ModelConfig, which scripts use together with either PPOConfig."""
-_NO_EVALUATION = "TRL's PPO does not evaluate during training; here ppo.eval_interval sets how often to evaluate"
-_COMPUTED = "TRL computes this setting, and overwrites the given value"
-_IN_CONF = "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml"
-_LAUNCHER = "the launcher and accelerate's configuration file set how processes share work"
-_OPTIMISER = "the optimiser is AdamW, and ppo.dtype sets the precision"
-_PROMPTS = "set prompts_path to a file, or to a name on the hub with its split"
-_WIDER = "trainable weights are float32 or wider; ppo.dtype sets the precision of the computation"
-_WHOLE = "complete checkpoints are written every ppo.save_interval iterations; the newest and the best are kept"
 LEFT = {
-    **dict.fromkeys(("*eval_*", "*eval"), _NO_EVALUATION),
     **LIVES_ELSEWHERE,
-    **dict.fromkeys(("lora_*", "use_rslora", "use_dora"), "only plain LoRA on linear layers is supported"),
-    **dict.fromkeys(("dtype", "torch_dtype"), _WIDER),
+    "dtype torch_dtype": "trainable weights are float32 or wider; ppo.dtype sets the precision of the computation",
     "trust_remote_code": "set trust_remote_code in conf/local/globals.yml to run a model's own code",
-    **dict.fromkeys(("bnb_4bit_*", "use_bnb_nested_quant"), "4-bit weights are always NF4, doubly quantised"),
-    **dict.fromkeys(("dataset_num_proc", "dataloader_*"), "prompts are tokenised once, before training"),
-    **dict.fromkeys(("dataset_*", "query_dataset"), _PROMPTS),
-    **dict.fromkeys(("exp_name", "project*", "tracker_*", "task_name", "logging_*", "log_level*"), _IN_CONF),
-    **dict.fromkeys(("trackio_*", "hub_*", "push_to_hub*", "disable_tqdm"), _IN_CONF),
-    **dict.fromkeys(("save_*", "*_best_model"), _WHOLE),
-    **dict.fromkeys(("optim_*", "adafactor", "tf32", "half_precision_backend"), _OPTIMISER),
-    **dict.fromkeys(("local_rank", "ddp_*", "fsdp*", "accelerator_*"), _LAUNCHER),
-    **dict.fromkeys(("world_size", "local_*", "*backward_batch_size", "global_batch_size"), _COMPUTED),
+    "bnb_4bit_* use_bnb_nested_quant": "4-bit weights are always NF4, doubly quantised",
     "remove_unused_columns": "all columns of the prompts are kept, because reward functions get all columns",
-    **dict.fromkeys(("ratio_threshold", "compare_steps", "is_*", "optimize_*"), "the setting has no counterpart here"),
+    "local_dataloader_batch_size *backward_batch_size global_batch_size world_size": "TRL computes this setting, and "
+    "overwrites the given value",
+    **arguments.LEFT,
+    "lora_*": "only plain LoRA on linear layers is supported",
+    "dataset_* query_dataset": "set prompts_path to a file, or to a name on the hub with its split",
+    "exp_name tracker_* task_name": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
+    "ratio_threshold compare_steps is_* optimize_* accelerator_* half_precision_backend": "the setting has no "
+    "counterpart here",
 }
 """Settings that are not converted, each with the reason. `*` matches any text; the first matching pattern counts."""
 
@@ -264,16 +253,11 @@ def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str
             c.carry(place_of(setting), setting)
     if str(c[prompts]).endswith(PROMPT_FILES):
         c.carry("prompts_path", prompts)
-    c.carry("ppo.use_peft", "use_peft", value=c.flag("use_peft"))
-    if not c.flag("use_peft"):
+    modules = "lora_target_modules"
+    if not arguments.carry_lora(c, "use_peft", "lora_r", "lora_alpha", modules, uses=c.flag("use_peft")):
         return
-    for name in ("lora_r", "lora_alpha"):
-        c.carry(f"ppo.{name}", name)
     c.carry("ppo.load_in_4bit", "load_in_4bit", value=c.flag("load_in_4bit"))
     if c.flag("load_in_4bit"):
         c.remarks.append("TRL also quantises critic and reward model to 4 bits; here the reward model keeps ppo.dtype.")
-    modules = c["lora_target_modules"]
-    if modules is None:
+    if c[modules] is None:
         c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here all-linear is used.")
-        modules = "all-linear"
-    arguments.carry_modules(c, "lora_target_modules", modules)

@@ -114,6 +114,8 @@ DERIVED = {
     "trainer.max_actor_ckpt_to_keep": None,
     "trainer.device": "cuda",
 }
+MODELS = (f"{M}path", f"{M}lora_adapter_path", f"{C}model.path", f"{REWARD}reward_model.model_path")
+"""Settings that name a model, or an adapter."""
 OLD = {
     "custom_reward_function.path": f"{REWARD}custom_reward_function.path",
     "custom_reward_function.name": f"{REWARD}custom_reward_function.name",
@@ -231,7 +233,11 @@ def from_verl(
         ConfigError: `algorithm.adv_estimator` is not gae, or batch sizes that verl also refuses.
         DataError: A file cannot be loaded.
     """
-    c = Conversion("verl's PPO", _flat(settings), PPO, DERIVED | {name: off for name, (off, _) in SWITCHES.items()})
+    given = _flat(settings)
+    for name in MODELS:
+        if name in given:
+            given[name] = _place(given[name], folders)
+    c = Conversion("verl's PPO", given, PPO, DERIVED | {name: off for name, (off, _) in SWITCHES.items()})
     if c["algorithm.adv_estimator"] != "gae":
         raise ConfigError(
             f"verl: algorithm.adv_estimator={c['algorithm.adv_estimator']!r} has no counterpart, because this project "
@@ -244,8 +250,8 @@ def from_verl(
             c.carry_over(name)
         else:
             c.leave(f"{name}={c[name]}: {why}", name)
-    _carry_models(c, folders)
-    _carry_reward(c, folders)
+    _carry_models(c)
+    _carry_reward(c)
     _carry_losses(c)
     rows = _carry_files(c, "prompts_path", "data.train_files", folders)
     _carry_files(c, "evaluation_prompts_path", "data.val_files", folders)
@@ -331,15 +337,10 @@ def _resolved(name: str, value: Any, flat: Mapping[str, Any], depth: int = 0) ->
     return value
 
 
-def _carry_models(c: Conversion, folders: Sequence[Path]) -> None:
-    adapter, path = _place(c[f"{M}lora_adapter_path"], folders), _place(c[f"{M}path"], folders)
-    if adapter is not None:
-        c.carry("sft_model_path", f"{M}lora_adapter_path", value=adapter)
-        c.leave(arguments.BASE_NAMED, f"{M}path")
+def _carry_models(c: Conversion) -> None:
+    if arguments.carry_model(c, "sft_model_path", f"{M}path", f"{M}lora_adapter_path"):
         c.remarks.append(arguments.ADAPTER.format("verl"))
-    elif path is not None:
-        c.carry("sft_model_path", f"{M}path", value=path)
-    critic, reward = (_place(c[name], folders) for name in (f"{C}model.path", f"{REWARD}reward_model.model_path"))
+    path, critic, reward = (c[name] for name in (f"{M}path", f"{C}model.path", f"{REWARD}reward_model.model_path"))
     uses_model = c.flag(f"{REWARD}reward_model.enable") and c[f"{REWARD}custom_reward_function.path"] is None
     value_model = "reward_init" if uses_model and critic is not None and critic == reward else "separate"
     c.carry("ppo.value_model", f"{C}model.path", value=value_model)
@@ -351,11 +352,8 @@ def _carry_models(c: Conversion, folders: Sequence[Path]) -> None:
     if c[f"{M}trust_remote_code"] is not None and f"{M}trust_remote_code" in c.given:
         c.carry("trust_remote_code", f"{M}trust_remote_code")
     rank = int(c.checked(f"{M}lora_rank", Annotated[int, Field(ge=0)]))
-    c.carry("ppo.use_peft", f"{M}lora_rank", value=rank > 0)
-    if rank:
-        c.carry("ppo.lora_r", f"{M}lora_rank")
-        c.carry("ppo.lora_alpha", f"{M}lora_alpha")
-        arguments.carry_modules(c, f"{M}target_modules", c[f"{M}target_modules"])
+    names = f"{M}lora_rank", f"{M}lora_rank", f"{M}lora_alpha", f"{M}target_modules"
+    arguments.carry_lora(c, *names, uses=rank > 0)
     offload = "actor_rollout_ref.ref.fsdp_config.param_offload"
     if not rank and c.flag(offload):
         c.carry("ppo.offload_reference_policy", offload)
@@ -363,11 +361,11 @@ def _carry_models(c: Conversion, folders: Sequence[Path]) -> None:
         c.carry_over(offload)
 
 
-def _carry_reward(c: Conversion, folders: Sequence[Path]) -> None:
+def _carry_reward(c: Conversion) -> None:
     model, function = f"{REWARD}reward_model.", f"{REWARD}custom_reward_function."
     if c[f"{function}path"] is None and c.flag(f"{model}enable"):
         if c[f"{model}model_path"] is not None:
-            c.carry("reward_model_path", f"{model}model_path", value=_place(c[f"{model}model_path"], folders))
+            c.carry("reward_model_path", f"{model}model_path", value=c[f"{model}model_path"])
         c.carry_over(f"{model}enable")
         return
     value = [{"type": "function", "function": "verl_reward:score"}]
@@ -524,12 +522,7 @@ def _carry_schedule(c: Conversion, iterations: int | None) -> None:
     warms = steps > 0 or ratio > 0
     constant = "constant_with_warmup" if warms else "constant"
     c.carry("ppo.lr_scheduler_type", kind, value=arguments.renamed(c[kind], {"constant": constant}), otherwise=constant)
-    if steps < 1:
-        c.carry("ppo.warmup_ratio", share, number, value=ratio)
-    elif iterations is None:
-        c.leave("the number of steps is not known: give --prompts", number)
-    else:
-        c.carry("ppo.warmup_ratio", number, value=(steps - 0.5) / iterations)
+    arguments.carry_warmup_steps(c, iterations, steps, (number, share))
 
 
 def _carry_rest(c: Conversion) -> None:
