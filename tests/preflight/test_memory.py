@@ -15,9 +15,12 @@ from transformers import AutoModel, LlamaConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models import free_memory
+from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.models.weight_copies import WeightCopies
-from ppo_rlhf.ppo import forward_passes, update
+from ppo_rlhf.ppo import forward_passes, micro_batches, update
+from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.preflight.memory import COPIES, DECODING, MemoryPlan, RunShape, plan_memory, suggestions
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo_runs import build_prompts, build_run
@@ -262,6 +265,37 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     weights = plan().held["policy: weights"] // 4
     full, cast = (passing(plan(dtype=dtype), "rollout") for dtype in ("float32", "bfloat16"))
     assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_peft": True, "lora_r": 3}, {"value_model": "shared"}, {"dtype": "bfloat16"}],
+    ids=str,
+)
+def test_a_run_takes_as_many_tokens_and_responses_at_a_time_as_its_plan_says(settings: dict[str, Any], monkeypatch):
+    """An accelerator is pretended, whose memory holds as many logits at a time as a CPU."""
+    run = build_run("llama", **{"dtype": "float32", "local_rollout_forward_batch_size": None, **settings})
+    shape = RunShape(run.reference.config, max(run.prompts.lengths), on_cpu=False, card=2**24 * 256)
+    held = plan_memory(run.config, shape).held
+    budgets, rows = set(), set()
+    monkeypatch.setattr(micro_batches, "UNLIMITED_ON", ())
+    for left in (2**14, 2**15, 2**16, 2**28, 2**28 + 2**20):
+        planned = plan_memory(run.config, replace(shape, free=sum(held.values()) + left))
+        monkeypatch.setattr(micro_batches, "free_bytes", lambda _, left=left: left + held[MOMENTS])
+        run.state.micro_batch_tokens = None
+        assert micro_batches.token_budget(run.state, shape.prompt_length) == planned.update_tokens
+        copied = micro_batches.copied_bytes(run.config, run.state.policy)
+        monkeypatch.setattr(free_memory, "free_bytes", lambda _, left=left, copied=copied: left - copied)
+        longest, size = shape.prompt_length, run.config.local_batch_size
+        with autocast(run.config, torch.device("cpu")):
+            at_a_time = sequences_at_a_time(
+                run.state.policy, size, longest + run.config.response_length, decoded_from=longest
+            )
+        assert at_a_time == planned.rollout_rows
+        budgets.add(planned.update_tokens)
+        rows.add(at_a_time)
+    assert len(budgets) > 2
+    assert len(rows) > 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 2}], ids=str)

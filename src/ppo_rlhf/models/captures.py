@@ -23,12 +23,17 @@ log = logging.getLogger(__name__)
 
 CAPTURED_ON = ("cuda",)
 """Types of devices on which work is captured as CUDA graphs."""
-CARDS_SHARE = 4
+_CARDS_SHARE = 4
 """CUDA graphs may keep 1/4 of a GPU's memory. Models whose CUDA graphs would need more memory gain little from CUDA
 graphs: the models' kernels are large, and kernel launches take little of the time."""
 DECODING, UPDATE = "decoding", "update"
 """Kinds of work that CUDA graphs replay. A kind is the first part of the keys of its CUDA graphs, and the key of its
 buffers in `Captures.held`."""
+
+
+def most_bytes(card: int) -> int:
+    """Return the most bytes that CUDA graphs may keep on a GPU with `card` bytes of memory."""
+    return card // _CARDS_SHARE
 
 
 class Held(Protocol):
@@ -177,8 +182,8 @@ class Captures:
         return ""
 
     def _check_room(self) -> None:
-        """Raise `RuntimeError` if CUDA graphs keep more than 1/`CARDS_SHARE` of the GPU's memory."""
-        if self.bytes > (limit := card_bytes(self._device) // CARDS_SHARE):
+        """Raise `RuntimeError` if CUDA graphs keep more than `most_bytes` of the GPU's memory."""
+        if self.bytes > (limit := most_bytes(card_bytes(self._device))):
             raise RuntimeError(f"graphs would keep {self.bytes / 2**30:.1f} GiB, and may keep {limit / 2**30:.1f}")
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppo_rlhf.models.captures import CARDS_SHARE
+from ppo_rlhf.models.captures import most_bytes
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
@@ -22,7 +22,7 @@ from ppo_rlhf.models.token_rows import common_size
 FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
 """The smallest number of sequences and of KV cache columns of a captured decoding step."""
 CACHES_SHARE = 2
-"""The KV cache may take 1/2 of the memory that CUDA graphs may keep (`captures.CARDS_SHARE`)."""
+"""The KV cache may take 1/2 of the memory that CUDA graphs may keep (`captures.most_bytes`)."""
 
 
 def captured_rows(needed: int) -> int:
@@ -41,8 +41,13 @@ def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> i
     Each sequence has `columns` tokens. `number` is the bytes of one number in the KV cache, and `card` the bytes of the
     GPU's memory.
     """
-    fitting = card // (CARDS_SHARE * CACHES_SHARE) // cache_bytes(text, columns, number)
+    fitting = most_bytes(card) // CACHES_SHARE // cache_bytes(text, columns, number)
     return max(1, fitting // FEWEST_ROWS) * FEWEST_ROWS
+
+
+def buffer_rows(needed: int) -> int:
+    """Return for how many sequences buffers are allocated if a batch has `needed`: a multiple of `FEWEST_ROWS`."""
+    return -(-needed // FEWEST_ROWS) * FEWEST_ROWS
 
 
 class InPlaceDecoder(Decoder):

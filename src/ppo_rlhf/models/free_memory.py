@@ -1,6 +1,7 @@
 """Computes how many sequences fit into the free memory in a forward pass without gradients.
 
-`kedro doctor` uses the formulas of `models.free_memory` (docs/memory.md).
+The memory plan of `kedro doctor` calls the same functions (docs/memory.md): activations of a token, keys and values,
+bytes to decode a response, sequences at a time, and a process's share of the memory are computed here and only here.
 """
 
 from __future__ import annotations
@@ -51,15 +52,20 @@ def sequences_at_a_time(
         tokens: Length of the longest sequence.
         decoded_from: Length of the longest prompt, if the sequences are decoded token by token.
         used_again: Bytes that are allocated at present, but that the passes reuse: reused bytes count as free.
-        most: An upper limit of the result. None: no limit but `MOST_ON_CPU` for whole passes on a CPU.
+        most: The most sequences that are decoded at a time. None: no limit. Passes over whole sequences ignore `most`,
+            and on a CPU take at most `MOST_ON_CPU` sequences.
     """
-    device, text = model.device, model.config.get_text_config()
-    number = number_bytes(model)
-    one_layer = activation_bytes(backbone_of(model), number) // getattr(text, "num_hidden_layers", 1)
-    row = tokens * one_layer if decoded_from is None else decoding_bytes(text, decoded_from, tokens, one_layer, number)
-    if most is None:
-        most = MOST_ON_CPU if device.type == "cpu" and decoded_from is None else count
-    return in_equal_parts(count, row, free_bytes(device) + used_again, most)
+    device, number = model.device, number_bytes(model)
+    one_layer, free = layer_bytes(model, number), free_bytes(device) + used_again
+    if decoded_from is None:
+        return scored_at_a_time(count, tokens * one_layer, free, on_cpu=device.type == "cpu")
+    row = decoding_bytes(model.config.get_text_config(), decoded_from, tokens, one_layer, number)
+    return in_equal_parts(count, row, free, count if most is None else most)
+
+
+def scored_at_a_time(count: int, row_bytes: int, free_bytes: int, *, on_cpu: bool) -> int:
+    """Return how many of `count` sequences a pass over whole sequences takes if each needs `row_bytes`."""
+    return in_equal_parts(count, row_bytes, free_bytes, MOST_ON_CPU if on_cpu else count)
 
 
 def number_bytes(model: PreTrainedModel) -> int:
@@ -79,10 +85,19 @@ def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> in
     return -(-count // max(1, parts)) or 1
 
 
+def layer_bytes(model: PreTrainedModel, number: int) -> int:
+    """Return the bytes of one token's activations in one layer, which is all that a pass without gradients keeps."""
+    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    return activation_bytes(backbone_of(model), number) // layers
+
+
 def activation_bytes(backbone: nn.Module, number: int) -> int:
     """Return the bytes of one token's activations in all layers; `number` is the bytes of one number."""
     widths = 0
-    for module in backbone.modules():
+    for name, module in backbone.named_modules():
+        # A frozen layer with an adapter, W x + B A x, keeps x and the few numbers A x: less than a layer that trains
+        if ".lora_" in name:
+            continue
         # Count a linear layer's inputs x outputs, because 4-bit weights are packed into another shape
         if isinstance(module, nn.Linear):
             widths += module.in_features + module.out_features
@@ -130,21 +145,28 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
 
 
+def process_share(free: int, *, on_cpu: bool, processes: int) -> int:
+    """Return one process's share of free bytes: processes share the host's memory, and each has its own GPU."""
+    return free // processes if on_cpu else free
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device.
 
     Free blocks of torch's allocator count as free. Free blocks in the memory pools of CUDA graphs do not count as free:
     only a capture can use them.
     """
-    free = available_memory(device)[0]
+    free = process_share(available_memory(device)[0], on_cpu=device.type != "cuda", processes=process_count())
     if device.type != "cuda":
-        return free // process_count()
+        return free
     allocated = torch.cuda.memory_allocated(device) + pool_bytes(device)
     return free + torch.cuda.memory_reserved(device) - allocated
 
 
 def _cache_width(text: Any) -> int:
-    """Return how many numbers the keys and values of one token have in one layer: without heads, 2 · hidden width."""
+    """Return the KV-cache elements per token per layer: 2 · key-value heads · head width, or 2 · hidden width without
+    heads.
+    """
     heads = getattr(text, "num_attention_heads", None)
     # state-space models have no attention heads, and some models have different numbers of heads in each layer
     if not isinstance(heads, int):

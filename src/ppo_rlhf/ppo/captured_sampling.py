@@ -14,8 +14,8 @@ from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
 from ppo_rlhf.models.captures import DECODING, Captures, fixed_state
 from ppo_rlhf.models.decoding_in_place import (
-    FEWEST_ROWS,
     InPlaceDecoder,
+    buffer_rows,
     captured_columns,
     captured_rows,
     rows_kept,
@@ -129,11 +129,6 @@ def held_bytes(captures: Captures) -> int:
     return captures.held[DECODING].bytes if DECODING in captures.held else 0
 
 
-def columns_of(tokens: int) -> int:
-    """Return how many columns the decoding buffers get for sequences of `tokens` tokens."""
-    return captured_columns(tokens)
-
-
 def most_rows(model: PreTrainedModel, columns: int) -> int:
     """Return the most sequences of `columns` tokens for which decoding buffers are allocated."""
     return rows_kept(model.config.get_text_config(), columns, number_bytes(model), card_bytes(model.device))
@@ -150,9 +145,8 @@ def decode_captured(
 
     If the decoding buffers do not fit into memory, the function samples without CUDA graphs.
     """
-    rows, tokens = -(-len(prompt_ids) // FEWEST_ROWS) * FEWEST_ROWS, max(len(ids) for ids in prompt_ids)
-    length = settings.response_length
-    needed = rows, columns_of(tokens + length), length
+    tokens, length = max(len(ids) for ids in prompt_ids), settings.response_length
+    needed = buffer_rows(len(prompt_ids)), captured_columns(tokens + length), length
     if captures.serves(DECODING):
         try:
             return _sampler(model, needed, captures).sample(prompt_ids, uniforms[:, :length], settings, captures)

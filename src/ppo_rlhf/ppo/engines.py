@@ -20,6 +20,7 @@ from ppo_rlhf.models.capabilities import argument_of
 from ppo_rlhf.models.captures import DECODING, Captures
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import decodes
+from ppo_rlhf.models.decoding_in_place import captured_columns
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
 from ppo_rlhf.models.token_rows import filled_size
@@ -59,7 +60,7 @@ def generate_responses(
         may_capture = captures is not None and captures.serves(DECODING) and decode is decode_packed
         if captures is not None and may_capture and not captured_sampling.why_not_captured(model):
             decode = partial(captured_sampling.decode_captured, captures=captures)
-            columns, used_again = captured_sampling.columns_of(columns), captured_sampling.held_bytes(captures)
+            columns, used_again = captured_columns(columns), captured_sampling.held_bytes(captures)
             most = captured_sampling.most_rows(model, columns)
         if batch_size is None:
             sizes: dict[str, Any] = {"decoded_from": longest, "used_again": used_again, "most": most}

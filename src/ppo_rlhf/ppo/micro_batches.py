@@ -5,7 +5,8 @@ computed on the first epoch's micro-batches. The first epoch's training repeats 
 probability ratios of the first optimiser step are exactly 1; forward passes of other shapes would round differently.
 
 On an accelerator, unless `ppo.max_tokens_per_micro_batch` is set, a micro-batch has as many tokens as fit into the free
-memory. The memory of an update is computed as in `kedro doctor` (docs/memory.md).
+memory. The plan of `kedro doctor` calls `update_bytes`, too, and the functions that compute its arguments
+(docs/memory.md).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import minibatch_partition
+from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
 from ppo_rlhf.models.sharding import local_shard
@@ -193,9 +195,9 @@ def update_bytes(
         config: Hyperparameters, with the precision that `ppo.dtype=auto` stands for.
         policy: The configuration of the policy's model.
         tokens: Tokens of the longest prompt with its response.
-        gradients: Bytes of all gradients.
+        gradients: Bytes of all gradients (`gradient_bytes`).
         copied: Bytes of autocast's copies of the policy's weights (`copied_bytes`).
-        activations: Bytes of the activations of one token in all layers.
+        activations: Bytes of the activations of one token in all layers (`kept_activations`).
         held: The most logits that are in memory at the same time.
     """
     text, itemsize = policy.get_text_config(), frozen_dtype(config).itemsize
@@ -210,7 +212,24 @@ def update_bytes(
     return UpdateBytes(gradients, epoch + copied, activations, itemsize * copies, held)
 
 
-def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> int:
+def gradient_bytes(trained: int, *, exchanged: bool, accumulated: bool) -> int:
+    """Return the bytes of the gradients of `trained` bytes of weights.
+
+    Gradients that processes exchange are views of DDP's buckets, but with several micro-batches in a minibatch
+    gradients and buckets are separate tensors.
+    """
+    return trained * (2 if exchanged and accumulated else 1)
+
+
+def kept_activations(policy: PreTrainedModel, critic: Critic | SharedCritic, number: int) -> int:
+    """Return the bytes of activations that an update keeps for one token, of the policy's or the critic's backbone.
+
+    `number` is the bytes of one number.
+    """
+    return max(activation_bytes(backbone, number) for backbone in (backbone_of(policy), critic.backbone))
+
+
+def copied_bytes(config: PPOConfig, policy: PreTrainedModel) -> int:
     """Return the bytes of copies of a policy's weights in the dtype of the forward pass.
 
     autocast casts all weights to a 16-bit dtype; with `load_in_4bit` one layer at a time is unpacked from 4 bits.
@@ -218,6 +237,7 @@ def copied_bytes(config: PPOConfig, policy: nn.Module, backbone: nn.Module) -> i
     itemsize = frozen_dtype(config).itemsize
     # Count a linear layer's inputs x outputs, because 4-bit weights are packed into another shape
     if config.load_in_4bit:
+        backbone = backbone_of(policy)
         sizes = [m.in_features * m.out_features for m in backbone.modules() if isinstance(m, nn.Linear)]
         sizes += [m.weight.numel() for m in backbone.modules() if isinstance(m, Conv1D)]
         return max(sizes) * itemsize
@@ -256,17 +276,16 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
 
 
 def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
-    config, itemsize = state.config, frozen_dtype(state.config).itemsize
-    backbones = backbone_of(state.policy), state.critic.backbone
-    # DDP's communication buckets take as much memory as the gradients
-    has_buckets = process_count() > 1 and not shards_models()
+    config, trained = state.config, sum(p.nbytes for p in _trained(state))
+    exchanged = process_count() > 1 and not shards_models()
     return update_bytes(
         config,
         state.policy.config,
         tokens=tokens,
-        gradients=sum(p.nbytes for p in _trained(state)) * (2 if has_buckets else 1),
-        copied=copied_bytes(config, state.policy, backbones[0]),
-        activations=max(activation_bytes(backbone, itemsize) for backbone in backbones),
+        # The budget that follows may cut a minibatch into several micro-batches
+        gradients=gradient_bytes(trained, exchanged=exchanged, accumulated=True),
+        copied=copied_bytes(config, state.policy),
+        activations=kept_activations(state.policy, state.critic, frozen_dtype(config).itemsize),
         held=logits_held(state.device),
     )
 

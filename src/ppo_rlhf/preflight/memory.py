@@ -23,9 +23,15 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
-from ppo_rlhf.models.captures import CARDS_SHARE
-from ppo_rlhf.models.decoding_in_place import FEWEST_ROWS, captured_columns, rows_kept
-from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, cache_bytes, decoding_bytes, in_equal_parts
+from ppo_rlhf.models.captures import most_bytes
+from ppo_rlhf.models.decoding_in_place import buffer_rows, captured_columns, rows_kept
+from ppo_rlhf.models.free_memory import (
+    cache_bytes,
+    decoding_bytes,
+    in_equal_parts,
+    layer_bytes,
+    scored_at_a_time,
+)
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
@@ -33,13 +39,22 @@ from ppo_rlhf.models.stored_weights import cast_linear_weights
 from ppo_rlhf.models.weight_copies import linear_weights
 from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
 from ppo_rlhf.ppo.forward_passes import most_logits
-from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, follows_memory, update_bytes
+from ppo_rlhf.ppo.micro_batches import (
+    UpdateBytes,
+    copied_bytes,
+    follows_memory,
+    gradient_bytes,
+    kept_activations,
+    update_bytes,
+)
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20
 """Resident memory in bytes of `kedro run` after its libraries are imported and have computed something (measured on
 Linux)."""
+UNLIMITED = 2**62
+"""Stands for the free bytes if a plan has no limit."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 COPIES = "policy: linear weights in 16 bits"
 DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gradients, and what passes make"
@@ -103,7 +118,9 @@ class _Sizes(NamedTuple):
     copied: int
     kept: int  # bytes of the static engine's 16-bit copies of the policy's linear weights
     exported: int  # bytes of the exported policy's weights, and of the exported critic's
-    activations: int  # bytes of one token's activations in all layers
+    activations: int  # bytes of activations that an update keeps for one token
+    layer: int  # bytes of one token's activations in one layer of the policy
+    scored_layer: int  # bytes of one token's activations in one layer of a model that scores whole sequences
     embedding: int  # bytes of the policy's embedding if it trains, else 0
     is_tied: bool  # whether the embedding is the language-model head's weight, too
 
@@ -127,10 +144,14 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         held[COPIES] = sizes.kept
 
     text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
-    layers, kept = text.num_hidden_layers, sizes.activations
     tokens = shape.prompt_length + config.response_length
-    one_layer = kept // layers
-    decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
+    scored_row, brought = tokens * sizes.scored_layer, max([sizes.copied, *offloaded.values()])
+
+    def decoding(columns: int) -> int:
+        return decoding_bytes(text, shape.prompt_length, columns, sizes.layer, number)
+
+    def left() -> int:
+        return (UNLIMITED if shape.free is None else shape.free) - sum(held.values()) - brought
 
     # `kl_estimator=full` keeps the reference policy's logits in addition to the policy's logits
     models_scored = 2 if config.kl_estimator == "full" else 1
@@ -140,33 +161,31 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return min(rows * config.response_length * text.vocab_size, held_logits) * number
 
     def rollout(rows: int) -> int:
-        return rows * decoding + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
+        return rows * decoding(tokens) + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
 
     # A pass without gradients keeps only one layer or one chunk of logits in memory at a time
     def scoring(rows: int) -> int:
-        return max(rows * tokens * one_layer, models_scored * logits(rows)) + max([sizes.copied, *offloaded.values()])
+        return max(rows * scored_row, models_scored * logits(rows)) + brought
 
     def update(rows: int) -> UpdateBytes:
-        # With gradient accumulation, gradients and DDP's buckets are separate tensors
         accumulates = config.local_mini_batch_size > rows
-        gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
+        gradients = gradient_bytes(sum(sizes.trained), exchanged=shape.processes > 1, accumulated=accumulates)
         # A large embedding's new gradient waits for a tied head's, and is then added to the earlier micro-batches'
         if shape.on_cpu:
             gradients += sizes.embedding * (sizes.is_tied + accumulates)
-        counted = {"copied": sizes.copied, "activations": kept, "held": held_logits}
+        counted = {"copied": sizes.copied, "activations": sizes.activations, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    most_kept = shape.card // CARDS_SHARE if config.captures_graphs and not shape.on_cpu else 0
-    columns = captured_columns(tokens)
-    rows = _most_rollout_rows(config)
-    scored, most_rows = rows, rows
+    most_kept = most_bytes(shape.card) if config.captures_graphs and not shape.on_cpu else 0
+    rows = scored = most_rows = _most_rollout_rows(config)
+    columns = tokens
     if most_kept and config.rollout_engine == "static":
+        columns = captured_columns(tokens)
         most_rows = min(rows, rows_kept(text, columns, number, shape.card))
-    if config.local_rollout_forward_batch_size is None and shape.free is not None:
-        left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
-        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, most_rows)
+    if config.local_rollout_forward_batch_size is None:
+        rows = in_equal_parts(rows, decoding(columns), left(), most_rows)
     rows = min(rows, most_rows)
-    cache = cache_bytes(text, -(-rows // FEWEST_ROWS) * FEWEST_ROWS * columns, number)
+    cache = cache_bytes(text, buffer_rows(rows) * columns, number)
     graph_bytes = {DECODING: cache} if config.rollout_engine == "static" and cache <= most_kept else {}
     most_tokens = config.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
@@ -179,11 +198,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     if has_room and shape.processes == 1 and config.rollout_engine != "hf":
         graph_bytes[PASSES] = pass_bytes
     held |= graph_bytes
-    if config.local_rollout_forward_batch_size is None and shape.on_cpu:
-        scored = min(rows, MOST_ON_CPU)
-    elif config.local_rollout_forward_batch_size is None and shape.free is not None:
-        left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
-        scored = in_equal_parts(scored, tokens * one_layer, left, scored)
+    if config.local_rollout_forward_batch_size is None:
+        scored = scored_at_a_time(scored, scored_row, left(), on_cpu=shape.on_cpu)
     beyond_held = {
         "rollout": rollout(rows) - (rows * cache_bytes(text, tokens, number) if DECODING in held else 0),
         "scoring": scoring(max(scored, micro)),
@@ -231,7 +247,6 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         reference = AutoModelForCausalLM.from_config(shape.policy, dtype=start_dtype(config), **trusted)
         reference.requires_grad_(False)
         linear = [module for module in reference.base_model.modules() if isinstance(module, nn.Linear | Conv1D)]
-        activations = activation_bytes(reference.base_model, frozen.itemsize)
         base = reference
         if not config.use_peft:
             base = AutoModelForCausalLM.from_config(shape.policy, dtype=trained_dtype(config), **trusted)
@@ -247,6 +262,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
             nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
         freeze_critic(critic, config)
+    scoring = [layer_bytes(model, frozen.itemsize) for model in (reference, reward_model) if model is not None]
     in_four_bits = {id(module.weight) for module in linear} if config.load_in_4bit else set()
     known: set[int] = set()
     weights = {}
@@ -263,7 +279,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
     trained = [sum(p.nbytes for p in parameters) for parameters in trainable]
     moments = sum(moment_bytes(p, config) for parameters in trainable for p in parameters)
-    copied = copied_bytes(config, policy, reference.base_model)
+    copied = copied_bytes(config, policy)
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     embedding, head = cast(nn.Embedding, policy.get_input_embeddings()).weight, policy.get_output_embeddings()
     as_trained = trained_dtype(config)
@@ -277,7 +293,9 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         copied=copied,
         kept=kept,
         exported=exported,
-        activations=activations,
+        activations=kept_activations(policy, critic, frozen.itemsize),
+        layer=scoring[0],
+        scored_layer=max(scoring),
         embedding=embedding.nbytes if embedding.requires_grad else 0,
         is_tied=getattr(head, "weight", None) is embedding,
     )

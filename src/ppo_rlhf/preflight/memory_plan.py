@@ -20,7 +20,7 @@ from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.directories import is_adapter, why_unreadable
-from ppo_rlhf.models.free_memory import available_memory
+from ppo_rlhf.models.free_memory import available_memory, process_share
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.build import check_device
@@ -56,8 +56,8 @@ class Planned:
 
     @property
     def share(self) -> int:
-        """Free bytes for one process. All processes share the host's memory; each GPU belongs to one process."""
-        return self.free // self.shape.processes if self.shape.on_cpu else self.free
+        """Free bytes for one process."""
+        return process_share(self.free, on_cpu=self.shape.on_cpu, processes=self.shape.processes)
 
     @property
     def waiting(self) -> int:
@@ -97,6 +97,7 @@ def plan(
     free = round(memory_gib * 2**30) if memory_gib else free
     lengths = [prompt_length] if prompt_length else _prompt_lengths(run, policy, config)
     policy_config, on_cpu, count = _model_config(policy), device.type == "cpu", processes or process_count()
+    share = process_share(free, on_cpu=on_cpu, processes=count)
     shape = memory.RunShape(
         policy=policy_config,
         prompt_length=max(lengths),
@@ -105,7 +106,7 @@ def plan(
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
         processes=count,
         trust_remote_code=policy.trust_remote_code,
-        free=free // count - memory.PROCESS_BYTES if on_cpu else free,
+        free=share - memory.PROCESS_BYTES if on_cpu else share,
         card=round(memory_gib * 2**30) if memory_gib else card_bytes(device),
     )
     return Planned(
