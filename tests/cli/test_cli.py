@@ -16,6 +16,7 @@ from pathlib import Path
 import mlflow
 import pytest
 from click.testing import CliRunner, Result
+from kedro.framework.cli.cli import KedroCLI
 from kedro.framework.cli.project import run as kedro_run
 from kedro.io import DatasetError
 from kedro.validation import ParameterValidationError
@@ -60,6 +61,12 @@ def test_run_is_kedros_own_command_except_for_the_default_runner():
     ours, theirs = ({option.name: option.default for option in command.params} for command in (run, kedro_run))
     assert ours == theirs | {"runner": "ppo_rlhf.runner.LoopRunner"}
     assert cli.commands["run"] is run
+
+
+def test_help_lists_run_once(toy_project: Path):
+    listed = CliRunner().invoke(KedroCLI(toy_project), ["--help"], standalone_mode=False)
+    assert listed.stdout.count("\n  run ") == 1, listed.output
+    assert "\n  registry " in listed.stdout  # beside Kedro's other commands
 
 
 @pytest.mark.slow

@@ -218,7 +218,8 @@ def _read(policy: PretrainedHandle) -> _Record | None:
         settings, given = dict(record["ppo"]), dict(record[TEMPLATE])
         processes = max(1, int(record.get("processes", 1)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{policy.source}: its {RECORD} is damaged ({in_one_line(error)}); copy it again") from error
+        fix = "copy it again from the policy that was trained, or delete it: the settings of conf then apply"
+        raise ModelError(f"{policy.source}: its {RECORD} is damaged ({in_one_line(error)}); {fix}") from error
     generation = policy.generation_config()
     sampling = {name: getattr(generation, name, None) for name in IN_GENERATION_CONFIG}
     sampling[_most_tokens(settings)] = generation.max_new_tokens

@@ -88,6 +88,7 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
 
 
 run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default `__default__`.")
+kedro_run.hidden = True  # `kedro --help` lists Kedro's commands beside the project's, and this `run` replaces Kedro's
 for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
 # Kedro's catalog commands read the parameters too, so they raise the same errors for wrong settings

@@ -18,9 +18,7 @@ def check_shape(where: str, dimensions: str | None, **tensors: Tensor) -> None:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     name, first = next(iter(shapes.items()))
     if dimensions is not None and len(first) != len(dimensions):
-        axes = ", ".join(dimensions)
-        fix = "Add or drop the missing or extra axis."
-        raise ShapeError(f"{where}: {name} has shape {first}; it must be [{axes}]. {fix}")
+        raise ShapeError(f"{where}: {name} has shape {first}; it must be [{', '.join(dimensions)}].")
     if any(shape != first for shape in shapes.values()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ShapeError(f"{where}: got {listed}; all must have the same shape. Cut or pad them to one shape first.")
