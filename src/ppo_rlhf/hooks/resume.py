@@ -165,7 +165,7 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
 def find_resumption(
     requested: str, named: Named | None, this: RunDescription, root: Path, experiment_id: str
 ) -> Resumption | None:
-    """Return the run to resume, with its directory locked; log a new run and return None. Nothing is written.
+    """Return the run to resume, with its directory locked; log a new run and return None. Only the lock is written.
 
     `named` is None for `resume=latest`. `resume=latest` resumes the experiment's newest unfinished run that no process
     is training and that has the pipeline, environment, machine, settings and data of `this`. An earlier run with
