@@ -16,7 +16,7 @@ from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.precision import trained_dtype
-from ppo_rlhf.ppo.rollouts import Rollouts
+from ppo_rlhf.ppo.rollouts import Rollouts, plan_update
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
@@ -73,9 +73,12 @@ def learn_from(
 ) -> dict[str, float]:
     """Complete an iteration from its experience on, as `loop.learn` does, and return its metrics.
 
-    `reference` is needed only if the loss has the KL over the vocabulary.
+    `reference` is needed only if the loss has the KL over the vocabulary. The rollouts may be those of another run.
     """
-    steps = loop.optimise_policy(state, experience, cast(PreTrainedModel, reference))
+    rollouts, policy = experience.rollouts, cast(PreTrainedModel, reference)
+    if state.plan is None or state.plan.responses is not rollouts.responses:
+        state.plan = plan_update(state, policy, rollouts.prompts, rollouts.responses)
+    steps = loop.optimise_policy(state, experience, policy)
     metrics = loop.iteration_metrics(state, experience, steps)
     state.advance(experience.scores, metrics)
     return metrics

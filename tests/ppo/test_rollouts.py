@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.randomness import episode_prompts
-from ppo_rlhf.ppo.rollouts import inputs_that_train
+from ppo_rlhf.ppo.rollouts import sequences
 from ppo_rlhf.rewards.scorers import ModelScorer, check_room
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_tokenizer
@@ -171,7 +171,7 @@ def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
     rollouts = run.rollouts()
     rows = [int(i) for i in rollouts.responses.lengths.argsort()[:2]]
     given = rollouts.prompts.prompt_ids, rollouts.responses, [rows]
-    (batch,) = inputs_that_train(run.state, *given, common_shapes=False)
+    (batch,) = sequences(*given, run.state.sampling.pad_token_id, fill=False)
     lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.responses.lengths[i])) for i in rows]
     assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
     assert batch.shape == (2, max(response for _, response in lengths))

@@ -11,9 +11,10 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core import randomness
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
-from ppo_rlhf.ppo import rollouts, update
+from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
+from ppo_rlhf.ppo.rollouts import UpdatePlan
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 from tests.ppo_runs import MEASURED, learn_from, with_responses
@@ -159,9 +160,9 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     visited = []
     original = update._micro_batches
 
-    def spy(experience, epoch, inputs):
-        visited.append(own_micro_batches(epoch))
-        return original(experience, epoch, inputs)
+    def spy(experience, plan, epoch):
+        visited.append(own_micro_batches(plan.epochs[epoch]))
+        return original(experience, plan, epoch)
 
     monkeypatch.setattr(update, "_micro_batches", spy)
     learn_from(run.state, experience)
@@ -171,15 +172,12 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
 
 def test_an_epochs_inputs_are_made_once_and_the_first_ones_before_the_update(make_run, monkeypatch):
     run, made = make_run(num_ppo_epochs=3, num_mini_batches=2), []
-    for module in (rollouts, update):
-
-        def counting(*args, name=module.__name__, make=module.inputs_that_train, **options):
-            made.append(name)
-            return make(*args, **options)
-
-        monkeypatch.setattr(module, "inputs_that_train", counting)
-    run.iteration()
-    assert made == [rollouts.__name__, update.__name__, update.__name__]
+    inputs = UpdatePlan.inputs
+    monkeypatch.setattr(UpdatePlan, "inputs", lambda plan, epoch: (made.append(epoch), inputs(plan, epoch))[1])
+    experience = run.before_update()[-1]
+    assert made == [0]
+    learn_from(run.state, experience)
+    assert made == [0, 1, 2]
 
 
 def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step(make_run, monkeypatch):

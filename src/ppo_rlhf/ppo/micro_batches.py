@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -262,7 +263,7 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
     if state.micro_batch_tokens is None and follows_memory(config, device):
         free = free_bytes(device)
         update = _update_bytes(state, prompt_length + config.response_length)
-        state.micro_batch_tokens = min(from_all(update.tokens_in(free - _missing_moments(state))))
+        state.micro_batch_tokens = min(from_all(update.tokens_in(free - _missing_moments(state.optimizers, config))))
         if is_main_process():
             log.info(
                 "A micro-batch has at most %d responses and at most %d tokens, prompts included, since %.1f GiB are "
@@ -276,7 +277,7 @@ def token_budget(state: TrainingState, prompt_length: int) -> int | None:
 
 
 def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
-    config, trained = state.config, sum(p.nbytes for p in _trained(state))
+    config, trained = state.config, sum(p.nbytes for p in _trained(state.optimizers))
     exchanged = process_count() > 1 and not shards_models()
     return update_bytes(
         config,
@@ -290,14 +291,14 @@ def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
     )
 
 
-def _missing_moments(state: TrainingState) -> int:
+def _missing_moments(optimizers: list[Optimizer], config: PPOConfig) -> int:
     """Return the bytes of AdamW's moments that the first optimiser step will allocate; 0 if the moments exist."""
-    if any(optimizer.state for optimizer in state.optimizers):
+    if any(optimizer.state for optimizer in optimizers):
         return 0
-    return sum(moment_bytes(parameter, state.config) for parameter in _trained(state))
+    return sum(moment_bytes(parameter, config) for parameter in _trained(optimizers))
 
 
-def _trained(state: TrainingState) -> list[Tensor]:
+def _trained(optimizers: list[Optimizer]) -> list[Tensor]:
     """Return this process's shard of each parameter that trains."""
-    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [local_shard(parameter) for group in groups for parameter in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,30 +91,41 @@ class Rollouts:
 class UpdatePlan:
     """How an iteration's update cuts its responses. Rollouts and update share the plan, which the state keeps."""
 
+    prompts: PromptDataset  # one for each response
     responses: Responses  # the responses that are cut
     epochs: Epochs  # the minibatches of each epoch
+    pad_token_id: int
     common_shapes: bool  # whether the passes of policy and critic have shapes that CUDA graphs can replay
-    # The inputs of this process's micro-batches of the first epoch, on the CPU: before the update they give
-    # log-probabilities and values, and the update repeats the same passes
-    first_inputs: list[SequenceBatch]
+    fill: bool  # whether packed token rows are padded to a few common sizes (`precision.fills_rows`)
+
+    @cached_property
+    def first_inputs(self) -> list[SequenceBatch]:
+        """The inputs of this process's micro-batches of the first epoch, on the CPU.
+
+        Before the update they give log-probabilities and values, and the update repeats the same passes.
+        """
+        return self.inputs(0)
+
+    def inputs(self, epoch: int) -> list[SequenceBatch]:
+        """Make the inputs of policy and critic of this process's micro-batches of an epoch, counted from 0."""
+        groups = own_micro_batches(self.epochs[epoch])
+        fill = self.fill and not self.common_shapes
+        batches = sequences(self.prompts.prompt_ids, self.responses, groups, self.pad_token_id, fill=fill)
+        columns = self.responses.response_ids.shape[1]
+        return [in_common_shapes(batch, columns) for batch in batches] if self.common_shapes else batches
 
 
 def plan_update(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
 ) -> UpdatePlan:
-    """Return the state's plan of the update on these responses; make it if the state has none."""
-    if state.plan is not None and state.plan.responses is responses:
-        return state.plan
+    """Return the plan of the next update, on these responses."""
     config, lengths = state.config, (prompts.lengths, responses.lengths.tolist())
     most_tokens = token_budget(state, max(prompts.lengths))
     epochs = cut_batch(config, state.iteration + 1, *lengths, most_tokens, padded=state.computes_padding)
     reads_batches = frozen_dtype(config).itemsize == 2 or config.kl_estimator == "full"
     common_shapes = captures_update(state, reference_policy if reads_batches else None)
-    inputs = inputs_that_train(
-        state, prompts.prompt_ids, responses, own_micro_batches(epochs[0]), common_shapes=common_shapes
-    )
-    state.plan = UpdatePlan(responses, epochs, common_shapes, inputs)
-    return state.plan
+    fill = fills_rows(config, state.device)
+    return UpdatePlan(prompts, responses, epochs, state.sampling.pad_token_id, common_shapes, fill)
 
 
 def measure(
@@ -125,7 +137,7 @@ def measure(
     """
     config = state.config
     with state.clock.timed(LOGPROBS), deterministic(config):
-        plan = plan_update(state, reference_policy, prompts, responses)
+        plan = state.plan = plan_update(state, reference_policy, prompts, responses)
         reference = reference_policy if config.kl_estimator == "full" else None
         if frozen_dtype(config).itemsize == 2:
             reference_logprobs = reference_passes(state, reference_policy, plan, responses.mask)
@@ -229,21 +241,6 @@ def sequences(
     ]
 
 
-def inputs_that_train(
-    state: TrainingState,
-    prompt_ids: list[list[int]],
-    responses: Responses,
-    groups: list[list[int]],
-    *,
-    common_shapes: bool,
-) -> list[SequenceBatch]:
-    """Return each group of rows as inputs of policy and critic on the CPU, with equal shapes in rollouts and update."""
-    fill = fills_rows(state.config, state.device) and not common_shapes
-    batches = sequences(prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
-    columns = responses.response_ids.shape[1]
-    return [in_common_shapes(batch, columns) for batch in batches] if common_shapes else batches
-
-
 def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
     """Return whether an update runs as CUDA graphs; log the reason if CUDA graphs are switched on but cannot be used.
 
@@ -273,10 +270,11 @@ def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: Upd
     adds up in another order: by 0.04 nats a token in a model of 135 M parameters. In equal batches equal models give
     equal bits.
     """
-    with torch.no_grad(), on_device(reference, state.device), autocast(state.config, state.device):
-        batches = to_device(plan.first_inputs, state.device)
-        results = [_logprobs(reference, batch, state.config.temperature) for batch in batches]
-    return torch.where(mask, _gathered(state, plan.epochs, results, mask.shape[1]), 0.0)
+    config, device = state.config, state.device
+    with torch.no_grad(), on_device(reference, device), autocast(config, device):
+        batches = to_device(plan.first_inputs, device)
+        results = [_logprobs(reference, batch, config.temperature) for batch in batches]
+    return torch.where(mask, _gathered(plan.epochs, results, mask.shape[1], state.statistics_dtype), 0.0)
 
 
 def policy_passes(
@@ -287,22 +285,24 @@ def policy_passes(
     The first epoch of the update repeats the same forward passes. Shapes and units are the same as in `Rollouts`. KL is
     None without a reference policy; values are None unless policy and critic share a trunk.
     """
-    forward, width = PolicyForward(state.policy, state.critic, state.config.temperature), mask.shape[1]
-    reference_on_device = nullcontext() if reference is None else on_device(reference, state.device)
+    config, device = state.config, state.device
+    forward, width = PolicyForward(state.policy, state.critic, config.temperature), mask.shape[1]
+    reference_on_device = nullcontext() if reference is None else on_device(reference, device)
     outputs: list[PolicyOutput] = []
     with (
         torch.no_grad(),
-        on_device(forward, state.device),
+        on_device(forward, device),
         reference_on_device,
         # One autocast context around all passes, so that autocast casts each weight only once
-        autocast(state.config, state.device),
-        copied_weights(state.policy, captured_by(state.config, state.captures)),
+        autocast(config, device),
+        copied_weights(state.policy, captured_by(config, state.captures)),
     ):
-        for batch in to_device(plan.first_inputs, state.device):
+        for batch in to_device(plan.first_inputs, device):
             outputs.append(forward(batch, with_entropy=True, reference=reference))
 
     def gathered(name: str, columns: int) -> Tensor:
-        return _gathered(state, plan.epochs, [getattr(output, name) for output in outputs], columns)
+        results = [getattr(output, name) for output in outputs]
+        return _gathered(plan.epochs, results, columns, state.statistics_dtype)
 
     return (
         torch.where(mask, gathered("logprobs", width), 0.0),
@@ -317,24 +317,24 @@ def critic_values(state: TrainingState, plan: UpdatePlan) -> Tensor:
 
     The first epoch of the update repeats the critic's forward passes.
     """
-    forward = CriticForward(state.critic)
+    forward, config, device = CriticForward(state.critic), state.config, state.device
     with (
         state.clock.timed(VALUES),
         torch.no_grad(),
-        on_device(forward, state.device),
-        deterministic(state.config),
+        on_device(forward, device),
+        deterministic(config),
         # One autocast context around all passes, so that autocast casts each weight only once
-        autocast(state.config, state.device),
+        autocast(config, device),
     ):
-        values = [forward(batch) for batch in to_device(plan.first_inputs, state.device)]
-        return _gathered(state, plan.epochs, values, state.config.response_length + 1)
+        values = [forward(batch) for batch in to_device(plan.first_inputs, device)]
+        return _gathered(plan.epochs, values, config.response_length + 1, state.statistics_dtype)
 
 
-def _gathered(state: TrainingState, epochs: Epochs, results: list[Tensor], width: int) -> Tensor:
+def _gathered(epochs: Epochs, results: list[Tensor], width: int, dtype: torch.dtype) -> Tensor:
     """Gather a table `[B, width]` on the CPU from all processes.
 
     `results` holds this process's results, one tensor for each of the process's micro-batches of the first epoch.
     """
     shards = first_shards(epochs)
-    local = filled_rows(sum(map(len, shards)), width, own_micro_batches(epochs[0]), results, state.statistics_dtype)
+    local = filled_rows(sum(map(len, shards)), width, own_micro_batches(epochs[0]), results, dtype)
     return gather_dealt(local[shards[own_rank()]], shards)

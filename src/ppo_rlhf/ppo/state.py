@@ -128,7 +128,7 @@ class TrainingState:
     component_moments: dict[str, RunningMoments] = field(default_factory=dict)
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
-    plan: UpdatePlan | None = None  # how the current iteration's update cuts its responses
+    plan: UpdatePlan | None = None  # how the current iteration's update cuts its responses; `ppo.rollouts` makes it
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
     # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None

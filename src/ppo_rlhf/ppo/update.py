@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.micro_batches import Minibatch, own_micro_batches
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
-from ppo_rlhf.ppo.rollouts import UpdatePlan, inputs_that_train, plan_update
+from ppo_rlhf.ppo.rollouts import UpdatePlan
 from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState
 from ppo_rlhf.runtime.processes import shards_models, together
@@ -53,7 +52,7 @@ EARLY_STOP_FACTOR = 1.5
 
 
 def optimise_policy(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> list[StepSums]:
-    """Run all epochs of one iteration's update, and return the statistics of every optimiser step.
+    """Take one optimiser step for each minibatch of each epoch, and return the statistics of every step.
 
     The update does not complete the iteration: `TrainingState.advance` does. The reference policy runs again in each
     optimiser step if the loss has the KL over the whole vocabulary.
@@ -62,57 +61,38 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
         DivergenceError: The rollouts' KL exceeds `kl_stop` (no weight was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
     """
-    config, iteration = state.config, experience.rollouts.iteration
+    config, rollouts = state.config, experience.rollouts
     state.check_whole()
     state.meet()
-    _check_kl(float(experience.rollouts.kl.sum(-1).mean()), iteration, config)
-    set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
-    _drop_gradients(state)  # drop gradients that an interrupted update has left in the weights
+    _check_kl(float(rollouts.kl.sum(-1).mean()), rollouts.iteration, config)
+    set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, rollouts.iteration)
+    _drop_gradients(state.optimizers)  # drop gradients that an interrupted update has left in the weights
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
-    rollouts = experience.rollouts
-    with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
-        plan = plan_update(state, reference_policy, rollouts.prompts, rollouts.responses)
-        return run_epochs(state, experience, plan, reference)
-
-
-def run_epochs(state: TrainingState, experience: Experience, plan: UpdatePlan, reference: Reference) -> list[StepSums]:
-    """Take one optimiser step for each minibatch of each epoch, and return the statistics of every step."""
-    config = state.config
-    if not bool(experience.mask.any()):
-        log.warning(
-            "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves no token to train "
-            "on: raise %s.",
-            experience.rollouts.iteration,
-            "ppo.turn_length and ppo.response_length" if config.environment else "ppo.response_length",
-        )
     steps: list[StepSums] = []
-    passes = None
-    if plan.common_shapes:
-        passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers)
-    epoch_micro_batches = _micro_batches(experience, plan.epochs[0], plan.first_inputs)
-    for epoch, next_epoch in zip_longest(plan.epochs, plan.epochs[1:]):
-        # Copy all micro-batches of the epoch to the device in one transfer
-        on_device = iter(to_device(epoch_micro_batches, state.device))
-        for minibatch in epoch:
-            micro_batches = [next(on_device) for _ in minibatch.micro_batches]
-            step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
-            steps.append(step)
-            # Prepare the next epoch's micro-batches while the device works, before the next device sync
-            if minibatch is epoch[-1] and next_epoch is not None:
-                prompt_ids, responses = experience.rollouts.prompts.prompt_ids, experience.rollouts.responses
-                inputs = inputs_that_train(
-                    state, prompt_ids, responses, own_micro_batches(next_epoch), common_shapes=plan.common_shapes
-                )
-                epoch_micro_batches = _micro_batches(experience, next_epoch, inputs)
-            state.updating = True
-            if config.target_kl is not None:
-                (over_processes,) = add_over_processes([step])
-                if over_processes.mean("approxkl") > EARLY_STOP_FACTOR * config.target_kl:
-                    _drop_gradients(state)
+    with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
+        plan = state.plan
+        assert plan is not None  # `measure` made the plan with these rollouts
+        assert plan.responses is rollouts.responses
+        _warn_of_no_tokens(experience)
+        passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers) if plan.common_shapes else None
+        epoch_micro_batches = _micro_batches(experience, plan, 0)
+        for number, epoch in enumerate(plan.epochs, 1):
+            # Copy all micro-batches of the epoch to the device in one transfer
+            on_device = iter(to_device(epoch_micro_batches, state.device))
+            for minibatch in epoch:
+                micro_batches = [next(on_device) for _ in minibatch.micro_batches]
+                step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
+                steps.append(step)
+                # Prepare the next epoch's micro-batches while the device works, before the next device sync
+                if minibatch is epoch[-1] and number < len(plan.epochs):
+                    epoch_micro_batches = _micro_batches(experience, plan, number)
+                state.updating = True
+                if _exceeds_target_kl(step, config):
+                    _drop_gradients(state.optimizers)
                     state.early_stops += 1
                     return add_over_processes(steps)
-            take_step(state, step)
-    return add_over_processes(steps)
+                take_step(state, step)
+        return add_over_processes(steps)
 
 
 @dataclass(frozen=True)
@@ -136,9 +116,10 @@ class MicroBatch:
     positive: Tensor | None = None
 
 
-def _micro_batches(experience: Experience, epoch: list[Minibatch], inputs: list[SequenceBatch]) -> list[MicroBatch]:
-    """Return all micro-batches of an epoch, on the CPU."""
+def _micro_batches(experience: Experience, plan: UpdatePlan, epoch: int) -> list[MicroBatch]:
+    """Return all micro-batches of an epoch, counted from 0, on the CPU."""
     rollouts, mask = experience.rollouts, experience.mask
+    groups, inputs = own_micro_batches(plan.epochs[epoch]), plan.inputs(epoch) if epoch else plan.first_inputs
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -150,7 +131,7 @@ def _micro_batches(experience: Experience, epoch: list[Minibatch], inputs: list[
     )
     return [
         MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch in zip(own_micro_batches(epoch), inputs, strict=True)
+        for rows, batch in zip(groups, inputs, strict=True)
     ]
 
 
@@ -190,23 +171,22 @@ def compute_gradients(
     the minibatch begins again without CUDA graphs. Returns the losses and token sums of this process's micro-batches,
     and the number of tokens that the losses count in the whole minibatch.
     """
-    config = state.config
-    learns = experience.rollouts.iteration > config.critic_warmup_iterations
+    config, aggregation = state.config, state.config.loss_aggregation
     # Mask of the minibatch's rows of all processes
-    whole_mask, aggregation = experience.mask[minibatch.rows], config.loss_aggregation
+    mask = experience.mask[minibatch.rows]
     count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
     positives = 0.0 if experience.positive is None else float(count(experience.positive[minibatch.rows]))
-    factors = Factors(float(count(whole_mask)), positives, state.kl_controller.kl_coef)
+    factors = Factors(float(count(mask)), positives, state.kl_controller.kl_coef)
+    learns = experience.rollouts.iteration > config.critic_warmup_iterations
     kind = Kind(learns, minibatch.with_policy, reference)
+    step = StepSums(tokens=int(mask.sum()), with_policy=minibatch.with_policy)
+    scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
 
-    def accumulate(passes: CapturedPasses | None) -> StepSums:
-        step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
-        scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
+    def compute(inputs: Inputs) -> Tensor:
+        micro_batch, numbers = inputs
+        return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
 
-        def compute(inputs: Inputs) -> Tensor:
-            micro_batch, numbers = inputs
-            return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
-
+    try:
         for micro_batch in micro_batches:
             with synchronised(state, is_last=micro_batch is micro_batches[-1]):
                 if passes is None:
@@ -215,16 +195,13 @@ def compute_gradients(
                     terms = passes.run(kind, (micro_batch, scalars), compute)
             step.add(terms, micro_batch.tokens)
         return step
-
-    try:
-        return accumulate(passes)
     except torch.OutOfMemoryError as error:
         if passes is None or not state.captures.serves(UPDATE_GRAPHS):
             raise
         why = in_one_line(error)  # the exception itself would keep the tensors of its stack frames alive
     passes.give_up(why)
-    _drop_gradients(state)
-    return accumulate(None)
+    _drop_gradients(state.optimizers)
+    return compute_gradients(state, experience, minibatch, micro_batches, reference)
 
 
 def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, factors: Factors) -> Tensor:
@@ -240,7 +217,24 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
             output = state.policy_forward(
                 micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
             )
-        policy_terms = _policy_loss(output.logprobs, micro_batch, factors.denominator, config)
+        compared = output.logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
+        if config.importance_low is not None and config.importance_high is not None:
+            policy_terms = masked_policy_loss(
+                *compared,
+                low=config.importance_low,
+                high=config.importance_high,
+                loss_aggregation=aggregation,
+                denominator=factors.denominator,
+            )
+        else:
+            policy_terms = clipped_policy_loss(
+                *compared,
+                cliprange=config.cliprange,
+                cliprange_high=config.cliprange_high,
+                dual_clip=config.dual_clip,
+                loss_aggregation=aggregation,
+                denominator=factors.denominator,
+            )
         policy_loss = policy_terms.loss
         if config.kl_in == "loss":
             estimate = output.kl
@@ -255,7 +249,7 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
             nll = aggregate_loss(-output.logprobs, micro_batch.positive, aggregation, factors.positives)
             policy_loss = policy_loss + config.positive_coef * nll
         if kind.learns and not state.shares_trunk:
-            _backward(state, policy_loss)
+            _backward(policy_loss, accelerator.scaler)
         values = output.values
     if state.critic_forward is not None:
         with accelerator.autocast():
@@ -272,41 +266,17 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
     loss = config.vf_coef * value_terms.loss
     if kind.learns and state.shares_trunk:
         loss = loss + policy_loss
-    _backward(state, loss)
+    _backward(loss, accelerator.scaler)
     losses = policy_terms.loss, value_terms.loss, kl, entropy, nll
     means = policy_terms.approxkl, policy_terms.clipfrac, value_terms.clipfrac, policy_terms.ratio
     return torch.stack([number.detach() for number in (*losses, *means)])
 
 
-def _policy_loss(
-    logprobs: Tensor, micro_batch: MicroBatch, denominator: float | Tensor, config: PPOConfig
-) -> PolicyLoss:
-    """Return PPO's clipped loss, or SAO's masked loss if `ppo.importance_low` is set."""
-    inputs = logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
-    if config.importance_low is not None and config.importance_high is not None:
-        return masked_policy_loss(
-            *inputs,
-            low=config.importance_low,
-            high=config.importance_high,
-            loss_aggregation=config.loss_aggregation,
-            denominator=denominator,
-        )
-    return clipped_policy_loss(
-        *inputs,
-        cliprange=config.cliprange,
-        cliprange_high=config.cliprange_high,
-        dual_clip=config.dual_clip,
-        loss_aggregation=config.loss_aggregation,
-        denominator=denominator,
-    )
-
-
-def _backward(state: TrainingState, loss: Tensor) -> None:
+def _backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
     """Accumulate the gradients of a loss.
 
     accelerate's `backward` is not used, because it would spend four kernels on dividing the loss by 1.
     """
-    scaler = state.accelerator.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
@@ -351,7 +321,7 @@ def take_step(state: TrainingState, step: StepSums) -> None:
         _skip_step(state, " and ".join(non_finite))
     if scaler is not None:
         scaler.update()
-    _drop_gradients(state)
+    _drop_gradients(state.optimizers)
 
 
 def _skip_step(state: TrainingState, culprits: str) -> None:
@@ -406,8 +376,27 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
     )
 
 
-def _drop_gradients(state: TrainingState) -> None:
-    for optimizer in state.optimizers:
+def _warn_of_no_tokens(experience: Experience) -> None:
+    """Log a warning if the losses count no token of the batch."""
+    if not bool(experience.mask.any()):
+        log.warning(
+            "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves no token to train "
+            "on: raise %s.",
+            experience.rollouts.iteration,
+            "ppo.turn_length and ppo.response_length" if experience.config.environment else "ppo.response_length",
+        )
+
+
+def _exceeds_target_kl(step: StepSums, config: PPOConfig) -> bool:
+    """Return whether the update ends before this step, because the policy has moved too far (`ppo.target_kl`)."""
+    if config.target_kl is None:
+        return False
+    (over_processes,) = add_over_processes([step])
+    return over_processes.mean("approxkl") > EARLY_STOP_FACTOR * config.target_kl
+
+
+def _drop_gradients(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
 
 
