@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.experience import Experience, learning_mask
 from tests.ppo_runs import learn_from
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
@@ -29,7 +29,7 @@ def freeze(run) -> list[dict[str, torch.Tensor]]:
 
 def with_settings_of(run, experience: Experience) -> Experience:
     """Return the experience with the settings of `run`, whose update cuts it anew."""
-    return dataclasses.replace(experience, config=run.config)
+    return dataclasses.replace(experience, mask=learning_mask(experience.rollouts, run.config), config=run.config)
 
 
 def moved_on(experience: Experience) -> Experience:

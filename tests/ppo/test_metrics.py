@@ -70,7 +70,7 @@ def experience(make_rollouts):
     components = {"model": torch.tensor([1.0, 2.0, 3.0, 4.0]), "shape": torch.tensor([0.0, -1.0, 0.0, -1.0])}
     scores = Scores(torch.tensor(SCORES, dtype=torch.float64), components)
     # These tensors have 0 in padding, which sums over a response rely on.
-    return Experience(rollouts, scores, *map(zero_padded, (REWARDS, RETURNS, RETURNS)), PPOConfig())
+    return Experience(rollouts, scores, *map(zero_padded, (REWARDS, RETURNS, RETURNS)), rollouts.mask, PPOConfig())
 
 
 def step(*values: float) -> StepSums:
@@ -236,7 +236,7 @@ def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience,
 def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     rollouts = make_rollouts([2], [True], 2)
     zeros = torch.zeros(1, 2)
-    experience = Experience(rollouts, Scores(torch.tensor([3.0]), {}), zeros, zeros, zeros, PPOConfig())
+    experience = Experience(rollouts, Scores(torch.tensor([3.0]), {}), zeros, zeros, zeros, rollouts.mask, PPOConfig())
     metrics = iteration_metrics(state_after(1, 1, 0, kl_estimator="k1"), experience, STEPS[:1])
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
-from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
+from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on, with_settings_of
 from tests.ppo_runs import build_model, learn_from, with_responses
 
 NAN = float("nan")
@@ -344,7 +344,7 @@ def test_a_minibatch_of_only_cut_off_responses_is_no_step_and_a_batch_of_them_is
     rollouts = with_responses(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with caplog.at_level(logging.WARNING):
-        metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
+        metrics = learn_from(run.state, with_settings_of(run, dataclasses.replace(experience, rollouts=rollouts)))
     assert all(
         same_tensors(*pair) for pair in zip(before, map(snapshot, (run.state.policy, run.state.critic)), strict=True)
     )
@@ -362,7 +362,7 @@ def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(mak
     terminated = torch.zeros(12, dtype=torch.bool)
     terminated[[2, 7]] = True
     rollouts = with_responses(experience.rollouts, terminated=terminated)
-    metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
+    metrics = learn_from(run.state, with_settings_of(run, dataclasses.replace(experience, rollouts=rollouts)))
     assert run.state.optimiser_steps == 2
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

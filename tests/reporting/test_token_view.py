@@ -45,7 +45,7 @@ def hand_made_experience(lengths: list[int], width: int) -> Experience:
     rollouts = replace(rollouts, old_logprobs=drawn(), reference_logprobs=drawn(), entropy=drawn())
     rollouts = replace(rollouts, values=drawn(width + 1))
     scores = Scores(torch.arange(rows).double(), {})
-    return Experience(rollouts, scores, drawn(), drawn(), drawn(), PPOConfig())
+    return Experience(rollouts, scores, drawn(), drawn(), drawn(), rollouts.mask, PPOConfig())
 
 
 class Page(HTMLParser):

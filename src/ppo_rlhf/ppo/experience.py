@@ -32,12 +32,9 @@ class Experience:
     rewards: Tensor  # [B, T], rewards after shaping
     advantages: Tensor  # [B, T], GAE advantages, whitened if `whiten_advantages` is true, 0 in padding
     returns: Tensor  # [B, T], returns that the critic learns, 0 in padding
+    # [B, T] bool, True on the tokens that the losses of policy and critic count (`learning_mask`)
+    mask: Tensor
     config: PPOConfig
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """`[B, T]` bool, True on the tokens that the losses of policy and critic count."""
-        return learning_mask(self.rollouts, self.config)
 
     @cached_property
     def positive(self) -> Tensor | None:
@@ -145,9 +142,10 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
         _, returns = estimate(config.lam_critic)
     if config.lam_alpha is not None:
         advantages, _ = estimate(core_advantages.length_adaptive_lambda(mask.sum(-1), config.lam_alpha))
+    counted = learning_mask(rollouts, config)
     if config.whiten_advantages:
-        advantages = masked_whiten(advantages, learning_mask(rollouts, config))
-    return Experience(rollouts, scores, rewards, advantages, returns, config)
+        advantages = masked_whiten(advantages, counted)
+    return Experience(rollouts, scores, rewards, advantages, returns, counted, config)
 
 
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
