@@ -49,9 +49,10 @@ def test_auto_is_bfloat16_on_a_gpu_with_instructions_for_it_and_else_float32(
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_instructions)
-    config = PPOConfig(device=device)
-    assert with_dtype(config) == PPOConfig(device=device, dtype=expected)
+    config = with_dtype(PPOConfig(device=device))
+    assert config == PPOConfig(device=device, dtype=expected)
     assert (trained_dtype(config), frozen_dtype(config)) == (torch.float32, getattr(torch, expected))
+    assert with_dtype(PPOConfig(device=device), "float64").dtype == "float64"  # as a resumed run began
     given = PPOConfig(device=device, dtype="float64")
     assert with_dtype(given) is given
 

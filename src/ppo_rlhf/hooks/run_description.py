@@ -21,6 +21,7 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
 from ppo_rlhf.runtime.names import POLICY, SET
@@ -59,11 +60,12 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
     groups = {name: parameter(catalog, name) for name in sorted(names)}
     ppo: Any = groups.get("ppo")
-    chosen_here = frozenset({DTYPE} if getattr(ppo, "dtype", None) == "auto" else ())
-    if chosen_here:
+    chosen_here = frozenset[str]()
+    if isinstance(ppo, PPOConfig):
         from ppo_rlhf.ppo.precision import with_dtype
 
         groups["ppo"] = with_dtype(ppo)
+        chosen_here = frozenset({DTYPE} if groups["ppo"] is not ppo else ())
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
     params |= _meaning_of_null(ppo)
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
@@ -180,13 +182,11 @@ def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> Non
     machine.
     """
     ppo = parameter(catalog, "ppo")
-    if getattr(ppo, "dtype", None) != "auto":
-        return
-    from ppo_rlhf.ppo.precision import with_dtype
+    if isinstance(ppo, PPOConfig):
+        from ppo_rlhf.ppo.precision import with_dtype
 
-    settled = dataclasses.replace(ppo, dtype=began_with) if began_with else with_dtype(ppo)
-    entry: Any = catalog.get(f"{PREFIX}ppo")
-    entry.save(settled)  # the dataset's own `save` writes no log line, unlike `catalog.save`
+        entry: Any = catalog.get(f"{PREFIX}ppo")
+        entry.save(with_dtype(ppo, began_with))  # the dataset's own `save` writes no log line, unlike `catalog.save`
 
 
 def flattened(group: str, values: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -38,14 +39,21 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
     return dtype
 
 
-def with_dtype(config: PPOConfig) -> PPOConfig:
-    """Return the settings with the precision that `ppo.dtype=auto` stands for on this machine."""
-    return replace(config, dtype=_dtype_name(config)) if config.dtype == "auto" else config
+def with_dtype(config: PPOConfig, auto: str | None = None) -> PPOConfig:
+    """Return the settings with the precision that `ppo.dtype=auto` stands for: `auto`, by default this machine's."""
+    name = _dtype_name(config, auto)
+    return config if name == config.dtype else replace(config, dtype=cast(Precision, name))
 
 
-def _dtype_name(config: PPOConfig) -> Precision:
+def _dtype_name(config: PPOConfig, auto: str | None = None) -> str:
+    """Return `ppo.dtype`, or what auto stands for: `auto`, by default bfloat16 on a GPU that supports it, else float32.
+
+    Only this function asks whether `ppo.dtype` is auto.
+    """
     if config.dtype != "auto":
         return config.dtype
+    if auto is not None:
+        return auto
     device = resolve_device(config.device)
     return "bfloat16" if device.type == "cuda" and has_bfloat16(device) else "float32"
 

@@ -132,7 +132,6 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ConfigError: `ppo.value_model` starts the critic from the reward model, and the run has no reward model.
         ModelError: An option does not fit the architecture.
     """
-    config = with_planned_dtype(config, shape.on_cpu)
     sizes = _sizes(config, shape)
     waiting = {"reference policy": config.offload_reference_policy, "reward model": config.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
@@ -218,11 +217,6 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         update_rows=micro,
         update_tokens=most_tokens,
     )
-
-
-def with_planned_dtype(config: PPOConfig, on_cpu: bool) -> PPOConfig:
-    """Return the settings with `ppo.dtype=auto` replaced: float32 on a CPU, bfloat16 on a GPU."""
-    return replace(config, dtype="float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config
 
 
 def _most_rollout_rows(config: PPOConfig) -> int:

@@ -91,7 +91,7 @@ def plan(
     assert config is not None
     device = torch.device("cuda") if memory_gib and "cuda" in config.device else resolve_device(config.device)
     is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-    config = memory.with_planned_dtype(config, on_cpu=False) if is_elsewhere else with_dtype(config)
+    config = with_dtype(config, "bfloat16" if is_elsewhere else None)
     check_device(config, device)
     free, on_host = available_memory(torch.device("cpu") if memory_gib else device)
     free = round(memory_gib * 2**30) if memory_gib else free
