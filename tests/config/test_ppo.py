@@ -1,5 +1,6 @@
 """PPOConfig: TRL's formulas, its defaults except for a few, and errors in plain words."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -92,6 +93,22 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
     assert (config.mini_batch_size, config.local_mini_batch_size) == (32, 8)
     assert (config.local_micro_batch_size, config.num_total_batches) == (8, 2)
+
+
+def test_the_settings_of_a_run_keep_its_number_of_processes():
+    """A run on 8 processes has legal settings that this launch, of one process, would refuse."""
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "responses_per_prompt": 8}
+    with pytest.raises(ConfigError, match=r"ppo\.responses_per_prompt=8 does not divide the batch of 1 "):
+        PPOConfig(**given, num_mini_batches=1)
+    config = PPOConfig.of_run(8, {**given, "num_mini_batches": 1})
+    assert type(config) is PPOConfig
+    for each in (config, dataclasses.replace(config, kl_coef=0.2), copy.copy(config)):
+        assert (each.world_size, each.batch_size, each.prompts_per_batch) == (8, 8, 1)
+    assert dataclasses.asdict(config).keys() == {field.name for field in dataclasses.fields(PPOConfig)}
+    with pytest.raises(ConfigError, match=r"^ppo\.world_size is not a parameter of this group"):
+        PPOConfig(world_size=8)
+    with pytest.raises(ConfigError, match=r"Did you mean `kl_coef`"):
+        PPOConfig.of_run(8, {"kl_coeff": 0.1})
 
 
 def test_a_size_that_is_computed_can_be_read_and_not_given():

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo import VLLM_FIELDS, on_processes
+from ppo_rlhf.config.ppo import VLLM_FIELDS
 from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
 from ppo_rlhf.models.loading import RECORD, PretrainedHandle
@@ -189,7 +189,7 @@ def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig
         names = ", ".join(f"ppo.{name}" for name in unknown)
         say_once(f"{policy.source}: this version does not know these recorded settings, and leaves them out: {names}")
     try:
-        own = on_processes(record.processes)(**{name: record.ppo[name] for name in known & record.ppo.keys()})
+        own = PPOConfig.of_run(record.processes, {name: record.ppo[name] for name in known & record.ppo.keys()})
     except ConfigError as error:
         say_once(
             f"{policy.source}: this version refuses the recorded settings, so the report shows those of conf: "

@@ -14,7 +14,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.ppo import on_processes
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.hooks.resume import as_last_resumed
 from ppo_rlhf.hooks.run_description import PROCESSES
@@ -96,7 +95,7 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
     given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
     values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
     try:
-        config = on_processes(int(run.data.tags.get(PROCESSES, 1)))(**values)
+        config = PPOConfig.of_run(int(run.data.tags.get(PROCESSES, 1)), values)
     except ConfigError as error:
         where = f"MLflow run {run_id} has settings that this version refuses"
         raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None

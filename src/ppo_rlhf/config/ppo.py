@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
-from dataclasses import fields
+from collections.abc import Container, Mapping
+from dataclasses import InitVar, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -430,7 +430,10 @@ class PPOConfig:
     """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
     stops."""
 
-    def __post_init__(self) -> None:
+    _processes: InitVar[int | None] = None  # no setting: `of_run` gives the number, and `replace` passes it on
+
+    def __post_init__(self, _processes: int | None) -> None:
+        object.__setattr__(self, "_processes", _processes)
         if self.rollout_engine == "vllm" and self.importance_cap is None and not self.masks_tokens:
             # Set the default in the config itself, so that MLflow and checkpoints record the value in use
             object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)
@@ -442,10 +445,15 @@ class PPOConfig:
         """Whether the policy loss masks tokens by their ratio to the sampler's probability, and clips nothing."""
         return self.importance_low is not None
 
+    @classmethod
+    def of_run(cls, processes: int, settings: Mapping[str, Any]) -> PPOConfig:
+        """Return the settings of a run on `processes` processes, which need not be this launch's number."""
+        return cls(_processes=processes, **settings)
+
     @property
     def world_size(self) -> int:
-        """Number of processes that share one batch, as the launcher set it."""
-        return process_count()
+        """Number of processes that share one batch: of the run in `of_run`, else as the launcher set it."""
+        return self._processes or process_count()  # type: ignore[attr-defined]  # set in `__post_init__`
 
     @property
     def micro_batch_size(self) -> int:
@@ -512,13 +520,6 @@ class PPOConfig:
         the policy's number of parameters, is given.
         """
         return advice.advice(self, names, parameters)
-
-
-def on_processes(count: int) -> type[PPOConfig]:
-    """Return the class of settings for a run on `count` processes: `world_size` is `count`, not this launch's
-    number.
-    """
-    return PPOConfig if count == process_count() else type("PPOConfig", (PPOConfig,), {"world_size": count})
 
 
 MODEL_PATHS = names_in_group(PPOConfig, "model_path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -41,12 +42,13 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
         checked: Any = pydantic_dataclass(frozen=True, config=rules)(cls)
         _document(checked)
         validate, known = checked.__init__, [field.name for field in fields(checked)]
+        accepted = inspect.signature(checked).parameters  # the settings, and what is no setting (`InitVar`)
 
         @functools.wraps(validate)
         def check_and_init(self: Any, *args: Any, **values: Any) -> None:
-            problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
+            problems = [_unknown(group, name, known, elsewhere) for name in values if name not in accepted]
             try:
-                validate(self, *args, **{name: value for name, value in values.items() if name in known})
+                validate(self, *args, **{name: value for name, value in values.items() if name in accepted})
                 problems += [  # refuse a Boolean for a number here, because pydantic would convert True to 1
                     f"{group}.{name}={value}: input should be a number"
                     for name, value in values.items()
