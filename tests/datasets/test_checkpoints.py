@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
+from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.checkpoints.evaluations import RANKED_BY, add_evaluation, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
@@ -16,6 +17,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
+from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.ppo.state import TrainingState
 
 
@@ -167,11 +169,12 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
 
 
-def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch):
-    """Outside a run the log read as empty, though its file was there."""
+@pytest.mark.parametrize("active", [None, SimpleNamespace(info=SimpleNamespace(run_id="of the notebook"))])
+def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch, active):
+    """Outside a run the log read as empty, though its file was there; then so in a notebook with a run of its own."""
     log = EvaluationLogDataset(str(tmp_path))
     log.save(evaluation(10, 0.1))
-    monkeypatch.setattr("mlflow.active_run", lambda: None)
+    monkeypatch.setattr("mlflow.active_run", lambda: active)
     assert EvaluationLogDataset(str(tmp_path / "run")).load() == log.load() == [evaluation(10, 0.1)]
     assert log.exists()
     (tmp_path / "other").mkdir()
@@ -179,6 +182,16 @@ def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="give the directory of one: other, run"):
         log.load()
     assert EvaluationLogDataset(str(tmp_path / "other")).load() == [evaluation(20, 0.2)]
+
+
+def test_a_run_reads_no_evaluations_of_other_runs(tmp_path, monkeypatch):
+    """An untracked run has no directory before its first checkpoint, and read the evaluations of the only other run."""
+    monkeypatch.setattr("mlflow.active_run", lambda: None)
+    (tmp_path / "other").mkdir()
+    add_evaluation(tmp_path / "other", evaluation(20, 0.2))
+    pipeline = Pipeline([Node(lambda rows: rows, "evaluation_metrics", "rows", name="n")])
+    catalog = RunCatalog(DataCatalog({"evaluation_metrics": EvaluationLogDataset(str(tmp_path))}), pipeline)
+    assert catalog.load("evaluation_metrics") == []
 
 
 @pytest.mark.parametrize("content", ["{}", "3", "[1]", "[{}]", '[{"iteration": 1}]', "[" * 100_000])

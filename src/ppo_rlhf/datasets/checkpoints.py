@@ -21,12 +21,18 @@ Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")
 
 
-class _RunDataset(AbstractDataset[Saved, Loaded]):
+class RunDataset(AbstractDataset[Saved, Loaded]):
     """A dataset whose `filepath` is the directory with the checkpoints of all runs."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         self.root = Path(filepath)
+        self.folder: Path | None = None  # the directory of the run that has the dataset, which `RunCatalog` sets
         self.metadata = metadata
+
+    @property
+    def written(self) -> Path:
+        """The directory that a run writes to."""
+        return self.folder or run_directory(self.root)
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": str(self.root)}
@@ -38,7 +44,7 @@ def most_checkpoints(config: PPOConfig, iterations: int) -> int:
     return min(config.save_total_limit + 1, at_intervals if config.save_interval_minutes is None else iterations) + 1
 
 
-class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
+class CheckpointDataset(RunDataset[TrainingState, NoReturn]):
     """Writes the checkpoints `<filepath>/<MLflow run id>/iteration_NNNNNN/`, and keeps the newest and the best.
 
     The catalog entry `checkpoint` cannot be loaded; the catalog entry `resume_checkpoint` reads checkpoints. Example:
@@ -53,7 +59,7 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
     def save(self, data: TrainingState) -> None:
         """Write a checkpoint if a checkpoint is due, then delete all checkpoints except the newest and the best."""
         if data.checkpoint_due:
-            directory = run_directory(self.root)
+            directory = self.written
             write_checkpoint(directory, data)
             evaluations.prune_run(directory, data.config, data.iteration)
 
@@ -61,7 +67,7 @@ class CheckpointDataset(_RunDataset[TrainingState, NoReturn]):
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")
 
     def _exists(self) -> bool:
-        return bool(checkpoint_iterations(run_directory(self.root)))
+        return bool(checkpoint_iterations(self.written))
 
 
 class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
@@ -114,10 +120,10 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
         return {"root": str(self.root), "resume": self.requested}
 
 
-class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
+class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
     """The evaluations of a run, one row per evaluation, in the directory of the run's checkpoints.
 
-    Within a run they are the active run's. Elsewhere, as in a notebook, `filepath` is the run's own directory, or the
+    Within a run they are the run's. Elsewhere, as in a notebook, `filepath` is the run's own directory, or the
     directory of all runs if only one run is there. The rows decide which checkpoint is the best. A row has the metrics
     of an evaluation, and the values that a later evaluation or the choice of the best checkpoint needs. Saving appends
     one row. A node saves an empty dict if no evaluation was due; saving an empty dict changes nothing. Example:
@@ -132,7 +138,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
     def save(self, data: dict[str, Any]) -> None:
         """Append one evaluation, or replace the evaluation of the same iteration."""
         if data:
-            evaluations.add_evaluation(run_directory(self.root), data)
+            evaluations.add_evaluation(self.written, data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return the run's evaluations, oldest first."""
@@ -142,17 +148,16 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
         return (self._directory() / evaluations.EVALUATIONS).is_file()
 
     def _directory(self) -> Path:
-        directory = run_directory(self.root)
-        if directory.exists() or mlflow.active_run() is not None or not is_main_process():
-            return directory
+        if self.folder is not None:
+            return self.folder
         found = [path.parent for path in self.root.glob(f"**/{evaluations.EVALUATIONS}")]
         if len(found) > 1:
             names = ", ".join(sorted(path.name for path in found))
-            raise DatasetError(f"{self.root} has several runs, and none is active; give the directory of one: {names}")
-        return found[0] if found else directory
+            raise DatasetError(f"{self.root} has several runs; give the directory of one: {names}")
+        return found[0] if found else self.root
 
 
-class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
+class CompletionsDataset(RunDataset[list[dict[str, Any]], NoReturn]):
     """The completions of the active run's sampled iterations, in the directory of the run's checkpoints.
 
     The catalog entry `completions` cannot be loaded. Example:
@@ -166,13 +171,13 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
 
     def save(self, data: list[dict[str, Any]]) -> None:
         """Write the file of one iteration; an empty list writes nothing, because no completions were due."""
-        evaluations.write_completions(run_directory(self.root), data)
+        evaluations.write_completions(self.written, data)
 
     def load(self) -> NoReturn:
         raise DatasetError("completions are only written: read the files by datasets.load_dataset.")
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / evaluations.COMPLETIONS).is_dir()
+        return (self.written / evaluations.COMPLETIONS).is_dir()
 
 
 def run_directory(root: Path) -> Path:

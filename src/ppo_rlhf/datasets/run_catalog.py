@@ -17,7 +17,7 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.checkpoints.model_files import gathered
-from ppo_rlhf.datasets.checkpoints import run_directory
+from ppo_rlhf.datasets.checkpoints import RunDataset, run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import CHECKPOINT
@@ -60,6 +60,9 @@ class RunCatalog:
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)
             dataset._usual_filepath = usual
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
+        for dataset in map(entry, sorted(pipeline.datasets())):
+            if isinstance(dataset, RunDataset):
+                dataset.folder = run_directory(dataset.root)
         newest: dict[str, str] = {}
         for name in pipeline.inputs():
             handle = entry(name).load() if is_model(entry(name)) else None
