@@ -1,40 +1,23 @@
 """Project settings, read by Kedro."""
 
 import logging
-import os
 import warnings
 
 from ppo_rlhf.runtime.terminal import prepare_terminal
 
-prepare_terminal()  # the terminal is prepared before the slow imports below, which take seconds
+# Here and not in `cli`, because `kedro NAME` imports this module first: the imports below take seconds, in which Ctrl-C
+# may come. The streams of a notebook stay as they are.
+prepare_terminal()
 
 # ruff: noqa: E402
-import mlflow.telemetry
-
-from ppo_rlhf.core.visible import VisibleRecord
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.runner import LoopSession
 from ppo_rlhf.runtime.processes import is_main_process
 
-# Hide omegaconf's warning about register_new_resolver, which Kedro's own code causes four times a command.
-# Until this line runs, conf/logging.yml hides the warning.
+# Hide omegaconf's warning about register_new_resolver, which Kedro's own code causes four times a command, before it
+# calls a hook. Until this line runs, conf/logging.yml hides the warning.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")
 logging.getLogger("py.warnings").setLevel(logging.WARNING)
-
-# The log record class is set here, because Kedro's logging.yml cannot name a class of the project
-logging.setLogRecordFactory(VisibleRecord)
-
-os.environ.setdefault("DO_NOT_TRACK", "true")
-# Make MLflow read DO_NOT_TRACK again, because MLflow was imported before the variable was set
-mlflow.telemetry.set_telemetry_client()
-# Hide MLflow's progress bars, because the training loop shows its own
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# Hide the tracking URI, because MLflow would print the password in the URI
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-# A tracking server that is down delays the run by seconds, not minutes
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-# Together with the retries, a tracking server that hangs delays the run by a minute and a half
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
 SESSION_CLASS = LoopSession  # the session class whose default runner is LoopRunner
 

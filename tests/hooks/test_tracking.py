@@ -30,7 +30,6 @@ from kedro.framework.hooks import hook_impl
 from kedro.framework.startup import bootstrap_project
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
-from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
 from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import Engine
 
@@ -547,10 +546,6 @@ def test_a_report_drawn_anew_is_no_run_of_its_own():
     loader = OmegaConfigLoader(str(Path(__file__).parents[2] / "conf"), base_env="base", default_run_env="base")
     loader.config_patterns["mlflow"] = ["mlflow*"]
     assert loader["mlflow"]["tracking"]["disable_tracking"]["pipelines"] == ["reporting"]
-
-
-def test_mlflow_prints_no_address_with_the_stores_password(kedro_logging: None):
-    assert MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
+from ppo_rlhf.hooks.process import prepare_process
 from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.runner import LoopRunner, plan_loop
 from ppo_rlhf.runtime import processes
@@ -40,6 +41,7 @@ class ChecksHook:
 
         The hook warns if conf/local has files that the run does not read.
         """
+        prepare_process()
         processes.check_launch()
         # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
         loader = cast(OmegaConfigLoader, context.config_loader)

@@ -16,6 +16,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
+from ppo_rlhf.hooks.process import prepare_process
 from ppo_rlhf.hooks.run_description import settle_dtype
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import POLICY, RESUME_CHECKPOINT, RUN_ID
@@ -50,6 +51,7 @@ class WorkerHook:
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Log only errors, because the main process logs everything once."""
+        prepare_process()
         # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
         self._loader = cast(OmegaConfigLoader, context.config_loader)
         for name in ("kedro", "ppo_rlhf"):
