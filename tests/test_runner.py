@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.progress import reporting, silenced
@@ -38,9 +39,8 @@ class CountingState:
     captures: ClassVar = Captures(torch.device("cpu"))
     total_iterations: int
     iteration: int = 0
-    stop_requested: int | None = None
+    requests: RunRequests = field(default_factory=RunRequests)
     updating: bool = False
-    stopping: bool = False
 
     @property
     def finished(self) -> bool:

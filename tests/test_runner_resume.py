@@ -24,6 +24,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.runtime import processes
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -34,11 +35,11 @@ ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
 class State:
     """One iteration."""
 
-    total_iterations, stopping, stop_requested, config = 1, False, None, PPOConfig()
+    total_iterations, config = 1, PPOConfig()
     captures = Captures(torch.device("cpu"))
 
     def __init__(self) -> None:
-        self.iteration = 0
+        self.iteration, self.requests = 0, RunRequests()
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,7 @@ from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.captures import Captures
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError
@@ -34,8 +35,7 @@ class State:
     total_iterations: int = 6
     save_interval: int = 2
     iteration: int = 0
-    stop_requested: int | None = None
-    stopping: bool = False
+    requests: RunRequests = field(default_factory=RunRequests)
     updating: bool = False
 
     @property
@@ -50,7 +50,7 @@ class SaveRequest:
     @property
     def checkpoint_due(self) -> bool:
         state = self.state
-        return state.finished or state.stopping or state.iteration % state.save_interval == 0
+        return state.finished or state.requests.stop or state.iteration % state.save_interval == 0
 
 
 @dataclass
@@ -97,7 +97,7 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
     def optimise(state: State, rollouts: int) -> tuple[State, SaveRequest]:
         state.iteration += 1
         scene.reach("optimise", state.iteration)
-        state.stopping = state.stop_requested is not None
+        state.requests.agree(save_by_time=False)
         return state, SaveRequest(state)
 
     def evaluate(state: State) -> float:

@@ -390,6 +390,3 @@ class _NodesAfterUpdate(Epilogue):
             self._execute(node)
         rows = self._catalog.load(EVALUATION_METRICS) if self._loads_evaluation else None
         return rows[-1] if rows and isinstance(rows, list) else rows
-
-    def asked_by(self) -> int | None:
-        return self.state.stop_requested

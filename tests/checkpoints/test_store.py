@@ -469,5 +469,5 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 )
 def test_a_checkpoint_is_due_at_every_interval_at_the_end_and_on_a_signal(make_run, iteration, interval, stopping, due):
     state = make_run(save_interval=interval).state  # 3 iterations
-    state.iteration, state.stopping = iteration, stopping
+    state.iteration, state.requests.stop = iteration, stopping
     assert state.checkpoint_due is due

@@ -18,6 +18,7 @@ from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
 from ppo_rlhf.datasets.run_catalog import RunCatalog
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.state import TrainingState
 
 
@@ -49,9 +50,7 @@ def after(iteration: int, *, stopping: bool = False, timed: tuple[int, ...] = ()
         iteration=iteration,
         config=config,
         finished=iteration == 60,
-        stopping=stopping,
-        save_timed=iteration in timed,
-        save_asked=False,
+        requests=RunRequests(stop=stopping, save_by_time=iteration in timed),
     )
     state.checkpoint_due = TrainingState.checkpoint_due.fget(state)
     return state

@@ -16,6 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.pipelines.ppo import nodes
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL
 from tests.evaluation.test_since_best import evaluation
@@ -41,7 +42,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         measured.kl = np.ones(len(SCORES_AT[iteration]))
         measured_now.append(measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
-        state.config, state.captures, state.evaluation_asked = PPOConfig(), None, False
+        state.config, state.captures, state.requests = PPOConfig(), None, RunRequests()
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)

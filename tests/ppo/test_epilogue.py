@@ -13,6 +13,7 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.epilogue import Epilogue
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.stops import TerminationSignal
 
@@ -24,9 +25,9 @@ class Noting(Epilogue):
 
     def __init__(self, *, is_due: bool = False, asks_at: str = "", **settings: Any) -> None:
         self.happened: list[str] = []
-        self.is_due, self.asks_at, self.signum = is_due, asks_at, None
+        self.is_due, self.asks_at = is_due, asks_at
         state: Any = SimpleNamespace(
-            iteration=3, total_iterations=9, finished=False, stopping=False, config=PPOConfig(**settings)
+            iteration=3, total_iterations=9, finished=False, requests=RunRequests(), config=PPOConfig(**settings)
         )
         super().__init__(state, Told(self), lambda: self.note("save"))  # type: ignore[arg-type]
         self.show = lambda iteration, metrics: self.note(f"show {iteration} {metrics}")
@@ -34,7 +35,7 @@ class Noting(Epilogue):
     def note(self, what: str) -> None:
         self.happened.append(what)
         if self.asks_at and what.startswith(self.asks_at):
-            self.signum = signal.SIGINT
+            self.state.requests.signum = signal.SIGINT
 
     def save_if_due(self) -> bool:
         if self.is_due:
@@ -44,9 +45,6 @@ class Noting(Epilogue):
     def evaluate(self) -> Mapping[str, Any] | None:
         self.note("evaluate")
         return ROW
-
-    def asked_by(self) -> int | None:
-        return self.signum
 
 
 class Told:
@@ -91,7 +89,7 @@ def test_a_run_that_is_asked_to_stop_saves_the_iteration_once_and_stops_at_the_n
     with pytest.raises(TerminationSignal) as stopped:
         epilogue.after_iteration(METRICS)
     assert stopped.value.signum == signal.SIGINT
-    assert epilogue.state.stopping
+    assert epilogue.state.requests.stop
     assert epilogue.happened == happened
 
 
@@ -141,7 +139,7 @@ def test_in_an_update_the_line_says_how_long_it_will_take_against_the_grace(monk
         said, goes_on = epilogue.ask(signum)
     assert goes_on
     assert re.search(line, said)
-    assert epilogue.state.stop_requested == signum
+    assert epilogue.state.requests.signum == signum
 
 
 @pytest.mark.parametrize(

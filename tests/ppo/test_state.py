@@ -97,7 +97,7 @@ def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(
     write_checkpoint(tmp_path, state)
     assert [due_after(599.0), due_after(1.0)] == [False, True]
     for decides in (True, False):
-        monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)])
+        monkeypatch.setattr("ppo_rlhf.ppo.requests.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)])
         assert due_after(0.0) is decides
 
 
@@ -105,7 +105,7 @@ def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(ma
     run = make_run()
     experience = run.before_update()[-1]
     before = everything(run.state)
-    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, signal.SIGINT])
+    monkeypatch.setattr("ppo_rlhf.ppo.requests.from_all", lambda own: [own, signal.SIGINT])
     for stage in (
         run.rollouts,
         lambda: loop.score_responses(experience.rollouts, run.scorer, run.state),

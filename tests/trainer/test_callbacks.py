@@ -333,7 +333,7 @@ def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch
     none = vars(TrainerControl())
     monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets no flag
     of_this.iteration_ended({}, is_saved=True)
-    assert not state.ended
+    assert not state.requests.end
     monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
     with pytest.raises(TrainingError, match="process 1"):
         of_this.iteration_ended({}, is_saved=True)

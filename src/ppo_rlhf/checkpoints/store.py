@@ -82,7 +82,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
-    state.ended, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
+    state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
     state.history = history
     state.updating = False
 
@@ -122,7 +122,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "batch_size": state.config.batch_size,
         "origin": state.origin,
         ALIKE: True,
-        **({"ended": True} if state.ended else {}),
+        **({"ended": True} if state.requests.end else {}),
         **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
         **groups,
     }

@@ -22,7 +22,7 @@ def is_due(state: TrainingState) -> bool:
     """Return whether to evaluate now: every `eval_interval` iterations, after the last iteration, and when the user
     requests an evaluation.
     """
-    return state.finished or state.evaluation_asked or state.iteration % state.config.eval_interval == 0
+    return state.finished or state.requests.evaluate or state.iteration % state.config.eval_interval == 0
 
 
 def evaluator_of(

@@ -181,7 +181,7 @@ class Callbacks:
         self._log(METRICS, metrics)
         if is_saved:
             self._call("on_save")
-        self._state.evaluation_asked = self._control.should_evaluate
+        self._state.requests.evaluate = self._control.should_evaluate
         self._settle()
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
@@ -190,7 +190,7 @@ class Callbacks:
         `row` has the metrics `eval/*`, which callbacks get as `eval_*`. If `row` is None or belongs to another
         iteration than the current iteration, no event is called.
         """
-        self._state.evaluation_asked = False
+        self._state.requests.evaluate = False
         if not row or row["iteration"] != self._state.iteration:
             return
         metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
@@ -203,15 +203,15 @@ class Callbacks:
         if not self._all:
             return
         # Save again, because the iteration's earlier checkpoint does not record that a callback ended training
-        is_new = self._control.should_training_stop and not self._state.ended
-        self._state.ended |= is_new
+        is_new = self._control.should_training_stop and not self._state.requests.end
+        self._state.requests.end |= is_new
         is_asked = self._control.should_save or self._error is not None
         if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
-            self._state.save_asked, self.is_saved = True, True
+            self._state.requests.save, self.is_saved = True, True
             try:
                 self._save()
             finally:
-                self._state.save_asked = False
+                self._state.requests.save = False
             if self._folder is not None:
                 self._call("on_save")
         if self._error is not None:

@@ -48,10 +48,6 @@ class Epilogue(ABC):
     def evaluate(self) -> Mapping[str, Any] | None:
         """Evaluate the policy if an evaluation is due, and return the evaluation's row of metrics, else None."""
 
-    @abstractmethod
-    def asked_by(self) -> int | None:
-        """Return the number of the signal that asked this process to stop, or None."""
-
     def interruption(self, signum: int, why: str) -> BaseException:
         """Return the exception that stops the run.
 
@@ -90,7 +86,7 @@ class Epilogue(ABC):
         """Let a first signal end the block, except during an update; the last complete iteration is then saved.
 
         The block of one process ends at once, by the signal handler. The blocks of several processes end at the next
-        `TrainingState.meet`. `what` says where the run stops.
+        `RunRequests.meet`. `what` says where the run stops.
         """
         self._block = what, self.state.iteration
         try:
@@ -107,7 +103,7 @@ class Epilogue(ABC):
         The signal handler calls `ask`. `asked_again` names what is asked anew when the iteration is repeated.
         """
         state, block = self.state, self._block
-        state.stop_requested = signum
+        state.requests.signum = signum
         name, second = signal.Signals(signum).name, "a second signal stops at once."
         if block is None or block[1] != state.iteration or state.updating:
             what = f"finishing iteration {state.iteration} and saving it"
@@ -135,13 +131,13 @@ class Epilogue(ABC):
 
     def _save_if_new(self) -> None:
         """Save the last iteration, in all processes, unless it has a checkpoint."""
-        self.state.stopping = True
+        self.state.requests.stop = True
         if not processes.from_main(self.callbacks.is_saved):
             self.save()
 
     def _stop_if_asked(self) -> None:
         """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
-        signum = self.asked_by()
+        signum = self.state.requests.signum
         over = time_is_over(self.state.config.max_time) if signum is None and not self.state.finished else ""
         if over:
             signum = signal.SIGTERM

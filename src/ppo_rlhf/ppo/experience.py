@@ -69,7 +69,7 @@ class Experience:
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Return the scores of all responses; with `drop_uniform_prompts` `rollouts.scores` holds the scores already."""
-    state.meet()
+    state.requests.meet()
     with state.clock.timed(REWARDS):
         return rollouts.scores or scorer.score(response_batch(rollouts.prompts, rollouts.responses, state.tokenizer))
 

@@ -62,11 +62,11 @@ def generate_rollouts(
     Raises:
         TrainingError: A rollout engine does not answer, or holds other weights than the policy's.
     """
-    state.meet()
+    state.requests.meet()
     state.clock.restart()
     with state.clock.timed(SAMPLING):
         chosen, responses, scores, redraws = sample_batch(state, prompts, scorer)
-    state.meet()
+    state.requests.meet()
     rollouts = measure(state, reference_policy, chosen, responses)
     if state.sampling.engine is not None:
         check_weights(rollouts, state.history)

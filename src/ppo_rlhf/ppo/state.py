@@ -25,10 +25,9 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import Scores
-from ppo_rlhf.runtime.processes import from_all
-from ppo_rlhf.runtime.stops import StopBeforeUpdate
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.rollouts import UpdatePlan
@@ -133,12 +132,7 @@ class TrainingState:
     # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
-    stop_requested: int | None = None  # the signal that asked this process to stop
-    stopping: bool = False  # True if any process was asked to stop: all processes save the current iteration and stop
-    ended: bool = False  # True if a callback ended training: no further iteration runs
-    save_timed: bool = False  # True if time asks for a checkpoint of the current iteration
-    save_asked: bool = False  # True if a callback asked for a checkpoint of the current iteration
-    evaluation_asked: bool = False  # True if a callback asked for an evaluation in the current iteration
+    requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
     # Fingerprints of the models, reward and prompts that a user's script passed
     origin: dict[str, str] = field(default_factory=dict)
 
@@ -150,17 +144,15 @@ class TrainingState:
     @property
     def finished(self) -> bool:
         """Whether the run is over: all iterations are done, or a callback ended training."""
-        return self.ended or self.iteration >= self.total_iterations
+        return self.requests.end or self.iteration >= self.total_iterations
 
     @property
     def checkpoint_due(self) -> bool:
         """Whether to save a checkpoint now.
 
-        A checkpoint is due every `save_interval` iterations, when the run ends or is asked to stop, and when time or a
-        callback asks for a checkpoint.
+        A checkpoint is due every `save_interval` iterations, when the run ends, and when a request asks for one.
         """
-        is_asked = self.finished or self.stopping or self.save_timed or self.save_asked
-        return is_asked or self.iteration % self.config.save_interval == 0
+        return self.finished or self.requests.ask_to_save or self.iteration % self.config.save_interval == 0
 
     @property
     def shares_trunk(self) -> bool:
@@ -218,18 +210,7 @@ class TrainingState:
             log.warning(line)
         self.captures.say_once()
         self.updating = False
-        # Ask all processes whether to stop, because a signal may have reached only one. The main process's clock
-        # decides whether to save.
-        is_timed = self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration)
-        answers = from_all((self.stop_requested, is_timed))
-        self.stopping = any(signum is not None for signum, _ in answers)
-        self.save_timed = answers[0][1]
-
-    def meet(self) -> None:
-        """Raise `StopBeforeUpdate` if any process was asked to stop; all processes call `meet`, outside of updates."""
-        for signum in from_all(self.stop_requested):
-            if signum is not None:
-                raise StopBeforeUpdate(signum)
+        self.requests.agree(save_by_time=self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration))
 
     def update_left(self) -> float | None:
         """Return about how many seconds the rest of this update and a checkpoint take; None in the first update."""

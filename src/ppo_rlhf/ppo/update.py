@@ -63,7 +63,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     """
     config, rollouts = state.config, experience.rollouts
     state.check_whole()
-    state.meet()
+    state.requests.meet()
     _check_kl(float(rollouts.kl.sum(-1).mean()), rollouts.iteration, config)
     set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, rollouts.iteration)
     _drop_gradients(state.optimizers)  # drop gradients that an interrupted update has left in the weights

@@ -70,13 +70,6 @@ class Bookkeeper(Epilogue):
         say(verdict_line(self._held_out.evaluate(self._directory).metrics))
         return self._held_out.rows[-1]
 
-    def asked_by(self) -> int | None:
-        """Return SIGINT if any process received Ctrl-C during its PPO update, else None.
-
-        Ctrl-C outside a PPO update ends training at once.
-        """
-        return signal.SIGINT if self.state.stopping else None
-
     def interruption(self, signum: int, why: str) -> BaseException:
         """Return the exception that ends training: KeyboardInterrupt, or RunInterruptedError with the reason `why`."""
         return RunInterruptedError(signum, why) if why else KeyboardInterrupt()
@@ -128,10 +121,10 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal asked_at
         now = time.monotonic()
-        if not state.updating or os.getpid() != process or (state.stop_requested and now - asked_at > SAME_REQUEST_S):
+        if not state.updating or os.getpid() != process or (state.requests.signum and now - asked_at > SAME_REQUEST_S):
             raise KeyboardInterrupt
-        if not state.stop_requested:
-            state.stop_requested, asked_at = signum, now
+        if not state.requests.signum:
+            state.requests.signum, asked_at = signum, now
             # Write with os.write instead of logging, because the signal may have interrupted a logging call
             if is_main_process():
                 line = (
@@ -149,7 +142,7 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
     try:
         yield
     finally:
-        state.stop_requested = None
+        state.requests.signum = None
         if is_changed:
             signal.signal(signal.SIGINT, default_handler)
 

@@ -17,6 +17,7 @@ from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardConfig
 from toy_ppo.saves import SaveRequest
 
@@ -30,9 +31,8 @@ class ToyState:
     config: PPOConfig = field(default_factory=PPOConfig)
     captures: Captures = field(default_factory=lambda: Captures(torch.device("cpu")))
     iteration: int = 0
-    stop_requested: int | None = None
+    requests: RunRequests = field(default_factory=RunRequests)
     updating: bool = False
-    stopping: bool = False
 
     @property
     def finished(self) -> bool:
@@ -100,7 +100,7 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
     if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
         raise ERRORS[os.environ.get("TOY_ERROR", "ZeroDivisionError")]("the update went wrong")
-    training_state.stopping = training_state.stop_requested is not None
+    training_state.requests.agree(save_by_time=False)
     metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
     return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
 

@@ -16,7 +16,7 @@ class SaveRequest:
 
     @property
     def checkpoint_due(self) -> bool:
-        return self.state.finished or self.state.stopping
+        return self.state.finished or self.state.requests.stop
 
 
 class SavedIterations(AbstractDataset[SaveRequest, list[int]]):
