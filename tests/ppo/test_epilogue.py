@@ -136,8 +136,8 @@ def test_in_an_update_the_line_says_how_long_it_will_take_against_the_grace(monk
     monkeypatch.setattr(signals.os, "isatty", lambda descriptor: True)
     epilogue = in_update(left)
     with epilogue.stoppable("before the update of iteration 4"):
-        said, goes_on = epilogue.ask(signum)
-    assert goes_on
+        said, stop = epilogue.ask(signum)
+    assert stop is None
     assert re.search(line, said)
     assert epilogue.state.requests.signum == signum
 
@@ -150,10 +150,10 @@ def test_before_an_update_one_process_stops_at_once_and_several_where_they_meet(
     epilogue = Noting()
     epilogue.state.updating = False
     with epilogue.stoppable("before the update of iteration 4"):
-        said, actual = epilogue.ask(signal.SIGTERM, ["vLLM", "the language model m"])
+        said, stop = epilogue.ask(signal.SIGTERM, ["vLLM", "the language model m"])
     assert said.startswith(f"SIGTERM: stopping before the update of iteration {where} iteration 3 is saved; ")
     assert "asks vLLM and the language model m again" in said
-    assert actual is goes_on
+    assert (stop is None) is goes_on
 
 
 def test_a_run_whose_updates_take_longer_than_the_grace_says_so_once(caplog: pytest.LogCaptureFixture):

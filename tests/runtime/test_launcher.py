@@ -143,7 +143,7 @@ from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.signals import as_error, finishing_first, raising_on_signals
 
 def ask(signum):
-    return "asked", True
+    return "asked", None
 
 try:
     with raising_on_signals(), finishing_first(1.0, ask, lambda line: None), ending_together():

@@ -45,7 +45,7 @@ def test_outside_the_main_thread_signal_handlers_are_left_alone():
     before, inside = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: ("", True), print):
+        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: ("", None), print):
             inside.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
@@ -104,7 +104,7 @@ def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_
     now, asked = [0.0], []
     monkeypatch.setattr(signals, "monotonic", lambda: now[0])
     with pytest.raises(TerminationSignal, match="SIGINT"), raising_on_signals():  # noqa: PT012
-        with finishing_first(60.0, lambda signum: asked.append(signum) or ("line", True), lambda line: None):
+        with finishing_first(60.0, lambda signum: asked.append(signum) or ("line", None), lambda line: None):
             signal.raise_signal(signal.SIGTERM)
             now[0] = 0.2
             signal.raise_signal(signal.SIGTERM)  # the same request: `timeout` sends each signal twice
@@ -117,7 +117,7 @@ def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_
 
 def test_where_the_work_does_not_go_on_the_first_signal_is_raised_once_work_that_must_not_be_cut_is_done():
     done: list[str] = []
-    stopping = partial(finishing_first, 60.0, lambda signum: ("line", False), lambda line: None)
+    stopping = partial(finishing_first, 60.0, lambda signum: ("line", StopBeforeUpdate(signum)), lambda line: None)
     with raising_on_signals(), stopping(), pytest.raises(StopBeforeUpdate, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
     with raising_on_signals(), stopping(), pytest.raises(StopBeforeUpdate), deferring_signals():  # noqa: PT012
@@ -128,7 +128,7 @@ def test_where_the_work_does_not_go_on_the_first_signal_is_raised_once_work_that
 
 def test_which_signal_is_the_first_is_counted_anew_in_each_run():
     for _ in range(2):
-        with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", True), lambda line: None):
+        with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", None), lambda line: None):
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -140,14 +140,14 @@ def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_th
         with lock:
             said.append(line)
 
-    with raising_on_signals(), finishing_first(60.0, lambda signum: ("stopping", True), say), lock:
+    with raising_on_signals(), finishing_first(60.0, lambda signum: ("stopping", None), say), lock:
         signal.raise_signal(signal.SIGTERM)
         assert said == []
     assert said == ["stopping"]
 
 
 def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():
-    with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", True), lambda line: None):
+    with raising_on_signals(), finishing_first(60.0, lambda signum: ("line", None), lambda line: None):
         child = os.fork()
         if child == 0:
             try:
@@ -175,7 +175,7 @@ CLOSED = """
     from ppo_rlhf.runtime import signals
 
     asked = []
-    ask = lambda signum: asked.append(signum) or ("", True)
+    ask = lambda signum: asked.append(signum) or ("", None)
     with signals.raising_on_signals(), signals.finishing_first(60.0, ask, print):
         print("ready", flush=True)
         while not asked:

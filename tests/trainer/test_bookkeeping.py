@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,7 @@ from rich.console import Console
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.runtime import progress
-from ppo_rlhf.trainer import bookkeeping
+from ppo_rlhf.runtime import progress, signals
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (
@@ -249,13 +249,60 @@ def test_ctrl_c_in_an_update_saves_that_iteration_once_it_is_whole(
 
 
 def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bookkeeping, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
     interrupting([STEPS + 2, STEPS + 3], monkeypatch)
     trainer = trainer_of(sft)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(output_dir=tmp_path / "run")
     assert trainer.state.updating
     assert saved(tmp_path / "run") == []
+
+
+def signalling(calls: int) -> Any:
+    """Return the reward of the other tests; it sends SIGINT to this process after the given number of calls."""
+    left = [calls]
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        left[0] -= 1
+        if left[0] == -1:
+            signal.raise_signal(signal.SIGINT)
+        return early_letters(prompts, completions)
+
+    reward.__name__ = "early_letters"  # the metric's name
+    return reward
+
+
+def test_ctrl_c_outside_of_an_update_stops_at_once(sft: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    trainer = trainer_of(sft, reward=signalling(1 + 1))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == ["iteration_000001"]
+    assert "Ctrl-C" not in capfd.readouterr().err
+    assert len(trainer.train(output_dir=tmp_path / "run")) == 3  # the interruption left no request
+
+
+def test_a_handler_of_the_callers_own_is_kept(sft: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: seen.append(signum))
+    try:
+        interrupting([STEPS + 2], monkeypatch)
+        assert len(trainer_of(sft).train()) == 3
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT]
+
+
+def test_outside_of_the_main_thread_training_leaves_the_handler_alone(sft: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    trainer, step = trainer_of(sft), update.take_step
+    monkeypatch.setattr(
+        update, "take_step", lambda *given: seen.append(signal.getsignal(signal.SIGINT)) or step(*given)
+    )
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert len(trainer.history) == 3
+    assert set(seen) == {signal.default_int_handler}
 
 
 def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign():

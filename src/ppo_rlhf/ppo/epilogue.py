@@ -97,10 +97,11 @@ class Epilogue(ABC):
         finally:
             self._block = None
 
-    def ask(self, signum: int, asked_again: Sequence[str] = ()) -> tuple[str, bool]:
-        """Request the end of the run; return the line to log, and whether the work goes on until the run can be saved.
+    def ask(self, signum: int, asked_again: Sequence[str] = ()) -> tuple[str, StopBeforeUpdate | None]:
+        """Request the end of the run; return the line to log, and the exception that stops the work.
 
-        The signal handler calls `ask`. `asked_again` names what is asked anew when the iteration is repeated.
+        The exception is None if the work goes on until the run can be saved. The signal handler calls `ask`.
+        `asked_again` names what is asked anew when the iteration is repeated.
         """
         state, block = self.state, self._block
         state.requests.signum = signum
@@ -110,12 +111,13 @@ class Epilogue(ABC):
             if state.updating:
                 limit = grace(signum, state.config.shutdown_grace_s)
                 what = f"finishing iteration {state.iteration + 1} and saving it {in_about(state, limit)}"
-            return f"{name}: {what}, then stopping; {second}", True
+            return f"{name}: {what}, then stopping; {second}", None
         is_alone = processes.process_count() == 1
         where = "" if is_alone else ", where the processes next meet"
         kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
         again = f"; a resumed run asks {' and '.join(asked_again)} again" if asked_again else ""
-        return f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}", not is_alone
+        line = f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}"
+        return line, StopBeforeUpdate(signum) if is_alone else None
 
     def say_if_long(self, metrics: Mapping[str, float]) -> None:
         """Say once that an update, with its checkpoint, takes longer than `ppo.shutdown_grace_s`."""

@@ -2,6 +2,8 @@
 
 The exception that interrupts a node is a BaseException, because a node's code may contain `except Exception`. Kedro's
 session reports only Exceptions to its hooks, so LoopRunner replaces every BaseException by an error.
+
+PPOTrainer takes only Ctrl-C, as KeyboardInterrupt. Both let a first signal finish an update (`finishing_first`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,7 +22,7 @@ from types import FrameType
 import psutil
 
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
-from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
+from ppo_rlhf.runtime.stops import TerminationSignal
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
@@ -64,10 +66,12 @@ class _State:
     process: int = 0  # id of the process that set the signal handlers, because forked workers inherit the handlers
     blocks: int = 0  # number of nested `raising_on_signals` blocks that are open
     deferring: int = 0  # number of nested `deferring_signals` blocks that are open
-    held: TerminationSignal | None = None  # raised when the outermost `deferring_signals` block ends
+    # Returns the exception that a signal raises; it is set by the outermost `raising_on_signals` block
+    stop: Callable[[int], BaseException] = TerminationSignal
+    held: BaseException | None = None  # raised when the outermost `deferring_signals` block ends
     first_at: float | None = None  # monotonic clock time in seconds of the first signal
-    # Function that is called with the first signal, and returns whether the work goes on after the signal
-    finish_first: Callable[[int], bool] | None = None
+    # Function that is called with the first signal, and returns the exception to raise; None if the work goes on
+    finish_first: Callable[[int], BaseException | None] | None = None
 
 
 _state = _State()
@@ -82,8 +86,10 @@ def time_is_over(hours: float | None) -> str:
 
 
 @contextmanager
-def raising_on_signals() -> Iterator[None]:
-    """Raise `TerminationSignal` on each of `SIGNALS` within the block; restore the former handlers after the block.
+def raising_on_signals(
+    signums: Sequence[int] = SIGNALS, stop: Callable[[int], BaseException] = TerminationSignal
+) -> Iterator[None]:
+    """Raise `stop(signum)` on each signal of `signums` within the block; restore the former handlers after the block.
 
     Outside the main thread, where Python allows no signal handlers, `raising_on_signals` does nothing. An ignored
     signal (`nohup`, a shell's background job) stays ignored. `raising_on_signals` blocks may be nested; a new outermost
@@ -93,9 +99,9 @@ def raising_on_signals() -> Iterator[None]:
         yield
         return
     if _state.blocks == 0:
-        _state.process, _state.first_at, _state.held = os.getpid(), None, None
+        _state.process, _state.stop, _state.first_at, _state.held = os.getpid(), stop, None, None
     _state.blocks += 1
-    former = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    former = {signum: signal.getsignal(signum) for signum in signums}
     for signum, handler in former.items():
         if handler is not signal.SIG_IGN:
             signal.signal(signum, _handle)
@@ -111,7 +117,7 @@ def raising_on_signals() -> Iterator[None]:
 
 @contextmanager
 def deferring_signals() -> Iterator[None]:
-    """Defer `TerminationSignal` to the end of the block, for short work that must not be interrupted.
+    """Defer a signal's exception to the end of the block, for short work that must not be interrupted.
 
     An interrupted database call may leave SQLAlchemy with an open connection and SQLite's lock, and with SQLite's lock
     held the run could not be marked as killed. Because a call to a server may hang, a second signal during the block
@@ -126,20 +132,20 @@ def deferring_signals() -> Iterator[None]:
     finally:
         _state.deferring -= 1
         if _state.deferring == 0 and _state.held is not None:
-            stop, _state.held = _state.held, None
-            raise stop
+            held, _state.held = _state.held, None
+            raise held
 
 
 @contextmanager
 def finishing_first(
-    grace_s: float, ask: Callable[[int], tuple[str, bool]], say: Callable[[str], None]
+    grace_s: float | None, ask: Callable[[int], tuple[str, BaseException | None]], say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Let the first signal within the block call `ask(signum)`, which returns a line and whether the work goes on.
+    """Let the first signal within the block call `ask(signum)`, which returns a line and the exception to raise.
 
-    If the work does not go on, `StopBeforeUpdate` is raised. If the `finishing_first` block has not ended after the
-    grace (`grace`), `TerminationSignal` is raised. `say` logs the line in a thread. The signal handler calls `ask`,
-    which can interrupt any line of Python, so `ask` must not wait for a lock. In particular `ask` must not log, because
-    logging handlers use locks.
+    If `ask` returns no exception, the work goes on. If the `finishing_first` block has then not ended after the grace
+    (`grace`), the exception of `raising_on_signals` is raised; with `grace_s` None there is no limit. `say` logs the
+    line, unless it is empty, in a thread. The signal handler calls `ask`, which can interrupt any line of Python, so
+    `ask` must not wait for a lock. In particular `ask` must not log, because logging handlers use locks.
     """
     if not _in_main_thread():
         yield
@@ -152,7 +158,8 @@ def finishing_first(
         if (request := requests.get()) is None:
             return
         signum, line = request
-        say(line)
+        if line:
+            say(line)
         with suppress(Empty):
             requests.get(timeout=grace(signum, grace_s))
             return
@@ -165,10 +172,10 @@ def finishing_first(
     watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
     watch.start()
 
-    def finish_first(signum: int) -> bool:
-        line, goes_on = ask(signum)
+    def finish_first(signum: int) -> BaseException | None:
+        line, stop = ask(signum)
         requests.put((signum, line))
-        return goes_on
+        return stop
 
     _state.finish_first = finish_first
     try:
@@ -179,9 +186,10 @@ def finishing_first(
         watch.join()
 
 
-def grace(signum: int, grace_s: float) -> float | None:
-    """Return the seconds that a run may take to end after a signal; None after Ctrl-C at a terminal, where a user waits
-    and can send a second signal.
+def grace(signum: int, grace_s: float | None) -> float | None:
+    """Return the seconds that a run may take to end after a signal; None without a limit.
+
+    After Ctrl-C at a terminal there is no limit, because a user waits there and can send a second signal.
     """
     is_typed = signum == signal.SIGINT and os.isatty(0)
     return None if is_typed else grace_s
@@ -194,16 +202,16 @@ def _handle(signum: int, frame: FrameType | None) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     # A forked worker process exits at the signal, because only its parent has an iteration to finish
     if os.getpid() != _state.process:
-        raise TerminationSignal(signum)
+        raise _state.stop(signum)
     now, first_at = monotonic(), _state.first_at
     if first_at is not None and now - first_at < SAME_REQUEST_S:
         return
     _state.first_at = now if first_at is None else first_at
-    stop = TerminationSignal(signum)
+    stop: BaseException | None = _state.stop(signum)
     if first_at is None and _state.finish_first is not None:
-        if _state.finish_first(signum):
-            return
-        stop = StopBeforeUpdate(signum)
+        stop = _state.finish_first(signum)
+    if stop is None:
+        return
     if not _state.deferring:
         raise stop
     if _state.held is None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import signal
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ppo_rlhf.checkpoints import files
@@ -26,7 +22,7 @@ from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.progress import Lines, Show, progress_bar, say
-from ppo_rlhf.runtime.signals import SAME_REQUEST_S, RunInterruptedError
+from ppo_rlhf.runtime.signals import RunInterruptedError, finishing_first, raising_on_signals
 from ppo_rlhf.trainer.evaluation import HeldOut
 
 log = logging.getLogger(__name__)
@@ -111,40 +107,33 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
 @contextmanager
 def _finishing_updates(state: TrainingState) -> Iterator[None]:
     """Let the first Ctrl-C during a PPO update stop training after the current iteration: half an update cannot be
-    saved.
+    saved. Outside of an update the first Ctrl-C raises KeyboardInterrupt, and so does a second Ctrl-C.
 
-    A SIGINT handler other than Python's default is kept. Outside the main thread the SIGINT handler is kept, too,
-    because Python allows no new handler there.
+    A SIGINT handler other than Python's default is kept.
     """
-    process, asked_at = os.getpid(), -math.inf
 
-    def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        if not state.updating or os.getpid() != process or (state.requests.signum and now - asked_at > SAME_REQUEST_S):
-            raise KeyboardInterrupt
-        if not state.requests.signum:
-            state.requests.signum, asked_at = signum, now
-            # Write with os.write instead of logging, because the signal may have interrupted a logging call
-            if is_main_process():
-                line = (
-                    f"\nCtrl-C: finishing iteration {state.iteration + 1} {in_about(state, None)}, then stopping; a "
-                    "second one stops at once.\n"
-                )
-                os.write(2, line.encode())
+    def ask(signum: int) -> tuple[str, KeyboardInterrupt | None]:
+        if not state.updating:
+            return "", KeyboardInterrupt()
+        state.requests.signum = signum
+        what = f"finishing iteration {state.iteration + 1} {in_about(state, None)}"
+        return f"\nCtrl-C: {what}, then stopping; a second one stops at once.", None
 
-    default_handler = signal.default_int_handler
-    is_changed = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default_handler
-    )
-    if is_changed:
-        signal.signal(signal.SIGINT, handle)
-    try:
+    def say_on_stderr(line: str) -> None:
+        if is_main_process():
+            print(line, file=sys.stderr)  # a bar takes what is printed and puts it above itself
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
+        return
+    try:
+        with (
+            raising_on_signals([signal.SIGINT], lambda signum: KeyboardInterrupt()),
+            finishing_first(None, ask, say_on_stderr),
+        ):
+            yield
     finally:
         state.requests.signum = None
-        if is_changed:
-            signal.signal(signal.SIGINT, default_handler)
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:
