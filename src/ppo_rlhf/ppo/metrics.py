@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,6 +20,11 @@ from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
 from ppo_rlhf.rewards.shaping import deviations
 from ppo_rlhf.runtime.processes import gather_tensors
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Names of the fields of `StepSums` that are summed over micro-batches and processes."""
@@ -214,5 +219,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far in bytes: GPU memory on a CUDA device, else the resident memory of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    if resource is None:
+        return int(psutil.Process().memory_info().peak_wset)
     kilobytes = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes

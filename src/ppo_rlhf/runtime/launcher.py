@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ppo_rlhf.runtime import processes
-from ppo_rlhf.runtime.signals import SIGNALS
+from ppo_rlhf.runtime.signals import SIGNALS, send_to_main_thread
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _watch(launcher: int, signals: socket.socket) -> None:
@@ -78,7 +79,7 @@ def _watch(launcher: int, signals: socket.socket) -> None:
                 continue
             if not signum and store.check([_STORE_KEY]):
                 signum, since = int(store.get(_STORE_KEY)), float("inf")
-                _send(signum)
+                send_to_main_thread(signum)
             elif signum and monotonic() - since >= PASS_ON_S:
                 store.set(_STORE_KEY, str(signum))
                 since = float("inf")
@@ -86,7 +87,7 @@ def _watch(launcher: int, signals: socket.socket) -> None:
             continue
     processes.launcher_has_ended.set()
     if not signum:
-        _send(signal.SIGTERM)
+        send_to_main_thread(signal.SIGTERM)
     logger.warning("The launcher of process %s has ended: the process ends as by SIGTERM.", os.environ["RANK"])
     end = monotonic() + processes.PATIENCE.total_seconds()
     while monotonic() < end:
@@ -103,7 +104,3 @@ def _store() -> Any:
     """Return torch's key-value store; None before the processes have joined."""
     torch = sys.modules.get("torch")
     return processes.default_store() if torch is not None and torch.distributed.is_initialized() else None
-
-
-def _send(signum: int) -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, signum)

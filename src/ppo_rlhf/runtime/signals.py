@@ -8,6 +8,7 @@ PPOTrainer takes only Ctrl-C, as KeyboardInterrupt. Both let a first signal fini
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import stat
@@ -24,7 +25,9 @@ import psutil
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 from ppo_rlhf.runtime.stops import TerminationSignal
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP, no SIGPIPE and no pthread_kill
+SIGPIPE = getattr(signal, "SIGPIPE", 13)
+SIGNALS = tuple(signum for signum in (signal.SIGTERM, signal.SIGINT, SIGHUP) if signum is not None)
 SAME_REQUEST_S = 0.3
 """A signal less than `SAME_REQUEST_S` seconds after the first signal counts as the same request to stop: `timeout` and
 launchers send a signal to a process and then to its group."""
@@ -35,8 +38,7 @@ class RunInterruptedError(PPORLHFError, RuntimeError):
 
     def __init__(self, signum: int, why: str = "") -> None:
         """Take the signal; a non-empty `why` replaces the signal's name in the message."""
-        detail = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
-        super().__init__(f"The run was stopped by {why or signal.Signals(signum).name + detail}.")
+        super().__init__(f"The run was stopped by {why or signal.Signals(signum).name}.")
         self.signum = signum
 
     @property
@@ -54,7 +56,7 @@ def as_error(stop: BaseException) -> Exception:
         error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT), getattr(stop, "why", ""))
     # rich raises SystemExit when the reader of its output closes the pipe
     elif isinstance(stop.__context__, BrokenPipeError):
-        error = RunInterruptedError(signal.SIGPIPE)
+        error = RunInterruptedError(SIGPIPE, "SIGPIPE: nobody reads its output any more")
     error.__cause__ = stop
     return error
 
@@ -167,7 +169,7 @@ def finishing_first(
         say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stays valid.")
         # Forget the time of the first signal, so that the signal sent below does not count as a repetition
         _state.first_at = float("-inf")
-        signal.pthread_kill(threading.main_thread().ident or 0, signum)
+        send_to_main_thread(signum)
 
     watch = threading.Thread(target=stop_after_grace, name="shutdown", daemon=True)
     watch.start()
@@ -186,6 +188,14 @@ def finishing_first(
         watch.join()
 
 
+def send_to_main_thread(signum: int) -> None:
+    """Send a signal to the main thread; where the system can, this also ends a wait of the main thread in a call."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signum)
+    else:
+        _thread.interrupt_main(signum)
+
+
 def grace(signum: int, grace_s: float | None) -> float | None:
     """Return the seconds that a run may take to end after a signal; None without a limit.
 
@@ -196,7 +206,7 @@ def grace(signum: int, grace_s: float | None) -> float | None:
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if signum == signal.SIGHUP:  # SIGHUP: the terminal is being closed, so printing to the terminal would fail
+    if signum == SIGHUP:  # the terminal is being closed, so printing to the terminal would fail
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -1,5 +1,6 @@
 """Nodes of the pipeline `collect_feedback`."""
 
+import getpass
 import logging
 import os
 import tempfile
@@ -165,7 +166,8 @@ def lock_queue(queue: str) -> IO[bytes] | None:
     if not is_main_process():
         return None
     name = fingerprint([place.uri or str(Path.cwd()), place.experiment, queue])[:16]
-    lock = lock_run(Path(tempfile.gettempdir()) / f"ppo_rlhf-{os.getuid()}" / name)
+    user = getattr(os, "getuid", getpass.getuser)()  # Windows has no user ids
+    lock = lock_run(Path(tempfile.gettempdir()) / f"ppo_rlhf-{user}" / name)
     if lock is None:
         raise ConfigError(f"feedback.queue={queue}: another run is collecting pairs for this queue. Wait for its end.")
     return lock
