@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kedro.framework.hooks import hook_impl
 from kedro.framework.session import KedroSession
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -229,32 +228,6 @@ class LoopSession(KedroSession):
             for hook in self._hook_manager.get_plugins():
                 getattr(hook, "on_session_error", lambda error: None)(error)
             raise error  # noqa: B904  # `as_error` has set the cause
-
-    def prepare(self, **options: Any) -> PreparedRun:
-        """Return the run that `run` would start with the same options. Parameters are validated, but no node runs."""
-
-        class BeforeTheRun:
-            """Ends the run before every other hook: of hooks with `tryfirst`, the last registered runs first."""
-
-            @hook_impl(tryfirst=True)
-            def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: Any) -> None:
-                raise PreparedRun(run_params, pipeline, catalog)
-
-        # Kedro has no dry run and no public hook manager, so register a hook that ends the run before its first node
-        self._hook_manager.register(BeforeTheRun())
-        try:
-            self.run(**options)
-        except PreparedRun as prepared:
-            return prepared
-        raise RuntimeError("Kedro did not call before_pipeline_run")
-
-
-class PreparedRun(Exception):  # noqa: N818  # not an error: raising it is the only way out of Kedro's session
-    """A run before its first hook and node, with the arguments that Kedro gives to `before_pipeline_run`."""
-
-    def __init__(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        super().__init__()
-        self.run_params, self.pipeline, self.catalog = run_params, pipeline, catalog
 
 
 def _first_error(stop: BaseException) -> Exception:

@@ -21,12 +21,14 @@ from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 
 from ppo_rlhf.cli.errors import Command, one_line_each
-from ppo_rlhf.cli.project import project_here, split_params
+from ppo_rlhf.cli.project import context_here, project_here, split_params
+from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.before_run import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors
-from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
+from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.names import env_option
 
 if TYPE_CHECKING:
@@ -95,9 +97,8 @@ def diagnose(
     # If `ppo` is not a group of settings but a single word, the settings' check reports the mistake
     if given and isinstance(ppo, dict):
         params = params | {"ppo": ppo | given}
-    with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
-        assert isinstance(session, LoopSession)  # Kedro annotates `create` with an abstract session class
-        yield from _refusals_found("Settings", _run(session, project_path, pipelines, probe, options))
+    with errors_only("kedro"):
+        yield from _refusals_found("Settings", _run(project_path, pipelines, params, env, probe, options))
 
 
 def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Finding | str]:
@@ -112,11 +113,16 @@ def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Fi
 
 
 def _run(
-    session: LoopSession, project_path: Path, pipelines: list[str], probe: bool, options: dict[str, Any]
+    project_path: Path,
+    pipelines: list[str],
+    params: dict[str, Any],
+    env: str | None,
+    probe: bool,
+    options: dict[str, Any],
 ) -> Iterator[Finding | str]:
     from ppo_rlhf.preflight import RunRequest
 
-    context: Any = session.load_context()
+    context = context_here(env, params)
     data_root = context.config_loader["globals"].get("data_root", "data")
     request = RunRequest(Pipeline([]), context.catalog, project_path, data_root, context.env)
     trains = "sft_policy" in registered["__default__"].all_outputs()
@@ -127,19 +133,26 @@ def _run(
         start = f"`kedro run{env_option(context.env)} --pipelines {','.join(pipelines)}`"
         yield "advice", "Settings", f"{own} is a model of your own: run {start}; that command is checked here"
     yield from _refusals_found("MLflow", _store(context))
-    run = session.prepare(pipeline_names=pipelines or None)
-    request = RunRequest(run.pipeline, run.catalog, project_path, data_root, context.env)
+    request.pipeline = _requested(pipelines)
     findings: list[Finding] = []
     if options["model"]:  # with --model, the doctor checks only that model, not the settings of the project
-        refuse_unread(context.config_loader, run.pipeline.datasets())
+        refuse_unread(context.config_loader, request.pipeline.datasets())
     else:
-        findings = list(_settings(context, run, request))
+        findings = list(_settings(context, request, pipelines))
     yield from findings
     is_asked = any(value is not None for value in options.values())
     if is_asked or all(level != "problem" for level, *_ in findings):
         yield from _refusals_found("Memory", _memory(request, options))
     if probe:
         yield from _refusals_found("Probe", _probes(request, options["model"]))
+
+
+def _requested(pipelines: list[str]) -> Pipeline:
+    """Return the sum of the named pipelines, as `kedro run` runs it; without a name, `__default__`."""
+    for name in pipelines:
+        if name not in registered:
+            raise ConfigError(f"--pipelines={name}: there is no such pipeline.{closest(name, registered)}")
+    return Pipeline([registered[name] for name in pipelines or ["__default__"]])
 
 
 def _stages_beside_own(request: RunRequest, params: dict[str, Any]) -> tuple[str, list[str]]:
@@ -211,16 +224,16 @@ def _store(context: Any) -> Iterator[Finding]:
     yield "ok", "MLflow", shown
 
 
-def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[Finding]:
-    entry = resume_entry(run.pipeline, run.catalog)
+def _settings(context: Any, request: RunRequest, pipelines: list[str]) -> Iterator[Finding]:
+    entry = resume_entry(request.pipeline, request.catalog)
     if entry is not None:
         find_named(entry.requested, entry.root, context.project_path)
     problems, advice, parts = judge_settings(context.config_loader, request)
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)
     if not problems:
-        names = ", ".join(run.run_params["pipeline_names"] or [f"`kedro run{env_option(context.env)}`"])
-        yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
+        names = ", ".join(pipelines or [f"`kedro run{env_option(context.env)}`"])
+        yield "ok", "Settings", f"{names}, {len(request.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
