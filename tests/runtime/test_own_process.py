@@ -1,10 +1,8 @@
 """Threads and processes that users' code leaves running. Tests of the callers check that it cannot end the run."""
 
-import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 from click.testing import Result
 
 from ppo_rlhf.cli import commands
-from ppo_rlhf.runtime.own_process import guarded
 
 LEAVES = """
 import multiprocessing, threading, time
@@ -28,27 +25,6 @@ if {left}:
     Child(name="worker").start()
 name_what_keeps_it(0.2)
 """
-
-
-def test_blocks_of_two_threads_that_overlap_guard_until_the_last_one_ends():
-    leave, is_in, may_end = os._exit, threading.Event(), threading.Event()
-
-    def other() -> None:
-        with guarded():
-            is_in.set()
-            may_end.wait()
-
-    thread = threading.Thread(target=other)
-    with guarded():
-        thread.start()
-        is_in.wait()
-    try:
-        with pytest.raises(SystemExit, match=r"^os\._exit\(3\)$"):
-            os._exit(3)
-    finally:
-        may_end.set()
-        thread.join()
-    assert os._exit is leave
 
 
 @pytest.mark.parametrize("left", [True, False])

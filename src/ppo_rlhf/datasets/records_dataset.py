@@ -17,7 +17,7 @@ from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_ta
 from ppo_rlhf.datasets.review_queues import SCHEME, queues_here
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
-from ppo_rlhf.runtime.own_process import guarded
+from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
 from ppo_rlhf.supervised.answers import preferences_of
@@ -147,7 +147,7 @@ def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:
 
     function: Any = load_function(prepare)
     try:
-        with guarded():
+        with ending_children():
             prepared = function(table)
     # Signals and Ctrl-C are no errors of the user's function: re-raise them unchanged
     except (TerminationSignal, KeyboardInterrupt):

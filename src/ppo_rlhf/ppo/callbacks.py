@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_and_text
 from ppo_rlhf.rewards.functions import load_function
-from ppo_rlhf.runtime.own_process import guarded
+from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import from_all, from_main, is_main_process
 from ppo_rlhf.runtime.stops import TerminationSignal
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -52,7 +52,7 @@ def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[T
 
 def _create(factory: Callable[[], Any], where: str) -> Any:
     try:
-        with guarded():
+        with ending_children():
             return factory()
     except (TerminationSignal, KeyboardInterrupt):
         raise
@@ -106,8 +106,8 @@ class Callbacks:
     Every process calls the callbacks; all processes act on the flags of the main process.
 
     After each event the iteration is saved if a callback asked for a checkpoint, ended training, or failed. After the
-    save, the error of a failed callback is raised: TrainingError for an exception in a callback, `sys.exit` and
-    `os._exit` included; ConfigError for a flag that has no effect in PPO's loop.
+    save, the error of a failed callback is raised: TrainingError for an exception in a callback, `sys.exit` included;
+    ConfigError for a flag that has no effect in PPO's loop.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Callbacks:
         error: Exception | None = None
         for callback in [callback for callback in self._all if callback not in without]:
             try:
-                with guarded():
+                with ending_children():
                     answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
                 self._control = answer or self._control
             # Signals and Ctrl-C are not caused by the callback: re-raise them unchanged

@@ -20,7 +20,7 @@ import torch
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
 from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
 from ppo_rlhf.runtime.names import with_new_names
-from ppo_rlhf.runtime.own_process import guarded
+from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import warn_if_slow
 from ppo_rlhf.runtime.stops import TerminationSignal
 
@@ -94,7 +94,7 @@ def _restoring_globals() -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     try:
         # Restore the grad mode (`set_grad_enabled`) and the directory (`chdir`) that a user's function may change
-        with guarded(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
+        with ending_children(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
             yield
     finally:
         torch.set_default_dtype(dtype)
