@@ -190,6 +190,17 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
     assert points(run_id, "eval/win_rate") == [(1, 0.4)]  # iteration 3 is behind the checkpoint
 
 
+def test_a_number_at_a_glance_has_three_digits_and_the_metric_all_of_them(run_id: str):
+    log = RunLog(run_id, Pipeline([]), DataCatalog({}))
+    state = SimpleNamespace(iteration=1)
+    metrics = {"objective/kl": 4.44205198, "objective/scores": -0.0567891}
+    log.node_ran({"next_training_state": state}, {"ppo_metrics": metrics})
+    assert log.close(is_finished=True)
+    assert points(run_id, "objective/kl") == [(1, 4.44205198)]
+    assert points(run_id, "at_a_glance/training_kl") == [(1, 4.44)]
+    assert points(run_id, "at_a_glance/training_reward") == [(1, -0.0568)]
+
+
 def test_of_a_stage_that_a_resumed_run_leaves_out_the_curves_on_the_disk_are_sent(run_id: str, tmp_path: Path):
     MlflowClient().log_metric(run_id, "sft/loss", 3.0, step=1)
     history = JSONDataset(filepath=str(tmp_path / "sft_metrics.json"))

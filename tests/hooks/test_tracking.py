@@ -522,7 +522,11 @@ def test_the_table_of_runs_has_win_rate_reward_kl_and_what_was_set_as_columns(tr
     tags = tracked.client.get_experiment(tracked.run.info.experiment_id).tags
     columns = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
     columns += ["tags.`set`", "tags.`ppo.not_default`"]
-    assert json.loads(tags["mlflow.sharedViewState.ppo_rlhf"]) == {"selectedColumns": columns}
+    view = json.loads(tags["mlflow.sharedViewState.ppo_rlhf"])
+    assert view["selectedColumns"] == columns
+    # MLflow sorts columns by name unless the view has an order, and cuts headings that are longer than their widths
+    assert [column for column in view["columnOrder"] if column in columns] == columns
+    assert all(view["columnWidths"][column] > 7 * len(column.partition("`")[2]) for column in columns)
 
 
 def test_the_run_and_its_model_version_are_described_by_the_verdict(tracked: TrackedRun):

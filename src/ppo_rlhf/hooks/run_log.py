@@ -49,8 +49,8 @@ AT_A_GLANCE = {
     "objective/scores": "at_a_glance/training_reward",
     "objective/kl": "at_a_glance/training_kl",
 }
-"""Metrics that are logged under a second key: MLflow sorts charts by metric key, and has no setting for the order of
-charts."""
+"""Metrics that are logged under a second key, rounded to three digits: MLflow sorts charts by metric key, and has no
+setting for the order of charts or the number of digits in its tables."""
 HEADLINES = ("eval/judge_score_se", "eval/reward_se", "eval/kl_se")
 """The standard errors that are metrics; those of other means are tags, since each metric is one more chart."""
 WRITTEN = "written."
@@ -206,7 +206,8 @@ class RunLog:
 
         The SFT policy's evaluation metrics are constant, so they are logged only once, at the last iteration.
         """
-        metrics = {**metrics, **{AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}}
+        glance = {AT_A_GLANCE[key]: float(f"{x:.3g}") for key, x in metrics.items() if key in AT_A_GLANCE}
+        metrics = {**metrics, **glance}
         omitted = (ERROR,) if is_last else (ERROR, OF_SFT)
         charts = {key: x for key, x in metrics.items() if not (key.startswith("eval/") and key.endswith(omitted))}
         self._log.log(charts, iteration, model_id=model_id)

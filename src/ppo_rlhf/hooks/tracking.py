@@ -64,7 +64,16 @@ logger = logging.getLogger(__name__)
 
 VIEW = "ppo_rlhf"
 _AT_A_GLANCE = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
-COLUMNS = json.dumps({"selectedColumns": [*_AT_A_GLANCE, f"tags.`{SET}`", "tags.`ppo.not_default`"]})
+_NAME, _SET, _NOT_DEFAULT = "attributes.`Run Name`", f"tags.`{SET}`", "tags.`ppo.not_default`"
+# MLflow sorts the columns by name and cuts headings at 100 pixels, unless the view has an order and widths
+_WIDTHS = {_NAME: 400, **dict.fromkeys(_AT_A_GLANCE, 150), _SET: 180, _NOT_DEFAULT: 180}
+COLUMNS = json.dumps(
+    {
+        "selectedColumns": [*_AT_A_GLANCE, _SET, _NOT_DEFAULT],
+        "columnOrder": [*_WIDTHS, "runDateAndNestInfo", "duration"],
+        "columnWidths": _WIDTHS,
+    }
+)
 # Read the environment variable when this module is imported, because MLflow sets the environment variable when MLflow
 # opens a store
 GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")
