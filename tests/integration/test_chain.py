@@ -32,6 +32,13 @@ def test_the_chain_ends_with_the_table_and_where_to_look_next(chain: Run) -> Non
         assert words in chain.output
 
 
+def test_lines_in_a_file_are_whole_and_without_padding(chain: Run) -> None:
+    lines = chain.output.splitlines()
+    assert [line for line in lines if line.endswith(" ")] == []
+    [result] = [line for line in lines if "held-out prompts (95% interval" in line]
+    assert result.endswith("decided by the judge ppo_rlhf.demo.judge:gold_score.")
+
+
 def test_every_persisted_dataset_is_written_below_data_test_and_the_raw_data_stay_as_they_are(chain: Run) -> None:
     assert digest(chain.project / "data/01_raw") == digest(ROOT / "data/01_raw")
     assert {path.name for path in (chain.project / "data").iterdir()} == {"01_raw", "test"}

@@ -314,7 +314,8 @@ def test_page_fetches_nothing_and_is_whole_after_one_iteration():
     page = Page(run_reporting(training_history=table)["report"])
     assert [panel.title for panel in panels_of(table, PPOConfig())] == ["Score"]
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
-    assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "data"}
+    assert not {name for name, _ in page.attributes} & {"src", "srcset", "data"}
+    assert not [value for name, value in page.attributes if name == "href" and ":" in value]  # only to the project
     assert "nan" not in page.text
 
 
@@ -401,7 +402,16 @@ def test_pipeline_writes_page_and_plots_and_prints_the_result(capsys):
     assert str(Path.cwd()) not in printed
 
 
-def test_terminal_shows_the_table_and_never_cuts_a_path():
+def test_models_of_the_project_and_the_tables_are_links_from_the_page_and_models_of_the_hub_are_none():
+    policy = PretrainedHandle(str(Path.cwd() / "data/06_models/ppo policy/1"))
+    reporting = nodes.ReportingConfig(report_path="data/08_reporting/report.html")
+    page = Page(run_reporting(**{"ppo_policy": policy, "params:reporting": reporting})["report"])
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == ["../06_models/ppo%20policy/1", "."]
+    assert "org/sft" in page.text
+
+
+def test_terminal_shows_the_table_and_never_breaks_a_path():
     path = "data/06_models/ppo_policy/" + "very-long-name-" * 10
     console = Console(file=io.StringIO(), width=60)
     nodes.print_result(console, "PPO wins [b]not markup[/b].", before_after(), ["KL is high."], [("Policy", path)])
@@ -409,7 +419,7 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert "[b]not markup[/b]" in text
     assert "KL is high." in text
     assert re.search(r"Grammatical\s+90.0%\s+92.0%\s+\+2.0 points", text)
-    assert path in "".join(re.findall(r"[\w/-]+", text.partition("Policy")[2]))
+    assert re.search(rf"Policy +{path}$", text, re.MULTILINE)
     console = Console(file=io.StringIO(), width=80)
     table = before_after().assign(sft_se=0.004, ppo_se=0.013, change_se=0.006)
     nodes.print_result(console, "PPO wins.", table, [], [])

@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.padding import Padding
 
+from ppo_rlhf.runtime.terminal import WithoutPadding
 from tests.conftest import REPOSITORY
 
 PRINTS = """
@@ -67,3 +70,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(toy_project: Path) -> Non
     stopped = start(toy_project, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)")
     assert (stopped.stdout, stopped.stderr) == ("", "Stopped by SIGINT.\n")
     assert stopped.returncode == -signal.SIGINT  # a shell reports this as exit code 130
+
+
+def test_what_rich_prints_to_a_file_has_no_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=WithoutPadding(), width=60)
+    console.print(Padding("a line", (0, 0, 1, 2)), "[bold]another", sep="\n")
+    assert capsys.readouterr().out == "  a line\n\nanother\n"
+    assert not console.is_terminal

@@ -27,10 +27,12 @@ from ppo_rlhf.cli.push import push
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.runtime.own_process import name_what_keeps_it
 from ppo_rlhf.runtime.processes import check_launch
+from ppo_rlhf.runtime.terminal import WithoutPadding
 
 RUNNER = "ppo_rlhf.runner.LoopRunner"
 NODE_OPTIONS = ("from_nodes", "to_nodes", "node_names")
-LOG_WIDTH = 160
+LOG_WIDTH = 1000
+"""Width in characters of the lines that a run writes to a file or a pipe; rich breaks longer lines."""
 
 
 @click.group(name="ppo_rlhf", context_settings=CONTEXT_SETTINGS)
@@ -50,8 +52,8 @@ def _run(**options: Any) -> Any:
     except (ImportError, AttributeError) as error:
         raise click.ClickException(f"--runner {options['runner']}: {error}. The default is {RUNNER}.") from None
     if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
-        # rich would wrap log lines at 80 columns when the output goes to a file or a pipe
-        rich.reconfigure(width=LOG_WIDTH)
+        # rich would break log lines at 80 columns and fill them with spaces when the output goes to a file or a pipe
+        rich.reconfigure(width=LOG_WIDTH, file=WithoutPadding())
     assert kedro_run.callback is not None
     try:
         return kedro_run.callback(**options)

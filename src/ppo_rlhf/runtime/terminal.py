@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from types import TracebackType
@@ -36,6 +37,24 @@ def prepare_terminal() -> None:
             show(kind, error, traceback)
 
     sys.excepthook = show_in_one_line
+
+
+class WithoutPadding(io.TextIOBase):
+    """Standard output without the spaces with which rich fills lines up to its width."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed calls it writeable, which it is not
+        """The encoding of standard output."""
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> int:
+        """Write a text without the spaces at the ends of its lines."""
+        sys.stdout.write(re.sub(" +$", "", text, flags=re.MULTILINE))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush standard output."""
+        sys.stdout.flush()
 
 
 class _Output(io.FileIO):

@@ -1,12 +1,15 @@
 """Nodes of the pipeline `reporting`: plots, the report page, and the result in the terminal."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import mlflow
 import pandas as pd
+import rich
 from plotly import graph_objects as go
 from rich.console import Console
 from rich.padding import Padding
@@ -103,6 +106,7 @@ def write_report(
         token_view=render_view(token_samples) if token_samples and panels else None,
         settings=_settings(ppo, reward, evaluation),
         next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
+        links=_links((ppo_policy, sft_policy, reward_model), reporting),
     )
 
 
@@ -120,7 +124,7 @@ def print_summary(
     The report is an input of this node so that Kedro writes the report page before the node prints the page's path.
     """
     print_result(
-        Console(quiet=not is_main_process()),
+        rich.get_console() if is_main_process() else Console(quiet=True),
         f"{say_verdict(evaluation_summary['verdict'])}. {headline(evaluation_summary)}",
         before_after,
         remarks(evaluation_summary, before_after, reward_model_accuracy(reward_model, reward)),
@@ -135,20 +139,18 @@ def print_result(
     problems: Sequence[str],
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
-    """Print the result. rich prints square brackets as text, and folds long paths instead of cutting them."""
+    """Print the result. rich prints square brackets as text, and does not break paths, so that they can be copied."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
         table.add_column(heading, justify="right")
     for measure, *values in table_rows(before_after):
         table.add_row(Text(measure.heading), *values)
-    steps = Table.grid(padding=(0, 3, 0, 0))
-    for what, where in next_steps:
-        steps.add_row(Text(what), Text(where, overflow="fold", style="cyan"))
     console.print("", Text(result, style="bold"), "", Padding(table, (0, 0, 1, 2)), sep="\n")
     for problem in problems:
         console.print(Padding(Text(f"! {problem}", style="yellow"), (0, 0, 1, 2)))
-    console.print(Text("Where to look next", style="bold"), Padding(steps, (0, 0, 1, 2)), sep="\n")
+    steps = [Text.assemble(f"  {what:<25}", (where, "cyan")) for what, where in next_steps]
+    console.print(Text("Where to look next", style="bold"), *steps, "", sep="\n", soft_wrap=True)
 
 
 def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple[list[float], list[float], str]:
@@ -183,6 +185,15 @@ def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> lis
         ("Data flow", f"kedro viz run{_environment()}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
+
+
+def _links(models: Sequence[PretrainedHandle | None], reporting: ReportingConfig) -> dict[str, str]:
+    """Return the addresses of models of the project and of the report's folder, relative to the page, by shown path."""
+    folder = Path(reporting.report_path).parent
+    if folder.is_absolute():
+        return {}
+    local = [shown(model.source) for model in models if model is not None and shown(model.source) != model.source]
+    return {path: quote(Path(os.path.relpath(path, folder)).as_posix()) for path in [*local, f"{folder.as_posix()}/"]}
 
 
 def _environment() -> str:
