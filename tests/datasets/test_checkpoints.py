@@ -178,6 +178,7 @@ def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch, active):
     assert log.exists()
     (tmp_path / "other").mkdir()
     add_evaluation(tmp_path / "other", evaluation(20, 0.2))
+    assert not EvaluationLogDataset(str(tmp_path)).exists()  # the description of a third run asks before it is active
     with pytest.raises(DatasetError, match="give the directory of one: other, run"):
         log.load()
     assert EvaluationLogDataset(str(tmp_path / "other")).load() == [evaluation(20, 0.2)]

@@ -145,7 +145,10 @@ class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
         return evaluations.read_evaluations(self._directory())
 
     def _exists(self) -> bool:
-        return (self._directory() / evaluations.EVALUATIONS).is_file()
+        try:
+            return (self._directory() / evaluations.EVALUATIONS).is_file()
+        except DatasetError:  # several runs, of which none is this one, as before a run of a project begins
+            return False
 
     def _directory(self) -> Path:
         if self.folder is not None:
