@@ -125,7 +125,7 @@ def _lock(descriptor: int, *, waits: bool = False) -> None:
         return
     while True:
         try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             return
         except PermissionError:
             if not waits:

@@ -193,7 +193,7 @@ def send_to_main_thread(signum: int) -> None:
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signum)
     else:
-        _thread.interrupt_main(signum)
+        _thread.interrupt_main(signal.Signals(signum))
 
 
 def grace(signum: int, grace_s: float | None) -> float | None:
