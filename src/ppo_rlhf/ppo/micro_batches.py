@@ -181,14 +181,7 @@ class UpdateBytes:
 
 
 def update_bytes(
-    config: PPOConfig,
-    policy: PretrainedConfig,
-    *,
-    tokens: int,
-    gradients: int,
-    copied: int,
-    activations: int,
-    held: int,
+    config: PPOConfig, policy: PretrainedConfig, *, tokens: int, gradients: int, copied: int, kept: int, held: int
 ) -> UpdateBytes:
     """Return the bytes that an update of a policy takes.
 
@@ -198,19 +191,19 @@ def update_bytes(
         tokens: Tokens of the longest prompt with its response.
         gradients: Bytes of all gradients (`gradient_bytes`).
         copied: Bytes of autocast's copies of the policy's weights (`copied_bytes`).
-        activations: Bytes of the activations of one token in all layers (`kept_activations`).
+        kept: Bytes of the activations of one token in all layers (`kept_activations`).
         held: The most logits that are in memory at the same time.
     """
     text, itemsize = policy.get_text_config(), frozen_dtype(config).itemsize
     if config.gradient_checkpointing:
-        activations = text.num_hidden_layers * text.hidden_size * itemsize + activations // text.num_hidden_layers
+        kept = text.num_hidden_layers * text.hidden_size * itemsize + kept // text.num_hidden_layers
     epoch = config.local_batch_size * (tokens * EPOCH_BYTES + config.response_length * EPOCH_RESPONSE_BYTES)
     copies = 2
     if config.entropy_coef:
         copies += 1
     if config.kl_estimator == "full" and config.kl_in == "loss":
         copies += 2
-    return UpdateBytes(gradients, epoch + copied, activations, itemsize * copies, held)
+    return UpdateBytes(gradients, epoch + copied, kept, itemsize * copies, held)
 
 
 def gradient_bytes(trained: int, *, exchanged: bool, accumulated: bool) -> int:
@@ -286,7 +279,7 @@ def _update_bytes(state: TrainingState, tokens: int) -> UpdateBytes:
         # The budget that follows may cut a minibatch into several micro-batches
         gradients=gradient_bytes(trained, exchanged=exchanged, accumulated=True),
         copied=copied_bytes(config, state.policy),
-        activations=kept_activations(state.policy, state.critic, frozen_dtype(config).itemsize),
+        kept=kept_activations(state.policy, state.critic, frozen_dtype(config).itemsize),
         held=logits_held(state.device),
     )
 

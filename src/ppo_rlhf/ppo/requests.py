@@ -1,7 +1,5 @@
 """The one place that says what can ask a run to stop, to save or to evaluate, and who asks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ppo_rlhf.runtime.processes import from_all

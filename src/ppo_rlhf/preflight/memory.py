@@ -172,7 +172,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         # A large embedding's new gradient waits for a tied head's, and is then added to the earlier micro-batches'
         if shape.on_cpu:
             gradients += sizes.embedding * (sizes.is_tied + accumulates)
-        counted = {"copied": sizes.copied, "activations": sizes.activations, "held": held_logits}
+        counted = {"copied": sizes.copied, "kept": sizes.activations, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
     most_kept = most_bytes(shape.card) if config.captures_graphs and not shape.on_cpu else 0
