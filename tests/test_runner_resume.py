@@ -23,7 +23,8 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.captures import Captures
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.runtime import processes

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from ppo_rlhf.checkpoints.exports import exported_critic
 from ppo_rlhf.checkpoints.model_card import CRITIC_TITLE, may_write_card, render_critic_card
-from ppo_rlhf.checkpoints.model_files import exported_critic
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset

@@ -13,14 +13,15 @@ from huggingface_hub import constants
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ppo_rlhf.checkpoints.exports import exported_policy
 from ppo_rlhf.checkpoints.hub import check_push, files_to_push, push
 from ppo_rlhf.checkpoints.model_card import render_card, with_index
-from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import loading
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
-from ppo_rlhf.models.loading import RECORD, TrainedModel
+from ppo_rlhf.models.directories import RECORD
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.hub_stand_in import TOKEN, Hub, running_hub
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM, pipeline
 
-from ppo_rlhf.checkpoints.model_files import exported_policy, read_models, write_models
+from ppo_rlhf.checkpoints.exports import exported_policy
+from ppo_rlhf.checkpoints.model_files import read_models, write_models
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ModelError

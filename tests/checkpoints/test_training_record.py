@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from ppo_rlhf.checkpoints.model_files import exported_policy, write_models
+from ppo_rlhf.checkpoints.exports import exported_policy
+from ppo_rlhf.checkpoints.model_files import write_models
 from ppo_rlhf.checkpoints.training_record import settings_of, settings_of_training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.loading import AVERAGE, RECORD, PretrainedHandle
+from ppo_rlhf.models.directories import AVERAGE, RECORD
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import set_template_defaults
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo_runs import build_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from mlflow import MlflowClient
 
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from tests.hub_stand_in import running_hub
 from tests.tiny_models import tiny_model, word_tokenizer
 

@@ -10,7 +10,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 67, 6_655
+MOST_MODULES, MOST_LINES = 69, 6_660
 """The limits, in modules and in lines of code. Raise a limit only for a feature of the loop itself."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights, masked_policy_loss
+from ppo_rlhf.core.importance_weights import importance_weights
+from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, masked_policy_loss
 
 from .support import NAN, poison, prefix_mask
 

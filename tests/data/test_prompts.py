@@ -16,8 +16,8 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
-from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.tokenizers import set_template_defaults
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo_runs import build_prompts, build_tokenizer
 from tests.tiny_models import set_today

@@ -15,7 +15,7 @@ from ppo_rlhf.datasets import MlflowAnswersDataset, RecordsDataset, review_queue
 from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.pipelines.reward_modelling.nodes import check_preferences, keep_answers
-from ppo_rlhf.supervised.answers import Comparison, preferences_of
+from ppo_rlhf.supervised.people_answers import Comparison, preferences_of
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.datasets.test_review_queues import HARD, answer, filled, queues
 

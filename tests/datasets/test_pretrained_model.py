@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime.paths import last_name
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.tiny_models import save, tiny_model, word_tokenizer, write_gguf

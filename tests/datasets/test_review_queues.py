@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.datasets import review_queues as module
 from ppo_rlhf.datasets.pair_page import CUT_OFF
 from ppo_rlhf.datasets.review_queues import ReviewQueues
-from ppo_rlhf.supervised.answers import Comparison
+from ppo_rlhf.supervised.people_answers import Comparison
 
 HARD = {
     "markdown": "# Response B\n\n- a\n- b\n\n**bold** `code` ---\n\n---\n> quoted",

@@ -23,7 +23,7 @@ from pandas.testing import assert_frame_equal
 
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.runtime import processes
 from tests.tiny_models import tiny_model, word_tokenizer

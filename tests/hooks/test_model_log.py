@@ -27,8 +27,9 @@ from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from tests.own_code import save_with_own_code
 from tests.ppo_runs import tensors_equal
 from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer

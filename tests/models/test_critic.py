@@ -21,8 +21,9 @@ from transformers import (
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import Critic, SharedCritic, read_value_head
 from ppo_rlhf.models.directories import weight_files
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from tests.tiny_models import KINDS, PAD, adapter_of, composite_config, draw_weights, save, tiny_model, word_tokenizer
 
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]

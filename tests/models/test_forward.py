@@ -24,10 +24,11 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import packed_attention
+from ppo_rlhf.models.common_sizes import common_size, filled_size
 from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
 from ppo_rlhf.models.reward_model import sequence_scores
-from ppo_rlhf.models.token_rows import common_size, filled_size, right_padded
+from ppo_rlhf.models.token_rows import right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]

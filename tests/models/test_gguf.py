@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import gguf as module
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from tests.tiny_models import CHATML, save, tiny_model, write_gguf
 
 CHAT = [{"role": "user", "content": "the hat"}]

@@ -14,7 +14,8 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.critic_pretraining import training as module
 from ppo_rlhf.pipelines.critic_pretraining.training import (
     HELD_OUT,

@@ -25,7 +25,8 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.models.loading import CARD, PretrainedHandle
+from ppo_rlhf.models.directories import CARD
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies, pair_samples
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts

@@ -17,8 +17,8 @@ from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.human_evaluation import nodes
-from ppo_rlhf.supervised.answers import Comparison
 from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
+from ppo_rlhf.supervised.people_answers import Comparison
 from tests.chat_stand_in import between, running_chat
 from tests.datasets.test_review_queues import answer, filled
 from tests.pipelines.feedback_project import collect, pair_tables
@@ -207,7 +207,7 @@ def test_the_card_of_the_policy_that_people_judged_is_written(tmp_path: Path) ->
 
 
 def test_the_order_of_people_does_not_follow_their_names() -> None:
-    from ppo_rlhf.evaluation.people import compare_by_people
+    from ppo_rlhf.evaluation.people_win_rate import compare_by_people
 
     drawn = random.Random(0)
     rates = {"a": 0.9, "z": 0.1}

@@ -9,7 +9,7 @@ import pytest
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED
 from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from tests.tiny_models import tiny_model, word_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.datasets import RecordsDataset, review_queues
 from ppo_rlhf.datasets.review_queues import ReviewQueues
-from ppo_rlhf.supervised.answers import ANSWERS, Comparison
+from ppo_rlhf.supervised.people_answers import ANSWERS, Comparison
 from tests.datasets.test_pair_page import TEXTS
 from tests.datasets.test_review_queues import filled, queues
 from tests.pipelines.review_page import answer, answer_by_keys, serving, shown, start_review

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from ppo_rlhf.checkpoints.model_files import exported_policy, gathered
+from ppo_rlhf.checkpoints.exports import exported_policy
+from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.reward_model import CausalLMRewardModel

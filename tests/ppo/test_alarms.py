@@ -7,7 +7,7 @@ import pytest
 
 from ppo_rlhf.advice import advise
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.kl_rules import kl_alarms
+from ppo_rlhf.ppo.kl_alarms import kl_alarms
 
 
 def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]]:

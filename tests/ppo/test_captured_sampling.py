@@ -20,9 +20,9 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import captures as captures_module
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.captures import DECODING, UPDATE, Captures
+from ppo_rlhf.models.common_sizes import captured_columns, captured_rows
 from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.decoding import decodes
-from ppo_rlhf.models.decoding_in_place import captured_columns, captured_rows
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import captured_sampling, engines, sampling

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.exports import exported_policy
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import has_adapter, merged, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.checkpoints.model_files import exported_policy, optimizers
+from ppo_rlhf.checkpoints.exports import exported_policy
+from ppo_rlhf.checkpoints.model_files import optimizers
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (

@@ -1,6 +1,6 @@
 """Tuning advice: which setting to change first, derived from a run's settings and metrics.
 
-`rules` is the table of all rules (the KL rules come from `ppo.kl_rules`), `curves` smooths a run's metrics, and
+`rules` is the table of all rules (the KL rules come from `ppo.kl_alarms`), `curves` smooths a run's metrics, and
 `advise` applies the rules and writes the advice. docs/tuning.md explains every rule.
 """
 

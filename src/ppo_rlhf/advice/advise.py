@@ -10,7 +10,7 @@ from ppo_rlhf.advice.curves import Run
 from ppo_rlhf.advice.rules import RULES, TuningRule
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import Change
-from ppo_rlhf.ppo.kl_rules import allowed
+from ppo_rlhf.ppo.kl_alarms import allowed
 
 ENOUGH_ITERATIONS = 10
 """Number of iterations that most rules need before they judge a curve."""

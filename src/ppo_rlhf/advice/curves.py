@@ -12,7 +12,7 @@ import pandas as pd
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.evaluation.verdict import LEVELS, Verdict
-from ppo_rlhf.ppo.kl_rules import KLSituation
+from ppo_rlhf.ppo.kl_alarms import KLSituation
 
 WINDOW = 10
 """Largest number of iterations over which a metric is averaged."""

@@ -14,8 +14,8 @@ from enum import Enum
 from ppo_rlhf.advice.curves import Run, in_digits
 from ppo_rlhf.config.rules import Change, Rule
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
-from ppo_rlhf.ppo import kl_rules
-from ppo_rlhf.ppo.kl_rules import KL, KL_RULES, MOVED, USUAL_KL_COEF, allowed, scaled, set_to
+from ppo_rlhf.ppo import kl_alarms
+from ppo_rlhf.ppo.kl_alarms import KL, KL_RULES, MOVED, USUAL_KL_COEF, allowed, scaled, set_to
 
 FLAT = 0.25
 """A score that changed by less than this value counts as unchanged. The unit is the standard deviation of the score;
@@ -216,7 +216,7 @@ RULES: tuple[TuningRule, ...] = (
         ),
         meaning="the controller started too far from the right coefficient or reacts too slowly, or the size of the "
         "updates keeps KL away from its target",
-        change=kl_rules.help_controller,
+        change=kl_alarms.help_controller,
         refuted_by=JUDGED_SUCCESS,
     ),
     TuningRule(
@@ -231,7 +231,7 @@ RULES: tuple[TuningRule, ...] = (
             f"reward by {in_digits(r.end(SINCE_BEST_REWARD))}"
         ),
         meaning="the policy exploits its reward, and more training makes the exploit worse",
-        change=lambda r: kl_rules.stronger_penalty(r, 2.0),
+        change=lambda r: kl_alarms.stronger_penalty(r, 2.0),
     ),
     TuningRule(
         name="diversity_lost",
@@ -241,7 +241,7 @@ RULES: tuple[TuningRule, ...] = (
         holds=lambda r: r.end(DISTINCT) < 0.5 * r.end(DISTINCT_OF_SFT),
         seen=lambda r: f"eval/distinct_2 is {in_digits(r.end(DISTINCT))}, SFT's {in_digits(r.end(DISTINCT_OF_SFT))}",
         meaning="the responses repeat the same phrases",
-        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        change=lambda r: kl_alarms.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
     TuningRule(
@@ -254,7 +254,7 @@ RULES: tuple[TuningRule, ...] = (
             f"objective/entropy fell from {in_digits(r.start(ENTROPY))} to {in_digits(r.last(ENTROPY))} nats per token"
         ),
         meaning="the policy has settled on few answers and no longer explores",
-        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        change=lambda r: kl_alarms.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
     # Rules about learning rates and batch sizes.
@@ -353,7 +353,7 @@ RULES: tuple[TuningRule, ...] = (
         holds=lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
         seen=lambda r: f"Responses went from {in_digits(r.start(LENGTH))} to {in_digits(r.last(LENGTH))} tokens",
         meaning="the reward may depend on length (Singhal et al. 2023, arXiv:2310.03716); read the samples",
-        change=lambda r: kl_rules.stronger_penalty(r, 1.5),
+        change=lambda r: kl_alarms.stronger_penalty(r, 1.5),
         refuted_by=JUDGED_SUCCESS,
     ),
     TuningRule(

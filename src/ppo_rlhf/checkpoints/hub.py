@@ -12,8 +12,15 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from ppo_rlhf.core.errors import ConfigError, in_one_line
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, HUB_ID, check_model_directory, is_adapter, is_local
-from ppo_rlhf.models.loading import CARD, RECORD
+from ppo_rlhf.models.directories import (
+    ADAPTER_CONFIG,
+    CARD,
+    HUB_ID,
+    RECORD,
+    check_model_directory,
+    is_adapter,
+    is_local,
+)
 
 STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", f"*{RECORD}")
 """Files of an earlier push that are deleted, because they would be loaded together with the new model's files."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.files import HUB, is_hub_name
 from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.models.directories import is_local
-from ppo_rlhf.models.loading import CARD, PretrainedHandle
+from ppo_rlhf.models.directories import CARD, is_local
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.ppo.state import TrainingState

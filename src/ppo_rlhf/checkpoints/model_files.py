@@ -1,4 +1,4 @@
-"""The models of a training state on disk: in a checkpoint, and as the exported policy.
+"""The models of a training state in a checkpoint.
 
     policy/                       the policy's model directory with its tokenizer; with LoRA only peft's adapter;
                                   generation_config.json and ppo_rlhf.json record how the policy was trained
@@ -26,15 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
-from ppo_rlhf.core.errors import CheckpointError, ModelError
-from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
+from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.loading import RECORD, TrainedModel
+from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.preparation import not_finite
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import whole
-from ppo_rlhf.models.stored_critic import to_token_classifier
 from ppo_rlhf.models.transfers import refilled
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process, shards_models
@@ -147,49 +145,6 @@ def gathered(state: TrainingState) -> TrainingState:
             is_weight = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_weight else values
     return replace(state, **copy.deepcopy(parts, copies))
-
-
-def exported_policy(state: TrainingState) -> TrainedModel:
-    """Return the policy that a run exports, with the average of its weights if there is one.
-
-    An adapter is merged into the weights, unless `export=adapter` saves only the adapter. Merging an adapter rounds the
-    weights: in float32 the logits change by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32, unless `export_dtype` rounds all weights when they are saved. The exported policy also has the
-    sampling settings (`training_record`). Every process must call this function.
-    """
-    state = gathered(state)
-    head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
-    policy = state.policy
-    average = None if state.policy_average is None else state.policy_average.applied_to(policy)
-    if has_adapter(policy) and state.config.export == "merged":
-        policy, average = merged(policy), None if average is None else merged(average)
-    dtype = None if state.config.export_dtype is None else getattr(torch, state.config.export_dtype)
-    trained = TrainedModel(policy, state.tokenizer, head, average, dtype=dtype)
-    return replace(trained, generation_config=generation_config_of(state), record=record_of(state))
-
-
-def exported_critic(state: TrainingState) -> TrainedModel:
-    """Return the critic as it is stored, for later runs and other programs, with the policy's tokenizer.
-
-    The stored critic always has its own backbone, whatever `ppo.value_model` says: an adapter is merged, and a shared
-    trunk is copied from the policy. The stored critic is a token classifier of transformers, whose weights also contain
-    the head under TRL's names (`v_head.*`). If no token classifier computes the critic's values, the stored critic is a
-    `CausalLMRewardModel`, which is logged. Every process must call this function.
-    """
-    critic = gathered(state).critic
-    backbone = merged(critic.backbone) if has_adapter(critic.backbone) else critic.backbone
-    head = copy.deepcopy(critic.value_head).to(backbone.device)
-    own_form = CausalLMRewardModel.from_parts(backbone, head)
-    # Only the main process saves the critic, and with FSDP2 the other processes have no full weights
-    if not is_main_process():
-        return TrainedModel(own_form, state.tokenizer)
-    try:
-        classifier = to_token_classifier(backbone, head)
-    except ModelError as error:
-        log.warning("The critic is stored in a form that other programs read by importing ppo_rlhf: %s.", error)
-        return TrainedModel(own_form, state.tokenizer)
-    # A copy of the value head, because safetensors refuses two names for one tensor
-    return TrainedModel(classifier, state.tokenizer, value_head=copy.deepcopy(head))
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -24,7 +24,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import VLLM_FIELDS
 from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
-from ppo_rlhf.models.loading import RECORD, PretrainedHandle
+from ppo_rlhf.models.directories import RECORD
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import template_defaults
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype

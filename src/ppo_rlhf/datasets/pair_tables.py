@@ -21,7 +21,7 @@ from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets.report_files import ReportFile
 from ppo_rlhf.runtime.whole_files import process_name, written_whole
-from ppo_rlhf.supervised.answers import ANSWERS, NUMBER, Answer, Comparison, warn_of_others
+from ppo_rlhf.supervised.people_answers import ANSWERS, NUMBER, Answer, Comparison, warn_of_others
 
 ANSWER = "answer"
 """Column of a file of people's answers, which needs `NUMBER`, too; `person`, `time` and `rationale` may be missing."""

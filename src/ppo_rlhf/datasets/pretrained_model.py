@@ -9,7 +9,8 @@ from kedro.io.core import generate_timestamp
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG, gguf_file
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.whole_files import drafted, publish
 

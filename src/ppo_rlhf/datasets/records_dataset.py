@@ -20,7 +20,7 @@ from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
-from ppo_rlhf.supervised.answers import preferences_of
+from ppo_rlhf.supervised.people_answers import preferences_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

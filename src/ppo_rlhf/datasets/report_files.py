@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from kedro.io import AbstractDataset
 
-from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.models.directories import CARD
 from ppo_rlhf.reporting.token_view import TokenSamples
 from ppo_rlhf.runtime.paths import expand_home
 from ppo_rlhf.runtime.whole_files import written_whole

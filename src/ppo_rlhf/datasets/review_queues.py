@@ -29,7 +29,7 @@ from ppo_rlhf.datasets import pair_page
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
 from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.supervised.answers import ANSWERS, Answer, Comparison, warn_of_others
+from ppo_rlhf.supervised.people_answers import ANSWERS, Answer, Comparison, warn_of_others
 
 if TYPE_CHECKING:
     from mlflow.entities import Trace

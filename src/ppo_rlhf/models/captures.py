@@ -1,6 +1,7 @@
 """CUDA graphs of a training run: capture a function once, then replay all of its kernels with one launch.
 
-Small kernels, such as the kernels of a decoding step, take longer to launch than to compute.
+Small kernels, such as the kernels of a decoding step, take longer to launch than to compute. `models.common_sizes` says
+of which sizes steps and updates are captured.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 

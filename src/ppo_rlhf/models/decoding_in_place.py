@@ -14,25 +14,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.models.captures import most_bytes
+from ppo_rlhf.models.common_sizes import FEWEST_ROWS
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.free_memory import cache_bytes
 from ppo_rlhf.models.packed_attention import as_autocast, packed_hidden_states
-from ppo_rlhf.models.token_rows import common_size
 
-FEWEST_ROWS, FEWEST_COLUMNS = 16, 64
-"""The smallest number of sequences and of KV cache columns of a captured decoding step."""
 CACHES_SHARE = 2
 """The KV cache may take 1/2 of the memory that CUDA graphs may keep (`captures.most_bytes`)."""
-
-
-def captured_rows(needed: int) -> int:
-    """Return the smallest number of sequences >= `needed` for which a step is captured: 16, 24, 32, 48, 64, …"""
-    return common_size(max(needed, FEWEST_ROWS), 2)
-
-
-def captured_columns(needed: int) -> int:
-    """Return the smallest number of KV cache columns >= `needed` for which a step is captured: 64, 96, 128, 192, …"""
-    return common_size(max(needed, FEWEST_COLUMNS), 2)
 
 
 def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> int:
@@ -43,11 +31,6 @@ def rows_kept(text: PretrainedConfig, columns: int, number: int, card: int) -> i
     """
     fitting = most_bytes(card) // CACHES_SHARE // cache_bytes(text, columns, number)
     return max(1, fitting // FEWEST_ROWS) * FEWEST_ROWS
-
-
-def buffer_rows(needed: int) -> int:
-    """Return for how many sequences buffers are allocated if a batch has `needed`: a multiple of `FEWEST_ROWS`."""
-    return -(-needed // FEWEST_ROWS) * FEWEST_ROWS
 
 
 class InPlaceDecoder(Decoder):

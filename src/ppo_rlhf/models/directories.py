@@ -39,6 +39,10 @@ ADAPTER_QUANTISATION = "quantization_config.json"
 """A file in the directory of an adapter that was trained on 4-bit weights."""
 VALUE_HEAD_FILE = "value_head.safetensors"
 """LLaMA-Factory's name for the file of a value head in the directory of a language model or an adapter."""
+AVERAGE, CARD = "ema", "README.md"
+RECORD = "ppo_rlhf.json"
+"""File that records how a policy was trained, with the values for which `generation_config.json` has no fields
+(`checkpoints.training_record`)."""
 _HUB_TIMEOUT_S = 10.0
 
 

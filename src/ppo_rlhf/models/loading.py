@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,12 +35,14 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.critic import BIAS, VALUE_HEAD, WEIGHT, read_value_head
+from ppo_rlhf.models.critic import VALUE_HEAD, read_value_head
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
     ADAPTER_QUANTISATION,
     ADAPTER_WEIGHTS,
+    CARD,
     CONFIG,
+    RECORD,
     VALUE_HEAD_FILE,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -49,7 +51,6 @@ from ppo_rlhf.models.directories import (
     check_one_model,
     ends_of_weights,
     find_file,
-    follow_umask,
     has_file,
     hub_answers,
     is_local,
@@ -77,12 +78,6 @@ from ppo_rlhf.models.tokenizers import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AVERAGE, CARD = "ema", "README.md"
-RECORD = "ppo_rlhf.json"
-"""File that records how a policy was trained, with the values for which `generation_config.json` has no fields
-(`checkpoints.training_record`)."""
-# Maximum size of a weights file: the hub recommends 5 GB, and an interrupted upload repeats only one file
-SHARD = "5GB"
 # transformers writes NaN as {"__float__": "NaN"}
 _NAN = re.compile(r'"(\w+)": (?:NaN|{\s*"__float__": "NaN"\s*})')
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -496,74 +491,6 @@ class PretrainedHandle:
         # transformers and safetensors raise OSError, ValueError, KeyError and other types for unreadable weights
         except Exception as error:
             raise self._unreadable(what, error) from error
-
-
-@dataclass
-class TrainedModel:
-    """A model with its tokenizer and companion files, as the model dataset saves it."""
-
-    model: PreTrainedModel  # plain transformers model, or a model with an adapter, of which only the adapter is saved
-    tokenizer: PreTrainedTokenizerBase
-    # Value head on the last hidden states, saved among the weights under TRL's names `v_head.*`
-    value_head: nn.Linear | None = None
-    # The model with the moving average of the weights, saved in the folder `ema`
-    average: PreTrainedModel | None = None
-    card: str | None = None  # the text of the model card, README.md
-    # Replaces the generation configuration of `model` in the saved folder
-    generation_config: GenerationConfig | None = None
-    record: str | None = None  # the text of ppo_rlhf.json, the record of how the model was trained
-    dtype: torch.dtype | None = None  # the type that weights of a whole model are saved in; None: their own
-
-    def save(self, folder: Path) -> None:
-        """Write a model directory: configuration, safetensors and tokenizer; the weight average gets a subfolder `ema`.
-
-        Raises:
-            ModelError: The folder is a file, or the folder holds a whole model and an adapter is to be saved, or the
-                folder holds an adapter and a whole model is to be saved.
-        """
-        only_adapter = "save_pretrained" in vars(self.model)
-        other = CONFIG if only_adapter else ADAPTER_CONFIG
-        if folder.is_file():
-            raise ModelError(f"{folder} is a file; give a folder to save the model in.")
-        # transformers would load a full model and apply an adapter that lies in the same folder, even an old adapter
-        if (folder / other).is_file():
-            raise ModelError(
-                f"{folder} holds {other} of another model; loading the folder would mix the two. Give another folder."
-            )
-        options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
-        if (head := self.value_head) is not None:
-            options["state_dict"] = self.model.state_dict() | {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}
-        if self.dtype is not None:
-            options["state_dict"] = _rounded(options.get("state_dict", self.model.state_dict()), self.dtype)
-        with quiet_transformers():
-            self.model.save_pretrained(folder, **options)
-            self.tokenizer.save_pretrained(folder)
-        if self.dtype is not None:  # transformers names the type of the model, not of the saved weights
-            config = json.loads((folder / CONFIG).read_bytes()) | {"dtype": str(self.dtype).removeprefix("torch.")}
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self.generation_config is not None:
-            self.generation_config.save_pretrained(folder)
-        if self.record is not None:
-            (folder / RECORD).write_text(self.record, encoding="utf-8")
-        if self.card is not None:
-            (folder / CARD).write_text(self.card, encoding="utf-8")
-        follow_umask(folder)
-        if self.average is not None:
-            replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
-        elif (folder / AVERAGE / CONFIG).is_file():
-            log.warning("%s is the average of an earlier model; the model saved now has no average.", folder / AVERAGE)
-
-
-def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights in another floating-point type; names that share a tensor share it afterwards, too."""
-    tensors: dict[tuple[Any, ...], Tensor] = {}
-    rounded = {}
-    for name, weight in weights.items():
-        key = (weight.data_ptr(), weight.shape, weight.stride())
-        if key not in tensors:
-            tensors[key] = weight.to(dtype) if weight.is_floating_point() else weight
-        rounded[name] = tensors[key]
-    return rounded
 
 
 def _some(names: list[str]) -> str:

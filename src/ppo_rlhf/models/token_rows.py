@@ -10,13 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_rlhf.models.common_sizes import filled_size
 from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.models.transfers import to_device
-
-LEAST_FILL = 64
-"""Packed rows with fillers have a multiple of this many tokens, so that few shapes occur. The libraries choose a 16-bit
-kernel for each new shape: on an H100 the choice takes 1 ms, and a matrix product of a small model 0.02 ms
-(docs/speed.md)."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +57,6 @@ class TokenRows:
     def to(self, device: torch.device) -> TokenRows:
         """Return the same rows on another device."""
         return to_device([self], device)[0]
-
-
-def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether each new shape costs time to choose a kernel, so that packed rows should get fillers.
-
-    New shapes cost time on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
-    """
-    return device.type != "cpu" or dtype.itemsize == 2
-
-
-def common_size(count: int, per_octave: int, multiple_of: int = 1) -> int:
-    """Round `count` up to a size that many batches share: a multiple of `multiple_of`, and one of at most `per_octave`
-    evenly spaced sizes from one power of 2 to the next.
-
-    So the number of shapes is at most `per_octave` times the binary logarithm of the largest count.
-    """
-    step = size_step(count, per_octave, multiple_of)
-    return -(-count // step) * step
-
-
-def size_step(count: int, per_octave: int, multiple_of: int = 1) -> int:
-    """Return the distance between the sizes of `common_size` around `count`."""
-    return max(multiple_of, 2 ** (count.bit_length() - 1) // per_octave)
-
-
-def filled_size(count: int) -> int:
-    """Return the number of tokens that packed rows of `count` tokens have with fillers."""
-    return common_size(count, 16, LEAST_FILL)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:

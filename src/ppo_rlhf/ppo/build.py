@@ -32,11 +32,12 @@ from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic, freeze_att
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import unused_ids
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.models.weight_copies import has_copies
 from ppo_rlhf.ppo.captured_sampling import why_not_captured

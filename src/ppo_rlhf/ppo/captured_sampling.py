@@ -13,13 +13,8 @@ from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once
 from ppo_rlhf.models.captures import DECODING, Captures, fixed_state
-from ppo_rlhf.models.decoding_in_place import (
-    InPlaceDecoder,
-    buffer_rows,
-    captured_columns,
-    captured_rows,
-    rows_kept,
-)
+from ppo_rlhf.models.common_sizes import buffer_rows, captured_columns, captured_rows
+from ppo_rlhf.models.decoding_in_place import InPlaceDecoder, rows_kept
 from ppo_rlhf.models.free_memory import number_bytes
 from ppo_rlhf.ppo import sampling
 from ppo_rlhf.ppo.sampling import SamplingSettings

@@ -18,12 +18,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.models.capabilities import argument_of
 from ppo_rlhf.models.captures import DECODING, Captures
+from ppo_rlhf.models.common_sizes import captured_columns, filled_size
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import decodes
-from ppo_rlhf.models.decoding_in_place import captured_columns
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
-from ppo_rlhf.models.token_rows import filled_size
 from ppo_rlhf.ppo import captured_sampling
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, decode_packed, may_stop, responses_of, sample_step
 

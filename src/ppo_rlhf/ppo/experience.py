@@ -13,7 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.core.losses import importance_weights
+from ppo_rlhf.core.importance_weights import importance_weights
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.batch_sampling import response_batch

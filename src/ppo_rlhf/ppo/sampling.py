@@ -14,8 +14,8 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.common_sizes import common_size
 from ppo_rlhf.models.decoding import Decoder
-from ppo_rlhf.models.token_rows import common_size
 from ppo_rlhf.ppo.sequences import without_padding
 
 STEPS_BETWEEN_CHECKS = 16

@@ -13,19 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ppo_rlhf.models.common_sizes import filled_size, update_sizes
 from ppo_rlhf.models.packed_attention import PackedLayout, place_rows
-from ppo_rlhf.models.token_rows import (
-    LEAST_FILL,
-    TokenRows,
-    common_size,
-    filled_size,
-    joined_rows,
-    size_step,
-    token_parts,
-)
-
-LEAST_WIDTH = 16
-"""The width of padded attention is a multiple of this many tokens."""
+from ppo_rlhf.models.token_rows import TokenRows, joined_rows, token_parts
 
 
 @dataclass(frozen=True)
@@ -118,27 +108,18 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
     """
     (rows, width), layout = batch.shape, batch.rows.layout
     tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)
-    all_rows, all_responses = common_size(rows, 2), common_size(responses, 4, LEAST_FILL)
-    all_states = all_responses + all_rows
-    all_tokens, longest = (
-        common_size(max(tokens, all_states), 8, LEAST_FILL),
-        common_size(layout.shape[1], 4, LEAST_WIDTH),
-    )
-    # Compute how much padding a batch of these sizes needs at most; each row has one more state than response tokens
-    spare_responses = size_step(all_responses, 4, LEAST_FILL) + all_rows
-    spare_tokens = size_step(all_tokens, 8, LEAST_FILL) + spare_responses
-    all_sequences = all_rows - (-spare_tokens // longest)
+    size = update_sizes(rows, responses, tokens, layout.shape[1])
 
     lengths: list[int] = layout.starts.diff().tolist()
-    missing = all_tokens - tokens
-    lengths += [min(longest, missing - done) for done in range(0, missing, longest)]
-    lengths += [0] * (all_sequences - len(lengths))
+    missing = size.tokens - tokens
+    lengths += [min(size.longest, missing - done) for done in range(0, missing, size.longest)]
+    lengths += [0] * (size.sequences - len(lengths))
 
-    is_free = torch.ones(all_tokens, dtype=torch.bool)
+    is_free = torch.ones(size.tokens, dtype=torch.bool)
     is_free[batch.state_positions] = False
-    other_tokens = is_free.nonzero()[: all_states - states, 0]
-    fillers = all_responses - responses
-    shape = all_rows - (-spare_responses // columns), columns
+    other_tokens = is_free.nonzero()[: size.states - states, 0]
+    fillers = size.responses - responses
+    shape = size.rows - (-size.spare_responses // columns), columns
     empty = torch.empty(0, dtype=torch.long)
     return SequenceBatch(
         rows=TokenRows(
@@ -147,15 +128,15 @@ def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
             position_ids=empty,
             packed_ids=_longer(batch.rows.packed_ids, missing),
             packed_positions=_longer(batch.rows.packed_positions, missing),
-            layout=PackedLayout.of(lengths, longest),
+            layout=PackedLayout.of(lengths, size.longest),
             slots=empty,
         ),
         shape=shape,
         state_positions=torch.cat([batch.state_positions, other_tokens]),
         predicting=torch.cat([batch.predicting, torch.arange(states, states + fillers)]),
         targets=_longer(batch.targets, fillers),
-        response_slots=_placed(batch.response_slots, width, columns, all_rows, fillers),
-        state_slots=_placed(batch.state_slots, width + 1, columns + 1, all_rows, all_states - states),
+        response_slots=_placed(batch.response_slots, width, columns, size.rows, fillers),
+        state_slots=_placed(batch.state_slots, width + 1, columns + 1, size.rows, size.states - states),
     )
 
 

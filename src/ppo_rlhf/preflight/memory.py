@@ -24,7 +24,8 @@ from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.captures import most_bytes
-from ppo_rlhf.models.decoding_in_place import buffer_rows, captured_columns, rows_kept
+from ppo_rlhf.models.common_sizes import buffer_rows, captured_columns
+from ppo_rlhf.models.decoding_in_place import rows_kept
 from ppo_rlhf.models.free_memory import (
     cache_bytes,
     decoding_bytes,

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
-from ppo_rlhf.evaluation.people import OVER_PEOPLE, PREFIX
+from ppo_rlhf.evaluation.people_win_rate import OVER_PEOPLE, PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
@@ -121,7 +121,7 @@ def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compare
 
 
 def say_result_by_people(summary: Mapping[str, Any]) -> str:
-    """Return the result of `evaluation.people.compare_by_people` in one to three sentences.
+    """Return the result of `evaluation.people_win_rate.compare_by_people` in one to three sentences.
 
     `summary` must also have the name of the `judge` if the judge was compared with people.
     """

@@ -38,7 +38,7 @@ from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
 from ppo_rlhf.runtime.processes import on_main
-from ppo_rlhf.supervised.answers import KEPT, TRACE
+from ppo_rlhf.supervised.people_answers import KEPT, TRACE
 
 SIDES = ("prompt", "chosen", "rejected")
 COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")

@@ -18,9 +18,10 @@ from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.evaluation.win_rate import win_rate
 from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.rewards.config import Reference
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,

@@ -22,7 +22,7 @@ from ppo_rlhf.data.chats import CONVERSATIONS, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import check_texts, table_of
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.tokenizers import (
     check_vocabulary,
@@ -32,6 +32,7 @@ from ppo_rlhf.models.tokenizers import (
     same_vocabulary,
     templates_of,
 )
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.ppo.build import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype

@@ -20,10 +20,11 @@ from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, is_local
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.build import (
     AnyCritic,
     as_adapter,

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import hub
 from ppo_rlhf.checkpoints.evaluations import prune_run
+from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card, render_critic_card
-from ppo_rlhf.checkpoints.model_files import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig

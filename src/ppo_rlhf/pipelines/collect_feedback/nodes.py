@@ -30,8 +30,8 @@ from ppo_rlhf.runtime.names import env_option
 from ppo_rlhf.runtime.paths import shown
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.supervised import comparisons
-from ppo_rlhf.supervised.answers import ANSWERS
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
+from ppo_rlhf.supervised.people_answers import ANSWERS
 
 log = logging.getLogger(__name__)
 

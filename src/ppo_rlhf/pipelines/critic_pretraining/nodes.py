@@ -4,7 +4,8 @@ import logging
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.critic_pretraining import training
 from ppo_rlhf.pipelines.critic_pretraining.training import HELD_OUT, CriticPretrainingConfig
 from ppo_rlhf.rewards.scoring import RewardScorer

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from ppo_rlhf.checkpoints.model_files import exported_critic
+from ppo_rlhf.checkpoints.exports import exported_critic
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
@@ -21,7 +21,8 @@ from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.precision import device_of

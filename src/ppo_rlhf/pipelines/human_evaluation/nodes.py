@@ -14,16 +14,16 @@ from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets.pair_tables import answered_pairs
 from ppo_rlhf.datasets.review_queues import queues_here
-from ppo_rlhf.evaluation import people
-from ppo_rlhf.evaluation.people import is_policy_of
+from ppo_rlhf.evaluation import people_win_rate
+from ppo_rlhf.evaluation.people_win_rate import is_policy_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
 from ppo_rlhf.runtime.paths import last_name, shown
-from ppo_rlhf.supervised.answers import Comparison, agreement
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
+from ppo_rlhf.supervised.people_answers import Comparison, agreement
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     """Compare two policies by people's answers, and people's answers with the judge of the evaluation.
 
     Returns:
-        The result of `people.compare_by_people`, and `result` (the result in words), `policy` and `against` (the
-        policies' sources), and `judge` (the judge's description; None if the reward decides evaluations).
+        The result of `compare_by_people`, and `result` (the result in words), `policy` and `against` (the policies'
+        sources), and `judge` (the judge's description; None if the reward decides evaluations).
     """
     table, judge = answered_comparisons, resolve_judge(evaluation)
     judged: list[float | None] = []
@@ -121,7 +121,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
         ]
         judged = [_worth(a, b) for a, b in zip(*map(_numbers, scores), strict=True)]
     first = table.iloc[0]
-    summary = people.compare_by_people(
+    summary = people_win_rate.compare_by_people(
         [json.loads(row) for row in table["worths"]],
         judged,
         prompts=table["prompt"].tolist(),
@@ -195,7 +195,7 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
 
 def _name_of(policy: str) -> str:
     """Return the name of a policy for use in sentences. `policy` is the name of a catalog entry, a path or a hub id."""
-    return people.KINDS.get(policy, last_name(policy))
+    return people_win_rate.KINDS.get(policy, last_name(policy))
 
 
 def _worth(ours: float, theirs: float) -> float:

@@ -12,8 +12,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card, render_critic_card
-from ppo_rlhf.checkpoints.model_files import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -22,8 +22,9 @@ from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.sharding import shard_in_place
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import (
     as_adapter,

@@ -20,7 +20,7 @@ from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints.training_record import settings_of_training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.evaluation.people import is_policy_of
+from ppo_rlhf.evaluation.people_win_rate import is_policy_of
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.reporting import charts

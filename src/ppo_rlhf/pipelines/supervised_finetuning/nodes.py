@@ -5,7 +5,8 @@ from functools import partial
 
 import pandas as pd
 
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime.progress import watching
 from ppo_rlhf.supervised import sft
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig

@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.captures import Captures
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardConfig
 from toy_ppo.saves import SaveRequest

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from ppo_rlhf.evaluation.people import compare_by_people
+from ppo_rlhf.evaluation.people_win_rate import compare_by_people
 from ppo_rlhf.reporting.wording import say_result_by_people
 
 

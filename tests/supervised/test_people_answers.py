@@ -7,7 +7,7 @@ import random
 import pytest
 from nltk.metrics.agreement import AnnotationTask
 
-from ppo_rlhf.supervised.answers import agreement, majority
+from ppo_rlhf.supervised.people_answers import agreement, majority
 
 
 @pytest.mark.parametrize(
