@@ -92,6 +92,8 @@ def _group(name: str, group: Any) -> str:
     lines = [f"## {name}\n\n{' '.join(summary.split())}\n"]
     lines += ["| setting | type | default | meaning | typical range |", "| --- | --- | --- | --- | --- |"]
     for each in fields(group):
+        if each.name not in meanings:
+            raise SystemExit(f"{name}.{each.name} has no docstring: write its meaning, unit and effect below the field")
         typical = _typical(hints[each.name])
         usual = _range(typical) if typical else ""
         meaning = re.sub(r"\bNone\b", "null", meanings[each.name])

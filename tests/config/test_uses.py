@@ -7,9 +7,9 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.uses import Use, names_in_group, names_of, uses_of
 
 HOW = (
-    'has no `Use` in src/ppo_rlhf/config/ppo.py: write `Annotated[<its type>, Use("taken")] = <default>`, with what '
+    "has no `Use` in src/ppo_rlhf/config/ppo.py: write `Annotated[<its type>, Use(<probe>)] = <default>`, with what "
     "ppo_rlhf.config.uses.Use asks for: what `kedro doctor --probe` does with it, whether a resumed run may change it, "
-    "whether it is recorded with the policy"
+    "whether it is recorded with the policy, its group, whether a sweep may vary it"
 )
 
 
