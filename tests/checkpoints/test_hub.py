@@ -18,7 +18,7 @@ from ppo_rlhf.checkpoints.hub import check_push, files_to_push, push
 from ppo_rlhf.checkpoints.model_card import render_card, with_index
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models import loading
+from ppo_rlhf.models import trained_model
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.trained_model import TrainedModel
@@ -38,7 +38,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def exported(make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chat policy that an evaluation has seen, in shards."""
-    monkeypatch.setattr(loading, "SHARD", "10KB")
+    monkeypatch.setattr(trained_model, "SHARD", "10KB")
     state = make_run(tokenizer=word_tokenizer(chat_template=CHAT_TEMPLATE)).state
     state.policy.config._name_or_path = "org/base"
     card = with_index(render_card(state, [], "org/prompts@v1:train"), {"prompts": 64, "eval/win_rate": 0.75})
