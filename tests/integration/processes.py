@@ -43,10 +43,12 @@ def kedro_run(
     if interrupted or in_step:
         command = ["tests.integration.processes", *map(str, interrupted or (IN_STEP, *in_step))]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # pytest-xdist sets COLUMNS in its workers
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return subprocess.run(
         [sys.executable, "-m", *command, *arguments],
         cwd=project,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

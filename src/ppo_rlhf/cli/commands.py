@@ -51,9 +51,10 @@ def _run(**options: Any) -> Any:
         load_obj(options["runner"], "kedro.runner")
     except (ImportError, AttributeError) as error:
         raise click.ClickException(f"--runner {options['runner']}: {error}. The default is {RUNNER}.") from None
-    if not rich.get_console().is_terminal and "COLUMNS" not in os.environ:
+    if not rich.get_console().is_terminal:
         # rich would break log lines at 80 columns and fill them with spaces when the output goes to a file or a pipe
-        rich.reconfigure(width=LOG_WIDTH, file=WithoutPadding())
+        width = None if "COLUMNS" in os.environ else LOG_WIDTH
+        rich.reconfigure(width=width, file=WithoutPadding())
     assert kedro_run.callback is not None
     try:
         return kedro_run.callback(**options)
