@@ -352,9 +352,10 @@ def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
     assert moved[9] < -0.01
 
 
-def test_a_step_with_given_prompts_cannot_draw_others(sft: str):
-    trainer = PPOTrainer(config(responses_per_prompt=2, drop_uniform_prompts=1), sft)
-    with pytest.raises(ConfigError, match=r"^step: ppo\.drop_uniform_prompts"):
+@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"curriculum": 1.0}])
+def test_a_step_with_given_prompts_cannot_draw_others(sft: str, setting: dict[str, Any]):
+    trainer = PPOTrainer(config(responses_per_prompt=2, **setting), sft)
+    with pytest.raises(ConfigError, match=rf"^step: ppo\.{next(iter(setting))}"):
         trainer.step(QUERIES, [torch.tensor([6, END])] * 4, [1.0] * 4)
 
 

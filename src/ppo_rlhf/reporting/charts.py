@@ -23,7 +23,7 @@ from ppo_rlhf.config.settings_group import settings_group
 
 MAX_POINTS = 400
 """Largest number of points of a curve. Longer curves are thinned, which keeps the report page small."""
-COLOURS = ("#2f6fde", "#d9822b")
+COLOURS = ("#2f6fde", "#d9822b", "#3a9d5d")
 _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
 
@@ -130,6 +130,12 @@ PANELS = (
         "share of responses",
         {"response/truncated_fraction": "no stop token"},
         "Responses that reached the length limit before a stop token.",
+    ),
+    Panel(
+        "Prompts by difficulty",
+        "share of prompts",
+        {"curriculum/in_reach": "in reach", "curriculum/unsolved": "unsolved", "curriculum/solved": "solved"},
+        "Solved, unsolved: each of the last 8 responses was, or none. Such prompts are drawn an eighth as often.",
     ),
     Panel(
         "Gradient norm",

@@ -241,6 +241,8 @@ class PPOTrainer:
         trainer_inputs.check_one_turn(config)
         if config.drop_uniform_prompts:
             raise ConfigError("step: ppo.drop_uniform_prompts replaces prompts, which only train() can do; set it to 0")
+        if config.curriculum is not None:
+            raise ConfigError("step: ppo.curriculum chooses prompts, which only train() can do; leave it out")
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         self._check_ready("step")
