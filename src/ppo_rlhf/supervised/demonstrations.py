@@ -84,24 +84,25 @@ class TokenisedDemonstrations:
     input_ids: list[list[int]]
     labels: list[list[int]]
 
+    @property
+    def unlearnt(self) -> list[int]:
+        """The rows without a token to learn; the first token of a row is not learnt, because no token precedes it."""
+        return [row for row, labels in enumerate(self.labels) if all(label == IGNORED for label in labels[1:])]
+
 
 def split_demonstrations(
     frame: pd.DataFrame, config: DataPreparationConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Check the table and return (training demonstrations, held-out demonstrations).
+    """Check the table and return (training demonstrations, held-out demonstrations), as `read_demonstrations` does.
 
-    The returned tables have the columns `messages`, or `prompt` and `completion`, or `text`, in this order of
-    preference. If prompts and completions are chats, the columns are `messages` with the whole chat and `prompt` with
-    the part of the chat that is not learnt. A column `tools` is kept. Chats are stored as JSON: Parquet would add the
-    keys of one message to all messages, and has no type for some chats. No demonstration is both trained on and held
-    out, and of several copies of a held-out demonstration only one copy is kept. With a tokenizer one chat of each kind
-    is rendered as a check.
+    No demonstration is both trained on and held out, and of several copies of a held-out demonstration only one copy is
+    kept. With a tokenizer one chat of each kind is rendered as a check.
 
     Raises:
-        DataError: The columns are missing, a value is empty or not text, fewer than two rows are distinct, or the chat
-            template refuses a chat or leaves a part of a chat out.
+        DataError: The table cannot be read, fewer than two rows are distinct, or the chat template refuses a chat or
+            leaves a part of a chat out.
     """
-    table = _standard_columns(frame, config)
+    table = read_demonstrations(frame, config)
     if tokenizer is not None and "messages" in table:
         records = enumerate(table.to_dict("records"))
         try_chats(((f"demonstrations: row {row}", *_chat_of(record)) for row, record in records), tokenizer)
@@ -121,7 +122,33 @@ def tokenise_demonstrations(
     name: str = "demonstrations",
     template: str | None = None,
 ) -> TokenisedDemonstrations:
-    """Return the token sequences and labels of a table from `split_demonstrations`.
+    """Return the token sequences and labels of a table, as `encode_demonstrations` does, without rows that have no
+    token to learn.
+
+    Raises:
+        DataError: As `encode_demonstrations`, or no row has a learnt token within `max_length`.
+    """
+    rows = encode_demonstrations(frame, tokenizer, max_length, name, template)
+    unlearnt = {*rows.unlearnt}
+    kept = [row for row in range(len(frame)) if row not in unlearnt]
+    if unlearnt:
+        logger.warning("%d %s have no token to learn and are left out", len(unlearnt), name)
+    if not kept:
+        raise DataError(
+            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens. Raise "
+            "supervised_finetuning.max_length if the model's context allows it, or give shorter demonstrations."
+        )
+    return TokenisedDemonstrations([rows.input_ids[row] for row in kept], [rows.labels[row] for row in kept])
+
+
+def encode_demonstrations(
+    frame: pd.DataFrame,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    name: str = "demonstrations",
+    template: str | None = None,
+) -> TokenisedDemonstrations:
+    """Return the token sequences and labels of all rows of a table from `read_demonstrations`.
 
     An assistant's message with a key of `LEARNT` that is 0 or false is not learnt.
 
@@ -132,7 +159,7 @@ def tokenise_demonstrations(
 
     Raises:
         DataError: The tokenizer has no chat template for chats, the chat template leaves a message out, a message is
-            marked as not learnt but cannot be left out, or no row has a learnt token within `max_length`.
+            marked as not learnt but cannot be left out.
     """
     encoded = (
         _encode_chats(frame, tokenizer, template, name)
@@ -142,20 +169,10 @@ def tokenise_demonstrations(
     input_ids, labels, truncated = [], [], 0
     for ids, learnt in encoded:
         truncated += max_length is not None and len(ids) > max_length
-        ids, learnt = ids[:max_length], learnt[:max_length]
-        # Keep sequences with a label to learn; the first token has none, because no token precedes it
-        if any(label != IGNORED for label in learnt[1:]):
-            input_ids.append(ids)
-            labels.append(learnt)
+        input_ids.append(ids[:max_length])
+        labels.append(learnt[:max_length])
     if truncated:
         logger.warning("%d of %d %s are truncated to %d tokens", truncated, len(frame), name, max_length)
-    if len(input_ids) < len(frame):
-        logger.warning("%d %s have no token to learn and are left out", len(frame) - len(input_ids), name)
-    if not input_ids:
-        raise DataError(
-            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens. Raise "
-            "supervised_finetuning.max_length if the model's context allows it, or give shorter demonstrations."
-        )
     return TokenisedDemonstrations(input_ids, labels)
 
 
@@ -216,7 +233,19 @@ def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
     yield from frame["text"] if "text" in frame.columns else frame["prompt"] + frame["completion"]
 
 
-def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.DataFrame:
+def read_demonstrations(
+    frame: pd.DataFrame, config: DataPreparationConfig, name: str = "demonstrations"
+) -> pd.DataFrame:
+    """Return the rows of a user's table in standard columns; `name` names the table in messages.
+
+    The columns are `messages`, or `prompt` and `completion`, or `text`, in this order of preference. If prompts and
+    completions are chats, the columns are `messages` with the whole chat and `prompt` with the part of the chat that is
+    not learnt. A column `tools` is kept. Chats are stored as JSON: Parquet would add the keys of one message to all
+    messages, and has no type for some chats.
+
+    Raises:
+        DataError: The columns are missing, or a value is empty or not text.
+    """
     formats = [
         {config.messages_column: "messages"},
         {CONVERSATIONS[1]: "messages"},
@@ -226,7 +255,7 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
     chosen = next((names for names in formats if all(name in frame.columns for name in names)), None)
     if chosen is None:
         raise DataError(
-            f"demonstrations: the columns are {', '.join(map(str, frame.columns))}; needed is `{config.text_column}`, "
+            f"{name}: the columns are {', '.join(map(str, frame.columns))}; needed is `{config.text_column}`, "
             f"or `{config.prompt_column}` and `{config.completion_column}`, or `{config.messages_column}`. Set "
             "data_preparation.text_column, prompt_column, completion_column or messages_column to your columns."
         )
@@ -234,7 +263,7 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
     for given, standard in chosen.items():
         read = read_chat if standard == "messages" else read_text_or_chat
         table[standard] = [
-            read(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])
+            read(value, f"{name}: row {row}, column `{given}`") for row, value in enumerate(table[standard])
         ]
     # The first row of the table decides whether all its prompts and completions are chats or texts
     are_chats = not isinstance(table.iloc[0, -1], str)
@@ -247,24 +276,22 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
                     if standard == "text"
                     else "Give only texts or only chats"
                 )
-                raise DataError(
-                    f"demonstrations: row {row}, column `{given}`: expected {expected}, got {value!r:.60}. {fix}"
-                )
-    name_unused("demonstrations", frame.columns, chosen, of_chats=are_chats)
+                raise DataError(f"{name}: row {row}, column `{given}`: expected {expected}, got {value!r:.60}. {fix}")
+    name_unused(name, frame.columns, chosen, of_chats=are_chats)
     if not are_chats:
         return table
     start = "prompt" if "prompt" in table else "messages"
     if SYSTEM in frame:
         pairs = enumerate(zip(table[start], frame[SYSTEM], strict=True))
-        table[start] = [with_system(*pair, f"demonstrations: row {row}") for row, pair in pairs]
+        table[start] = [with_system(*pair, f"{name}: row {row}") for row, pair in pairs]
     if start == "prompt":
         # No message of a prompt is learnt, so only the messages of completions keep the keys that say so
         table["prompt"] = [[_without_marks(message) for message in chat] for chat in table["prompt"]]
         table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
         table = table[["messages", "prompt"]]
-    _name_unused_marks(message for chat in table["messages"] for message in chat)
+    _name_unused_marks(name, (message for chat in table["messages"] for message in chat))
     if TOOLS in frame:
-        table[TOOLS] = [read_tools(value, f"demonstrations: row {row}") for row, value in enumerate(frame[TOOLS])]
+        table[TOOLS] = [read_tools(value, f"{name}: row {row}") for row, value in enumerate(frame[TOOLS])]
     return table.map(as_json)
 
 
@@ -272,17 +299,17 @@ def _without_marks(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in LEARNT}
 
 
-def _name_unused_marks(messages: Iterable[dict[str, Any]]) -> None:
+def _name_unused_marks(name: str, messages: Iterable[dict[str, Any]]) -> None:
     """Log once each key of `LEARNT` that SFT does not follow: a part of a weight, or a weight of another role."""
     for message in messages:
         for key in LEARNT:
             value, role = message.get(key, 0), message["role"]
             if value not in (0, 1):
-                say_once(f"demonstrations: `{key}` other than 0 and 1 is not used: such messages are learnt.")
+                say_once(f"{name}: `{key}` other than 0 and 1 is not used: such messages are learnt.")
             elif value and role != ASSISTANT:
-                say_once(f"demonstrations: `{key}` of messages of the role `{role}` is not used.")
+                say_once(f"{name}: `{key}` of messages of the role `{role}` is not used.")
         if "train_detail" in message:
-            say_once("demonstrations: `train_detail` is not used: messages are learnt whole.")
+            say_once(f"{name}: `train_detail` is not used: messages are learnt whole.")
 
 
 def _unlearnt(messages: Chat) -> list[bool]:
@@ -292,7 +319,7 @@ def _unlearnt(messages: Chat) -> list[bool]:
 
 
 def _chat_of(record: dict[str, str]) -> tuple[Chat, Tools]:
-    """Return the messages and the tools of a row of a table from `_standard_columns`."""
+    """Return the messages and the tools of a row of a table from `read_demonstrations`."""
     return json.loads(record["messages"]), json.loads(record.get(TOOLS, "null"))
 
 
