@@ -13,7 +13,7 @@ from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.datasets import RecordsDataset
+from ppo_rlhf.datasets import RecordsDataset, ReferenceTextsDataset
 
 ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
 
@@ -387,6 +387,16 @@ def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hu
     assert rows_of(tmp_path / name) == ROWS  # as Kedro passes a relative path
     assert hub == [asked, asked]
     assert RecordsDataset(name).preview()["data"] == []
+
+
+def test_reference_texts_are_a_table_or_a_word_that_kedro_has_made_a_path(tmp_path):
+    (tmp_path / "pyproject.toml").touch()
+    assert ReferenceTextsDataset(None).load() is None
+    word = ReferenceTextsDataset(str(tmp_path / "held_out_demonstrations"))
+    assert word.load() is None
+    assert word._describe()["filepath"] is None
+    table = write(tmp_path / "texts.jsonl", [{"text": "a"}])
+    assert ReferenceTextsDataset(str(table)).load()["text"] == ["a"]
 
 
 def test_the_hub_is_not_asked_for_a_table_that_a_folder_here_does_not_hold(hub, tmp_path, monkeypatch):

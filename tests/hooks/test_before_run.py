@@ -152,6 +152,23 @@ def test_a_setting_that_is_filled_from_the_globals_is_refused_with_the_names_to_
     assert "evaluation_prompts_path" in typed
 
 
+def test_reference_texts_are_named_in_the_globals_and_only_a_run_that_measures_them_takes_them(conf: Path):
+    entry = "{type: a.B, filepath: '${runtime_params:reference_texts_path, ${globals:reference_texts_path}}'}"
+    name = "evaluation: {reference_texts: '${runtime_params:reference_texts_path, ${globals:reference_texts_path}}'}"
+    (conf / "base/parameters_evaluation.yml").write_text(name)
+    (conf / "base/globals.yml").write_text(f"{GLOBALS[:-1]}, reference_texts_path: null}}")
+    (conf / "base/catalog.yml").write_text(f"raw_reference_texts: {entry}")
+    reads = {"params:evaluation", "raw_reference_texts"}
+    assert settings(conf, reference_texts_path="a.txt").unread(reads, {}) == []
+    (unmeasured,) = settings(conf, reference_texts_path="a.txt").unread({"params:evaluation"}, {})
+    assert unmeasured.startswith("--params reference_texts_path: nothing reads this name")
+    (line,) = settings(conf, evaluation={"reference_texts": "a.txt"}).unread(reads, {})
+    assert line == (
+        "evaluation.reference_texts=a.txt: this setting only follows reference_texts_path. Set reference_texts_path in "
+        "conf/local/globals.yml or with --params."
+    )
+
+
 def test_prompts_that_an_evaluation_does_not_answer_are_refused_with_the_setting_for_others(conf: Path):
     entry = "{type: a.B, filepath: '${runtime_params:%s, a}'}"
     names = {"raw_prompts": "prompts_path", "raw_evaluation_prompts": "evaluation_prompts_path"}

@@ -126,5 +126,7 @@ def test_the_recipe_obedience_runs_by_the_pages_command_on_a_gguf_file(
     assert summary["prompts"] == 12
     assert summary["by_trained_reward"] == (recipe == "obedience")  # the strict reward is also the judge
     assert {"eval/obedient", "eval/on_topic_sft", "eval/copied"} <= set(summary)
+    assert summary["reference_texts"] == 24
+    assert summary["eval/reference_nll_change_low"] < summary["eval/reference_nll_change_high"]
     report = (root / "report.html").read_text()
     assert ("SmolLM2 obeys" in report) == (recipe == "obedience")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import shutil
 import sys
 from dataclasses import replace
@@ -28,11 +29,18 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.directories import CARD
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
-from ppo_rlhf.pipelines.evaluation.nodes import choose_prompts, compare_policies, pair_samples
+from ppo_rlhf.pipelines.evaluation.nodes import (
+    choose_prompts,
+    compare_policies,
+    measure_reference_texts,
+    pair_samples,
+)
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.reporting.wording import headline, say_verdict
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from tests.pipelines.support import outputs_of
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 
@@ -108,9 +116,12 @@ def inputs(tmp_path_factory):
         "reward_model": None,
         "evaluation_prompts": prompts.to_frame(),
         "raw_evaluation_prompts": None,
+        "raw_reference_texts": None,
+        "evaluation_demonstrations": None,
         "training_prompts": None,
         "training_history": pd.DataFrame(),
         "params:prompts": PromptsConfig(),
+        "params:data_preparation": DataPreparationConfig(),
         "params:ppo": PPOConfig(response_length=5, temperature=1.0),
         "params:reward": RewardConfig(components=[reward]),
         "params:evaluation": EvaluationConfig(
@@ -127,7 +138,7 @@ def summary_of(outputs, inputs, **changed):
     given = {name.removeprefix("params:"): value for name, value in {**inputs, **changed}.items()}
     given.setdefault("trained_prompts", 0)
     named = ("sft_policy", "evaluation_prompts", "trained_prompts", "training_history", "ppo", "reward", "evaluation")
-    tables = {name: outputs[name] for name in ("sft_evaluation", "ppo_evaluation")}
+    tables = {name: outputs[name] for name in ("sft_evaluation", "ppo_evaluation", "reference_losses")}
     return compare_policies(**tables, **{name: given[name] for name in named})["evaluation_summary"]
 
 
@@ -237,6 +248,60 @@ def test_summary_holds_the_metrics_and_who_decided(outputs):
     sft, ppo = (outputs[name]["judge_score"] for name in ("sft_evaluation", "ppo_evaluation"))
     assert summary["eval/win_rate"] == pytest.approx((ppo > sft).mean() + 0.5 * (ppo == sft).mean(), abs=1e-12)
     assert set(outputs["sample_pairs"].columns) == COLUMNS["sample_pairs"]
+
+
+def perplexity_of(policy, texts):
+    """By transformers' own loss, text for text; the end of text is one of a text's tokens."""
+    model, tokenizer, losses, tokens = policy.causal_lm().double(), policy.tokenizer(), [], []
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            losses.append(float(model(ids, labels=ids).loss) * (ids.shape[1] - 1))
+        tokens.append(ids.shape[1] - 1)
+    return math.exp(sum(losses) / sum(tokens))
+
+
+@pytest.mark.parametrize("source", ["own.jsonl", HELD_OUT_DEMONSTRATIONS])
+def test_the_perplexity_of_reference_texts_is_in_summary_and_table(inputs, outputs, source):
+    texts = ["a b c d", "e", "j i h g f", "c c c c c c c c"]
+    named = {"params:evaluation": replace(inputs["params:evaluation"], reference_texts=source)}
+    if source == HELD_OUT_DEMONSTRATIONS:
+        named["evaluation_demonstrations"] = pd.DataFrame({"text": texts})
+    else:
+        named["raw_reference_texts"] = table_of({"text": texts})
+    found = run_evaluation({**inputs, **named})
+    summary = found["evaluation_summary"]
+    expected = {name: perplexity_of(inputs[f"{name}_policy"], texts) for name in ("sft", "ppo")}
+    assert summary["eval/reference_perplexity"] == pytest.approx(expected["ppo"], rel=1e-5)
+    assert summary["eval/reference_perplexity_sft"] == pytest.approx(expected["sft"], rel=1e-5)
+    change = math.log(expected["ppo"] / expected["sft"])
+    assert summary["eval/reference_nll_change"] == pytest.approx(change, abs=1e-5)
+    assert summary["eval/reference_nll_change_low"] < change < summary["eval/reference_nll_change_high"]
+    assert summary["reference_texts"] == 4
+    row = found["before_after"].set_index("measure").loc["reference_perplexity"]
+    assert (row["sft"], row["ppo"]) == (summary["eval/reference_perplexity_sft"], summary["eval/reference_perplexity"])
+    same = outputs["before_after"]
+    pd.testing.assert_frame_equal(found["before_after"].iloc[:-1], same)  # nothing else changes
+    assert "Perplexity of reference texts" in found["model_card"][1]
+
+
+def test_without_reference_texts_no_model_is_loaded_for_them(inputs):
+    losses = measure_reference_texts(
+        *(None, None, None, None), inputs["params:ppo"], DataPreparationConfig(), EvaluationConfig()
+    )
+    assert losses.empty
+
+
+def test_equal_policies_have_equal_losses_to_the_bit(inputs):
+    sft, texts = inputs["sft_policy"], table_of({"text": ["a b c d", "e f", "j i h g f"]})
+    settings = (
+        inputs["params:ppo"],
+        DataPreparationConfig(),
+        EvaluationConfig(reference_texts="own.jsonl", batch_size=2),
+    )
+    losses = measure_reference_texts(texts, None, sft, sft, *settings)
+    assert losses["tokens"].tolist() == [4, 2, 5]
+    assert losses["sft"].tolist() == losses["ppo"].tolist()
 
 
 def test_sample_pairs_show_a_chat_as_its_turns(inputs, outputs):

@@ -31,7 +31,9 @@ from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
+from ppo_rlhf.preflight.request import TABLES
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
@@ -239,18 +241,33 @@ def test_a_conversation_that_the_reward_models_template_refuses_is_one_line_with
     )
 
 
+def test_a_reference_text_that_leaves_nothing_to_measure_is_found(chain: User):
+    chain.write("reference", {"text": "a b c"}, {"text": "</s>"})
+    chain.paths["raw_reference_texts"] = str(chain.folder / "reference.jsonl")
+    (problem,) = chain.problems()
+    assert problem.startswith("reference texts: row 1 has no token whose probability could be measured")
+
+
+def test_a_project_whose_catalog_has_no_reference_texts_says_what_to_copy(user: User):
+    run = user.request()
+    more = Node(lambda *_: 0, ["raw_reference_texts", "params:ppo"], "reference_losses", name="measure")
+    run.pipeline += Pipeline([more])
+    (problem,) = find_problems(run)
+    assert problem.startswith("conf/base has no raw_reference_texts, because the project was made by an earlier")
+
+
 SKIPS_DEVELOPER = CHAT_TEMPLATE.replace("in messages", "in messages if m['role'] != 'developer'")
 LEFT_OUT = [{"role": "developer", "content": "c"}, {"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize("table", ["raw_prompts", "raw_evaluation_prompts", "raw_demonstrations", "raw_preferences"])
+@pytest.mark.parametrize("table", [*TABLES])
 def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: User, table: str):
     """The chat template is the start model's, and the row number in the message is the file's."""
     word_tokenizer(chat_template=SKIPS_DEVELOPER).save_pretrained(str(chain.paths["base_model"]))
     reply = [{"role": "assistant", "content": "b"}]
     rows = [LEFT_OUT[1:], [{"role": "user", "content": "d"}], LEFT_OUT]
     beside: dict[str, Any] = {"genre": "drama"}
-    if table == "raw_demonstrations":
+    if table in ("raw_demonstrations", "raw_reference_texts"):
         beside = {"completion": reply}
     elif table == "raw_preferences":
         beside = {"chosen": reply, "rejected": [{"role": "assistant", "content": "c"}]}
@@ -617,10 +634,10 @@ def evaluating(user: User) -> User:
     return user
 
 
-def evaluation_problems(user: User) -> list[str]:
+def evaluation_problems(user: User, stored: str = "evaluation_prompts") -> list[str]:
     run = user.request()
-    run.catalog["evaluation_prompts"] = OptionalTableDataset(filepath=str(user.folder / "stored.parquet"))
-    answer = Node(lambda *_: 0, ["evaluation_prompts", *run.pipeline.inputs()], "answers", name="answer")
+    run.catalog[stored] = OptionalTableDataset(filepath=str(user.folder / "stored.parquet"))
+    answer = Node(lambda *_: 0, [stored, *run.pipeline.inputs()], "answers", name="answer")
     return find_problems(replace(run, pipeline=Pipeline([answer])))
 
 
@@ -629,6 +646,13 @@ def test_evaluation_prompts_of_ones_own_need_no_stored_ones(evaluating: User):
     evaluating.paths["raw_evaluation_prompts"] = None
     (problem,) = evaluation_problems(evaluating)
     assert "stored.parquet: nothing is there yet" in problem
+
+
+def test_only_an_evaluation_of_held_out_demonstrations_needs_them(evaluating: User):
+    assert evaluation_problems(evaluating, "evaluation_demonstrations") == []
+    evaluating.groups["evaluation"] = EvaluationConfig(reference_texts=HELD_OUT_DEMONSTRATIONS)
+    (problem,) = evaluation_problems(evaluating, "evaluation_demonstrations")
+    assert "stored.parquet: nothing is there yet. Run the node that makes evaluation_demonstrations first." in problem
 
 
 # --- what a configuration and a tokenizer tell without weights --------------------------------------------------------

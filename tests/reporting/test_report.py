@@ -183,6 +183,25 @@ def test_headline_gives_rate_interval_number_of_prompts_and_judge():
     assert "better" not in by_reward
 
 
+def changed_perplexity(change, low, high):
+    ends = {"": change, "_low": low, "_high": high}
+    metrics = {f"eval/reference_nll_change{end}": value for end, value in ends.items()}
+    return metrics | {"eval/reference_perplexity": 13.4, "eval/reference_perplexity_sft": 12.1, "reference_texts": 200}
+
+
+def test_headline_ends_with_the_perplexity_if_it_changed_by_more_than_chance():
+    plain = headline(GOOD | SAID)
+    assert headline(GOOD | SAID | changed_perplexity(0.102, 0.0812, 0.123)) == (
+        f"{plain} On 200 reference texts the perplexity rose from 12.10 to 13.40 (+0.1 nats a token, 95% interval "
+        "0.081 to 0.12)."
+    )
+    fell = headline(GOOD | SAID | changed_perplexity(-0.05, -0.08, -0.02))
+    assert fell.endswith("fell from 12.10 to 13.40 (−0.05 nats a token, 95% interval −0.08 to −0.02).")
+    assert headline(GOOD | SAID | changed_perplexity(0.05, -0.01, 0.11)) == plain
+    of_one_text = {"eval/reference_nll_change": 0.5, "eval/reference_perplexity": 2.0, "reference_texts": 1}
+    assert headline(GOOD | SAID | of_one_text) == plain
+
+
 def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
     strict = {"eval/win_rate_strict": 0.6, "eval/win_rate_strict_low": 0.55, "eval/win_rate_strict_high": 0.65}
     said = headline(GOOD | strict | SAID | {"samples_per_prompt": 4})

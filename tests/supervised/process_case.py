@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
+from ppo_rlhf.evaluation.perplexity import text_losses
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer
@@ -13,7 +15,7 @@ from ppo_rlhf.supervised.reward_training import train_reward_model
 from ppo_rlhf.supervised.sft import train_sft_policy
 from tests.rewards.test_scorers import batch
 from tests.supervised import test_preferences, test_reward_training, test_sft
-from tests.tiny_models import END, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, PAD, save, tiny_model, word_tokenizer
 
 SETTINGS = {"per_device_train_batch_size": 4, "num_train_epochs": 1}
 FUNCTION = {"type": "function", "function": f"{__name__}:length"}
@@ -42,6 +44,11 @@ def results(folder: Path) -> dict[str, object]:
     settings = test_reward_training.config(**SETTINGS, minimum_accuracy=0.0, group_by_length=False)
     trained, found["reward"] = train_reward_model(policy, test_reward_training.pairs(26, prompts=False), settings)
     found["reward weights"] = sums(trained.model)
+    how = {"device": trained.model.device, "batch_size": 2, "pad_token_id": PAD}
+    texts = [[6, 7, 8, 9], [10, 11], [6, 9, 12]]
+    counts = [[False, True, False, True], [False, True], [False, False, True]]
+    measured = tiny_model("llama").double()
+    found["text losses"] = text_losses(measured, texts, counts, PPOConfig(), **how).tolist()
     found["preferences"] = test_preferences.sample(length, pairs=7).to_dict("list")
     if processes.is_main_process():
         save(sources["reward"], trained.model)

@@ -8,7 +8,7 @@ from ppo_rlhf.datasets.checkpoints import (
 )
 from ppo_rlhf.datasets.pair_tables import MlflowAnswersDataset, PairSheetDataset, PairTablesDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
-from ppo_rlhf.datasets.records_dataset import RecordsDataset
+from ppo_rlhf.datasets.records_dataset import RecordsDataset, ReferenceTextsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
 from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 
@@ -24,6 +24,7 @@ __all__ = [
     "PairTablesDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
+    "ReferenceTextsDataset",
     "ResumeCheckpointDataset",
     "SpreadsheetDataset",
     "TableDataset",

@@ -17,6 +17,7 @@ from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_ta
 from ppo_rlhf.datasets.review_queues import SCHEME, queues_here
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
@@ -140,6 +141,16 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source}
+
+
+class ReferenceTextsDataset(RecordsDataset):
+    """The reference texts, as `RecordsDataset` reads them; None also if `filepath` is `held_out_demonstrations`, which
+    names a dataset of the project.
+    """
+
+    def __init__(self, filepath: str | None, **settings: Any) -> None:
+        is_given = filepath is not None and restore_hub_name(filepath) != HELD_OUT_DEMONSTRATIONS
+        super().__init__(filepath if is_given else None, **settings)
 
 
 def _prepared(table: Dataset, prepare: str, source: str) -> Dataset:

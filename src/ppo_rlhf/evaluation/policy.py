@@ -43,7 +43,9 @@ JUDGE_COLUMN = "judge_score"
 further judge `<name>`."""
 _FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
-_TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "judge_gap", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl")
+_TAKEN_BEGINNINGS = (
+    *(f"{JUDGE_COLUMN}_", "judge_gap", "win_rate", "pass_at_", "since_best_", "verdict", "greedy_kl", "reference_"),
+)
 _TAKEN_ENDINGS = ("_sft", "_se")
 
 
@@ -88,12 +90,16 @@ class EvaluationConfig:
     prompts. If there are more held-out prompts than iteration_prompts, the last point of each curve comes from another
     sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Number of responses generated or scored at a time."""
+    """Number of responses generated or scored, or reference texts read, at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
     """Number of random prompts whose two responses are shown side by side, in addition to the widest wins and
     losses."""
     prompts_path: str | None = None
     """Source of the held-out prompts, for the model card."""
+    reference_texts: str | None = None
+    """Source of the texts whose perplexity under SFT and PPO the final evaluation measures, or
+    `held_out_demonstrations` for the demonstrations that SFT held out; None measures no perplexity. Follows
+    reference_texts_path."""
     seed: Seed = 42
     """Seed of the sampling noise and of the choice of samples."""
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
 OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in {}/globals.yml or with --params."
+FOLLOWING = {PROMPTS: PROMPTS, "reference_texts": "reference_texts_path"}
+"""Settings of `evaluation` that only repeat a path of globals.yml, each with the path's name."""
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
 """Patterns of a reference to a name in a configuration file, for names of parameters and names of globals."""
 
@@ -62,10 +64,14 @@ class OwnSettings:
         }
         text = "\n".join(texts.values())
         lines, unknown = [], {}
-        follows = {**loader["globals"], **self._given}.get("prompts_path")
-        given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
-        if given != follows:
-            lines.append(f"evaluation.prompts_path={given}: this setting only follows prompts_path.{other_prompts}")
+        for setting, path in FOLLOWING.items():
+            follows = {**loader["globals"], **self._given}.get(path)
+            given = loader["parameters"].get("evaluation", {}).get(setting, follows)
+            advice = (
+                other_prompts if path == PROMPTS else f" Set {path} in conf/{own.name}/globals.yml or with --params."
+            )
+            if given != follows:
+                lines.append(f"evaluation.{setting}={given}: this setting only follows {path}.{advice}")
         for name in (name for name in self._given if not self._is_read(name, datasets - unused)):
             typed = f"--params {', '.join(flattened(name, self._given[name]))}"
             if self._is_read(name, datasets):
@@ -108,8 +114,8 @@ class OwnSettings:
     def _is_read(self, name: str, datasets: Set[str]) -> bool:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
-        if name == PROMPTS:
-            # a node that reads params:evaluation reads no prompts: the prompts' path there is only for the model card
+        if name in FOLLOWING.values():
+            # a node that reads params:evaluation reads no table: the path there says only what the table is
             marked -= {EVALUATION}
         # A catalog entry whose name contains { is a pattern for many datasets
         return any(entry in read or "{" in entry for entry in marked)

@@ -24,7 +24,7 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
-from ppo_rlhf.runtime.names import POLICY, SET
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
 from ppo_rlhf.runtime.paths import path_of
 from ppo_rlhf.runtime.processes import process_count
 
@@ -77,6 +77,10 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         unused.append("evaluation_prompts")
     if getattr(ppo, "value_model", "") != "pretrained":
         unused.append("pretrained_critic")
+    evaluation: Any = groups.get("evaluation")
+    reads_held_out = getattr(evaluation, "reference_texts", None) == HELD_OUT_DEMONSTRATIONS
+    if not reads_held_out and "sft_policy" not in pipeline.all_outputs():
+        unused.append("evaluation_demonstrations")
     feedback: Any = groups.get("feedback")
     if feedback is not None:
         unused += [name for name in ("sft_policy", POLICY) if not feedback.names(name)]
@@ -141,10 +145,14 @@ def _tag(value: Any) -> str:
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
-    """Return the verdict and the win rate of `compare_policies` as a sentence that describes a run or model version."""
-    from ppo_rlhf.reporting.wording import say_verdict
+    """Return the verdict, the win rate and a change of the perplexity of `compare_policies` in one or two sentences.
 
-    return f"{say_verdict(summary['verdict'])} (win rate {100 * summary['eval/win_rate']:.1f} %)."
+    The sentences describe a run or a model version.
+    """
+    from ppo_rlhf.reporting.wording import say_perplexity, say_verdict
+
+    win_rate = f"win rate {100 * summary['eval/win_rate']:.1f} %"
+    return f"{say_verdict(summary['verdict'])} ({win_rate}).{say_perplexity(summary)}"
 
 
 def log_inputs(this: RunDescription) -> None:
@@ -156,7 +164,7 @@ def log_inputs(this: RunDescription) -> None:
         data = _DATA.fullmatch(tag)
         if data is not None:
             source = LocalArtifactDatasetSource(this.tags[f"data.{data[1]}.path"])
-            context = "evaluation" if "evaluation" in data[1] else "training"
+            context = "evaluation" if data[1] in ("raw_evaluation_prompts", "raw_reference_texts") else "training"
             dataset = MetaDataset(source, name=data[1], digest=digest[:DIGITS])  # type: ignore[abstract]
             mlflow.log_input(dataset, context)
 

@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, env_option
 from ppo_rlhf.runtime.paths import path_of, shown
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 
@@ -34,7 +34,8 @@ MODELS = ("base_model", *MADE_BY)
 # The model from which the critic starts, by the setting value_model
 CRITIC_STARTS = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}
 PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
-TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
+REFERENCE_TEXTS = "raw_reference_texts"
+TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS, REFERENCE_TEXTS)
 
 
 @dataclass
@@ -105,6 +106,7 @@ class RunRequest:
     def needs(self, name: str) -> bool:
         """Return whether the run's settings use an input. For example, a reward of functions needs no reward model."""
         ppo, reward = self.group("ppo", PPOConfig), self.group("reward", RewardConfig)
+        evaluation = self.group("evaluation", EvaluationConfig)
         feedback = self.group("feedback", FeedbackConfig)
         if feedback is not None and name in ("sft_policy", "ppo_policy"):
             return feedback.names(name)
@@ -112,6 +114,8 @@ class RunRequest:
             "reward_model": reward is None or reward.needs_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
             "training_prompts": False,
+            "evaluation_demonstrations": self.writes("sft_policy")
+            or (evaluation is not None and evaluation.reference_texts == HELD_OUT_DEMONSTRATIONS),
             "evaluation_prompts": self.source("raw_evaluation_prompts") is None,
         }
         return is_needed.get(name, True)

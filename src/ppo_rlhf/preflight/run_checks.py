@@ -25,6 +25,7 @@ from ppo_rlhf.datasets.review_queues import SCHEME
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
+from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
@@ -42,6 +43,7 @@ from ppo_rlhf.preflight.request import (
     MODELS,
     MODELS_LAYER,
     PROMPTS,
+    REFERENCE_TEXTS,
     TABLES,
     RunRequest,
 )
@@ -55,6 +57,7 @@ from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
+from ppo_rlhf.supervised.reference_texts import choose_reference_texts, tokenise_reference_texts
 from ppo_rlhf.supervised.reward_training import TRAINED_FROM, RewardModellingConfig
 from ppo_rlhf.supervised.sft import NO_BASE_MODEL, TWO_STARTS, SupervisedFinetuningConfig
 
@@ -106,6 +109,7 @@ def find_problems(run: RunRequest) -> list[str]:
         check_model_options,
         check_critic,
         check_sft_data,
+        check_reference_texts,
         check_preferences,
         check_prompts,
     ):
@@ -145,9 +149,14 @@ def check_feedback(run: RunRequest) -> Iterator[str]:
 
 def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs without a file: the run starts after the nodes that make them, and no earlier run saved them."""
-    entries = {
-        name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - {"params:feedback"} - FROM_FEEDBACK)
-    }
+    if run.lacks(REFERENCE_TEXTS):
+        yield (
+            f"conf/base has no {REFERENCE_TEXTS}, because the project was made by an earlier version. Copy "
+            "catalog_evaluation.yml, catalog_data_preparation.yml, parameters_evaluation.yml and, of globals.yml, the "
+            "line reference_texts_path from conf/base of a new project (`ppo_rlhf init`)."
+        )
+    named_elsewhere = {"params:feedback", REFERENCE_TEXTS, *FROM_FEEDBACK}
+    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs() - named_elsewhere)}
     unsaved = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if unsaved:
         yield f"No file holds {', '.join(unsaved)}, so the run cannot start there: use --from-nodes with earlier nodes."
@@ -320,6 +329,18 @@ def check_sft_data(run: RunRequest) -> None:
         if run.writes("sft_policy") and run.source("base_model") is None:
             # the run trains a tokenizer on the demonstrations: raise an error if the demonstrations are chats
             next(corpus_texts(run.demonstrations))
+
+
+def check_reference_texts(run: RunRequest) -> None:
+    """Refuse reference texts that cannot be read, or that have no token whose probability could be measured."""
+    settings = run.group("data_preparation", DataPreparationConfig)
+    if settings is None or REFERENCE_TEXTS not in run.tables:
+        return
+    given = run.tables[REFERENCE_TEXTS]
+    table = choose_reference_texts(str(run.source(REFERENCE_TEXTS)), given, None, settings)
+    if table is not None and run.start in run.models:
+        context, _ = usable_context(run.models[run.start].config())
+        tokenise_reference_texts(table, run.tokenizers[run.start], context)
 
 
 def check_preferences(run: RunRequest) -> None:

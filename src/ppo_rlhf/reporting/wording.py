@@ -39,6 +39,7 @@ _KNOWN = {
     "kl": Measure("KL from SFT", "nats per response", 1),
     "greedy_kl": Measure("Log-ratio to SFT of greedy responses (no estimate of the KL)", "nats per response", 1),
     "response_length": Measure("Response length", "tokens", 1),
+    "reference_perplexity": Measure("Perplexity of reference texts"),
     "truncated_fraction": Measure("Cut off before a stop token", is_share=True, decimals=1),
     "distinct_1": Measure("Distinct words", "distinct-1", 3),
     "distinct_2": Measure("Distinct word pairs", "distinct-2", 3),
@@ -166,6 +167,23 @@ def headline(summary: Mapping[str, Any]) -> str:
         f"PPO's response {better} on {rate} of {pairs}{prompts:,} held-out prompts "
         f"(95% interval {low} to {high}; ties count half), decided by {summary['decided_by']}."
         + (f" By other judges:{','.join(other_judges)}." if other_judges else "")
+        + say_perplexity(summary)
+    )
+
+
+def say_perplexity(summary: Mapping[str, Any]) -> str:
+    """Return a sentence, after a space, on the change of the reference texts' perplexity; "" if chance explains it.
+
+    Chance explains a change if its 95 % interval contains 0. A single text has no interval.
+    """
+    change, low, high = (summary.get(f"eval/reference_nll_change{end}", math.nan) for end in ("", "_low", "_high"))
+    if not (low > 0.0 or high < 0.0):
+        return ""
+    before, after = (write_number(summary[f"eval/reference_perplexity{side}"], 2) for side in ("_sft", ""))
+    nats = f"{change:+.2g} nats a token, 95% interval {low:.2g} to {high:.2g}".replace("-", "−")
+    return (
+        f" On {summary['reference_texts']:,} reference texts the perplexity {'rose' if low > 0.0 else 'fell'} from "
+        f"{before} to {after} ({nats})."
     )
 
 

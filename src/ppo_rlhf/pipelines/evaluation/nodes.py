@@ -21,8 +21,10 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
 from ppo_rlhf.data.shown import shown_prompts
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
+from ppo_rlhf.evaluation.perplexity import PPO, SFT, TOKENS, compare_perplexity, perplexity_row, text_losses
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
+from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import printed_dates
@@ -33,6 +35,8 @@ from ppo_rlhf.reporting.wording import headline, measure, remarks, result_sectio
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
+from ppo_rlhf.supervised.demonstrations import IGNORED, DataPreparationConfig
+from ppo_rlhf.supervised.reference_texts import choose_reference_texts, tokenise_reference_texts
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +154,52 @@ def evaluate_ppo_policy(
     )
 
 
+def measure_reference_texts(
+    raw_reference_texts: Dataset | None,
+    evaluation_demonstrations: pd.DataFrame | None,
+    ppo_policy: PretrainedHandle,
+    sft_policy: PretrainedHandle,
+    ppo: PPOConfig,
+    data_preparation: DataPreparationConfig,
+    evaluation: EvaluationConfig,
+) -> pd.DataFrame:
+    """Measure how probable the reference texts are under both policies.
+
+    Returns:
+        One row for each text, with the columns of `evaluation.perplexity`: tokens, sft, ppo. The table is empty without
+        `evaluation.reference_texts`, and then no model is loaded.
+
+    Raises:
+        ModelError: The policies have different vocabularies, so the same token ids are different texts.
+    """
+    given = (raw_reference_texts, evaluation_demonstrations, data_preparation)
+    table = choose_reference_texts(evaluation.reference_texts, *given)
+    if table is None:
+        return pd.DataFrame()
+    check_vocabularies(ppo_policy, sft_policy)
+    tokenizer, policies = sft_policy.tokenizer(), {SFT: sft_policy, PPO: ppo_policy}
+    contexts = [usable_context(policy.config())[0] for policy in policies.values()]
+    context = min((length for length in contexts if length is not None), default=None)
+    texts = tokenise_reference_texts(table, tokenizer, context)
+    counts = [[label != IGNORED for label in labels] for labels in texts.labels]
+    columns: dict[str, Any] = {TOKENS: [sum(row[1:]) for row in counts]}
+    for name, policy in policies.items():
+        columns[name] = text_losses(
+            nn.Module.to(policy.causal_lm(trained_dtype(ppo)), device_of(ppo)),
+            texts.input_ids,
+            counts,
+            ppo,
+            device=device_of(ppo),
+            batch_size=evaluation.batch_size,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return pd.DataFrame(columns)
+
+
 def compare_policies(
     sft_evaluation: pd.DataFrame,
     ppo_evaluation: pd.DataFrame,
+    reference_losses: pd.DataFrame,
     sft_policy: PretrainedHandle,
     evaluation_prompts: pd.DataFrame,
     trained_prompts: int,
@@ -161,19 +208,20 @@ def compare_policies(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, object]:
-    """Compare the two policies: win rate with its interval, verdict, means, diversity.
+    """Compare the two policies: win rate with its interval, verdict, means, diversity, perplexity of reference texts.
 
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
         the win rate), `exploits_reward` and `exploits_since_best` (results of the functions with these names),
         `since_best_p_min` (the lowest value of `eval/since_best_p` that the last evaluation could have given),
-        `trained_prompts` (the number of evaluation prompts that PPO trained on), and `conditions` (two runs' win rates
+        `trained_prompts` (the number of evaluation prompts that PPO trained on), `reference_texts` (their number, if
+        there are any), and `conditions` (two runs' win rates
         can be compared only if the runs have equal `conditions`).
         `before_after`: a table with one row for each measure, and the values of SFT and of PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     judge = resolve_judge(evaluation)
-    metrics = compare_evaluations(policy, sft, evaluation.pass_at)
+    metrics = compare_evaluations(policy, sft, evaluation.pass_at) | compare_perplexity(reference_losses)
     context: dict[str, Any] = {
         **conclude(policy, sft, by_trained_reward=reward.is_judge(judge.reference)),
         "decided_by": judge.description,
@@ -181,6 +229,7 @@ def compare_policies(
         "exploits_since_best": exploits_since_best(training_history),
         "since_best_p_min": least_since_best_p(training_history),
         "trained_prompts": trained_prompts,
+        **({} if reference_losses.empty else {"reference_texts": len(reference_losses)}),
         "conditions": {
             "start_model": sft_policy.fingerprint(),
             "prompts": _digest(_without_date(evaluation_prompts, sft_policy).to_json(orient="values").encode()),
@@ -200,6 +249,13 @@ def compare_policies(
         measure(kl).label,
         f"{metrics['eval/kl']:z.2f}",
     )
+    if not reference_losses.empty:
+        logger.info(
+            "Perplexity of %d reference texts (%d tokens): %.3f, SFT's %.3f; %+.4f nats a token.",
+            len(reference_losses),
+            reference_losses[TOKENS].sum(),
+            *(metrics[f"eval/reference_{name}"] for name in ("perplexity", "perplexity_sft", "nll_change")),
+        )
     run = mlflow.active_run()
     if run is not None:
         logger.info(
@@ -207,6 +263,8 @@ def compare_policies(
             run.info.artifact_uri,
         )
     table = before_after(policy, sft, evaluation.pass_at).replace({"measure": {"kl": kl}})
+    if not reference_losses.empty:
+        table = pd.concat([table, perplexity_row(reference_losses)], ignore_index=True)
     return {"evaluation_summary": {**metrics, **context}, "before_after": table}
 
 

@@ -25,8 +25,24 @@ def create_pipeline() -> Pipeline:
             "ppo_evaluation",
         ),
         named(
+            nodes.measure_reference_texts,
+            [
+                *("raw_reference_texts", "evaluation_demonstrations", "ppo_policy", "sft_policy"),
+                *("params:ppo", "params:data_preparation", "params:evaluation"),
+            ],
+            "reference_losses",
+        ),
+        named(
             nodes.compare_policies,
-            [*evaluations, "sft_policy", "chosen_prompts", "trained_prompts", "training_history", *settings],
+            [
+                *evaluations,
+                "reference_losses",
+                "sft_policy",
+                "chosen_prompts",
+                "trained_prompts",
+                "training_history",
+                *settings,
+            ],
             {"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
         ),
         named(nodes.pair_samples, [*evaluations, "chosen_prompts", "params:evaluation"], "sample_pairs"),
