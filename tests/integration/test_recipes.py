@@ -127,6 +127,10 @@ def test_the_recipe_obedience_runs_by_the_pages_command_on_a_gguf_file(
     assert summary["by_trained_reward"] == (recipe == "obedience")  # the strict reward is also the judge
     assert {"eval/obedient", "eval/on_topic_sft", "eval/copied"} <= set(summary)
     assert summary["reference_texts"] == 24
-    assert summary["eval/reference_nll_change_low"] < summary["eval/reference_nll_change_high"]
+    logged = "select key, value from metrics where key like 'eval/reference_%'"
+    with sqlite3.connect(project / "mlflow.db") as database:
+        metrics = dict(database.execute(logged).fetchall())
+    assert metrics == {key: value for key, value in summary.items() if key.startswith("eval/reference_")}
+    assert len(metrics) == 5
     report = (root / "report.html").read_text()
     assert ("SmolLM2 obeys" in report) == (recipe == "obedience")
