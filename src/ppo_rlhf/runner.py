@@ -30,7 +30,14 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.epilogue import Epilogue
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.launcher import ending_together
-from ppo_rlhf.runtime.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
+from ppo_rlhf.runtime.names import (
+    CHECKPOINT,
+    EVALUATION_METRICS,
+    ITERATION_METRICS,
+    NEXT_STATE,
+    RESUME_CHECKPOINT,
+    STATE,
+)
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.progress import reporting, say, silenced
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, finishing_first, raising_on_signals, time_is_over
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.rewards.config import RewardConfig
 
 ITERATION_TAG = "iteration"
-REWARD = "params:reward"
+REWARD, EVALUATION = "params:reward", "params:evaluation"
 PPO = "ppo"
 # Kedro's loggers that log an INFO line for each node, each load and each save
 NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")
@@ -278,10 +285,14 @@ def _stop_if_over(hours: float | None, next_node: str) -> None:
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
     """Run iterations until training is finished, or until a process got a signal and the last iteration is saved."""
+    from ppo_rlhf.checkpoints.store import check_best, load_best
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
 
     state: TrainingState = catalog.load(STATE)
     own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
+    best_in = catalog.run_folder if _stops_at_exploitation(plan, catalog) else None
+    if best_in is not None and state.iteration:
+        check_best(best_in, state)
     all_callbacks = Callbacks(state, own, reporters, catalog.run_folder, catalog.save_checkpoint)
     with (
         contextlib.closing(all_callbacks) as callbacks,
@@ -289,11 +300,31 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
         # A forked child process must end inside this block, otherwise the child would close the callbacks of its parent
         ending_children(),
     ):
-        _iterate(plan, catalog, execute, state, callbacks)
+        _iterate(plan, catalog, execute, state, callbacks, keeps_best=best_in is not None)
+        if best_in is not None:
+            load_best(best_in, catalog.load(NEXT_STATE))
+        callbacks.end()
+
+
+def _stops_at_exploitation(plan: LoopPlan, catalog: RunCatalog) -> bool:
+    """Return whether the loop evaluates with `evaluation.on_exploitation=stop`."""
+    if not _evaluates(plan) or EVALUATION not in catalog:
+        return False
+    return getattr(catalog.load(EVALUATION), "on_exploitation", "off") == "stop"
+
+
+def _evaluates(plan: LoopPlan) -> bool:
+    return any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
 
 
 def _iterate(
-    plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None], state: TrainingState, callbacks: Callbacks
+    plan: LoopPlan,
+    catalog: RunCatalog,
+    execute: Callable[[Node], None],
+    state: TrainingState,
+    callbacks: Callbacks,
+    *,
+    keeps_best: bool,
 ) -> None:
     is_complete = state.finished
     is_resumed = state.iteration > 0 or is_complete
@@ -301,7 +332,7 @@ def _iterate(
         say(f"Training: {state.total_iterations - state.iteration} iterations.")
     if is_resumed:
         catalog.save(NEXT_STATE, state)
-    epilogue = _NodesAfterUpdate(plan, catalog, execute, state, callbacks)
+    epilogue = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
     epilogue.begin(is_resumed=is_resumed)
     if is_complete:
         say(f"Training is already complete ({state.iteration} of {state.total_iterations} iterations).")
@@ -323,7 +354,6 @@ def _iterate(
             epilogue.say_if_long(metrics)
             epilogue.after_iteration(metrics)
             catalog.save(STATE, state)
-    callbacks.end()
 
 
 def _asked_again(config: PPOConfig, reward: RewardConfig | None) -> list[str]:
@@ -347,13 +377,17 @@ class _NodesAfterUpdate(Epilogue):
         execute: Callable[[Node], None],
         state: TrainingState,
         callbacks: Callbacks,
+        *,
+        keeps_best: bool,
     ) -> None:
-        super().__init__(state, callbacks, catalog.save_checkpoint)
+        super().__init__(state, callbacks, catalog.save_checkpoint, keeps_best=keeps_best)
         self._catalog, self._execute = catalog, execute
         # `_iterate` replaces these nodes by `after_update` before the first iteration
         self.nodes = plan.rerun_on_resume
-        evaluates = any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
-        self._loads_evaluation = evaluates and not callbacks.is_empty
+        self._loads_evaluation = _evaluates(plan) and (keeps_best or not callbacks.is_empty)
+
+    def save_start(self) -> None:
+        self._catalog.save(CHECKPOINT, self.state)
 
     def save_if_due(self) -> bool:
         return self._catalog.is_checkpoint_saved

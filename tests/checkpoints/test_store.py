@@ -451,6 +451,12 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, lef
     assert len([path for path in tmp_path.iterdir() if path.name != EVALUATIONS]) == len(left)
 
 
+def test_pruning_keeps_what_a_stop_would_export(tmp_path):
+    run_with(tmp_path, 10, 20, 30, 40)
+    prune_run(tmp_path, PPOConfig(save_total_limit=1), 40, 20)
+    assert checkpoint_iterations(tmp_path) == [20, 40]
+
+
 def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path, monkeypatch):
     run_with(tmp_path, 10, 20)
 

@@ -22,6 +22,8 @@ from sqlalchemy.exc import OperationalError
 from ppo_rlhf.cli.advise import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
+from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.runtime.names import EXPORTED
 from tests.advice.support import config, curve, history
 from tests.cli.support import refusal
 
@@ -246,7 +248,7 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
     for row in history({"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]}):
         metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
-        state = SimpleNamespace(iteration=int(row["iteration"]), finished=False)
+        state = SimpleNamespace(iteration=int(row["iteration"]), policy_iteration=int(row["iteration"]), finished=False)
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     with caplog.at_level(logging.INFO):
@@ -264,17 +266,32 @@ def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics
     summary = Node(lambda: {}, None, "evaluation_summary", name="compare_policies")
     log, logged = RunLog("run", Pipeline([summary]), DataCatalog({})), []
     log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
-    state = SimpleNamespace(iteration=40, finished=True)
+    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=True, requests=RunRequests())
     evaluated = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0]}
     log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     assert [entry for entry in logged if entry[0]] == [({"eval/since_best_p": 0.5}, 40)]
+
+
+def test_a_stopped_run_keeps_its_last_evaluation_and_logs_that_of_the_exported_policy_one_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("ppo_rlhf.hooks.run_log.mlflow.set_tags", lambda tags: None)
+    evaluation = Node(lambda: ({}, {}), None, ["ppo_policy", "evaluation_summary"], name="evaluate")
+    log, logged = RunLog("run", Pipeline([evaluation]), DataCatalog({})), []
+    log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
+    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=True, requests=RunRequests())
+    log.node_ran({"next_training_state": state}, {"evaluation_metrics": {"eval/kl": 9.0, EXPORTED: 20.0}})
+    state.policy_iteration = 20
+    log.node_ran({"next_training_state": state}, {})
+    log.node_ran({}, {"evaluation_summary": {"eval/kl": 1.0, "eval/win_rate": 0.9, "verdict": "better"}})
+    assert [(values["eval/kl"], step) for values, step in logged if "eval/kl" in values] == [(9.0, 40), (1.0, 41)]
 
 
 def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged_too(caplog: pytest.LogCaptureFixture):
     catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
     log = RunLog("run", Pipeline([]), catalog, is_resumed=True)
     log._log = SimpleNamespace(log=lambda *_, **__: None)
-    state = SimpleNamespace(iteration=40, finished=False, history=history(FAR))
+    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=False, history=history(FAR))
     log.node_ran({}, {"training_state": state})
     with caplog.at_level(logging.INFO):
         log.log_advice()

@@ -51,6 +51,7 @@ def after(iteration: int, *, stopping: bool = False, timed: tuple[int, ...] = ()
         config=config,
         finished=iteration == 60,
         requests=RunRequests(stop=stopping, save_by_time=iteration in timed),
+        best_evaluation=None,
     )
     state.checkpoint_due = TrainingState.checkpoint_due.fget(state)
     return state
@@ -94,6 +95,7 @@ def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there
 def test_a_run_has_as_many_checkpoints_at_once_as_are_counted(iterations, keep, most):
     config = PPOConfig(save_interval=10, save_total_limit=keep, save_interval_minutes=None)
     assert checkpoints.most_checkpoints(config, iterations) == most
+    assert checkpoints.most_checkpoints(config, iterations, True) == most + 1  # the best at any KL, or the start
 
 
 def test_with_checkpoints_by_time_each_iteration_may_be_saved():

@@ -182,7 +182,7 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
     catalog = DataCatalog({"evaluation_metrics": evaluations})
     pipeline = Pipeline([Node(lambda: {}, None, "evaluation_metrics", name="evaluate_iteration")])
     history = [{"iteration": float(i), "objective/scores": i / 4} for i in (1, 2)]
-    state = SimpleNamespace(iteration=2, finished=False, history=history)
+    state = SimpleNamespace(iteration=2, policy_iteration=2, finished=False, history=history)
     log = RunLog(run_id, pipeline, catalog, is_resumed=True)
     log.node_ran({}, {"training_state": state})
     assert log.close(is_finished=False)
@@ -192,7 +192,7 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
 
 def test_a_number_at_a_glance_has_three_digits_and_the_metric_all_of_them(run_id: str):
     log = RunLog(run_id, Pipeline([]), DataCatalog({}))
-    state = SimpleNamespace(iteration=1)
+    state = SimpleNamespace(iteration=1, policy_iteration=1)
     metrics = {"objective/kl": 4.44205198, "objective/scores": -0.0567891}
     log.node_ran({"next_training_state": state}, {"ppo_metrics": metrics})
     assert log.close(is_finished=True)

@@ -102,7 +102,7 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
     names = []
     with mlflow.start_run() as run:
         log = RunLog(run.info.run_id, Pipeline([]), catalog)
-        state, metrics = SimpleNamespace(iteration=3), {"val/explained_variance": 0.25}
+        state, metrics = SimpleNamespace(iteration=3, policy_iteration=3), {"val/explained_variance": 0.25}
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         for critic in ({}, TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer())):
             dataset.save(critic)

@@ -38,7 +38,7 @@ from ppo_rlhf.pipelines.evaluation.nodes import (
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.reporting.wording import headline, say_verdict
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
-from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
+from ppo_rlhf.runtime.names import EXPORTED, HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from tests.pipelines.support import outputs_of
@@ -238,6 +238,11 @@ def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
         summary = summary_of(outputs, inputs, **changed)
         assert summary["exploits_since_best"] is expected
         assert summary["since_best_p_min"] == 0.25
+        assert "stopped_after" not in summary
+    rows |= {"eval/since_best_p": [1.0, 0.0, None], EXPORTED: [None, 1.0, None]}
+    summary = summary_of(outputs, inputs, training_history=pd.DataFrame(rows))
+    assert summary["exploits_since_best"] is False  # not the policy that is evaluated
+    assert (summary["stopped_after"], summary["exported_iteration"]) == (2, 1)
 
 
 def test_summary_holds_the_metrics_and_who_decided(outputs):

@@ -473,6 +473,16 @@ def test_a_reward_model_that_is_trained_and_that_nothing_reads_is_found_before_t
     assert not any("nothing reads" in line for line in chain.problems())
 
 
+def test_a_stop_at_exploitation_needs_a_judge_of_its_own_and_enough_prompts(user: User):
+    (term,) = user.groups["reward"].components
+    user.groups["evaluation"] = EvaluationConfig(judge=term.function, on_exploitation="stop")
+    of_judge, of_prompts = [line for line in user.problems() if "on_exploitation=stop" in line]
+    assert f"the judge {term.function} is part of the reward" in of_judge
+    assert "with 1 held-out prompts" in of_prompts
+    user.groups["evaluation"] = EvaluationConfig(judge=term.function)
+    assert user.problems() == []
+
+
 def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL, {"type": "function", "function": "my:f", "weight": 0.5}])
     line = describe_parts(user.request())

@@ -237,6 +237,9 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
         ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
         ({"exploits_since_best": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
         (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["exploits its reward"]),
+        ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["iteration 30, because the policy exploited"]),
+        ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["the one of iteration 20, its best evaluation"]),
+        ({"stopped_after": 30, "exported_iteration": 0}, {}, None, ["the one from before training"]),
         (
             BLIND,
             {},

@@ -67,8 +67,8 @@ def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> i
     return best_iteration(rows, kl_alarm)
 
 
-def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
-    """Delete a run's old checkpoints except the newest `save_total_limit` and the checkpoint of the best evaluation.
+def prune_run(directory: Path, config: PPOConfig, newest: int, kept: int | None = None) -> None:
+    """Delete a run's old checkpoints except the newest `save_total_limit`, the best one (`best_saved`) and `kept`.
 
     Checkpoints after iteration `newest` are kept, too: a run that was resumed from an earlier checkpoint replaces the
     later checkpoints when it reaches their iterations.
@@ -76,7 +76,7 @@ def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
     best = best_saved(directory, config.kl_alarm, newest)
     saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
     for iteration in saved[: -config.save_total_limit]:
-        if iteration != best:
+        if iteration not in (best, kept):
             discard(directory / checkpoint_name(iteration))
 
 

@@ -274,10 +274,15 @@ def _metadata(task: str, base: str, data: str | None, tags: list[str], library: 
 def _training(
     state: TrainingState, rewards: Sequence[str], prompts: str | None, run_id: str | None
 ) -> dict[str, str | None]:
+    iterations, episodes, stopped = state.policy_iteration, state.episode, None
+    if state.loaded_iteration is not None:
+        episodes = iterations * state.config.batch_size
+        stopped = f"after iteration {state.iteration:,}, because the policy exploited its reward"
     return {
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
-        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
+        "Training": f"{episodes:,} responses in {iterations:,} iterations of PPO",
+        "Stopped": f"{stopped}: these are the weights of the best evaluation" if stopped else None,
         "MLflow run": f"`{run_id}`" if run_id else None,
     }
 

@@ -18,15 +18,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, write_directory
+from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
@@ -42,10 +44,16 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     `run_directory` holds the checkpoints of one run and has the run's name. A missing directory is created.
 
     Raises:
-        CheckpointError: The checkpoint cannot be written. Earlier checkpoints are unchanged.
+        CheckpointError: The checkpoint cannot be written, or the state has the models of an earlier iteration
+            (`load_best`). Earlier checkpoints are unchanged.
         TrainingError: An update of the state was interrupted.
     """
     state.check_whole()
+    if state.loaded_iteration is not None:
+        raise CheckpointError(
+            f"{run_directory}: iteration {state.iteration} is not saved, because policy and critic are those of "
+            f"iteration {state.loaded_iteration}, the best evaluation. Copy the run's own checkpoint"
+        )
     target = run_directory / checkpoint_name(state.iteration)
     try:
         with state.clock.saving():
@@ -70,7 +78,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     values, history = read_json(directory / STATE), read_json(directory / HISTORY)
     _check_numbers(directory, values, history)
     state.updating = True
-    try:
+    with _naming(directory):
         read_models(directory, state)
         for name, optimizer in optimizers(state).items():
             load_moments(optimizer, load_file(directory / f"{name}.safetensors"), values[name])
@@ -79,15 +87,59 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
             state.curriculum.load_tensors(load_file(directory / CURRICULUM))
         for name in _COUNTERS:
             setattr(state, name, values[name])
+    state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
+    state.requests.restore_best = values.get("restore_best", False)
+    state.best_evaluation, state.loaded_iteration = values.get("best_evaluation"), None
+    state.history = history
+    state.updating = False
+
+
+def check_best(run_directory: Path, state: TrainingState) -> None:
+    """Refuse to resume with `evaluation.on_exploitation=stop` a run whose best evaluation has no checkpoint.
+
+    Raises:
+        ConfigError: The run began without `stop`, or the checkpoint of its best evaluation is not in `run_directory`.
+    """
+    if state.best_evaluation is None:
+        raise ConfigError(
+            "on_exploitation=stop: the run began without it, so its best evaluation may have no checkpoint. Resume "
+            "with the value that it began with, or start a new run"
+        )
+    if not (best := run_directory / checkpoint_name(state.best_evaluation)).is_dir():
+        raise ConfigError(
+            f"on_exploitation=stop: {best}, the checkpoint of the best evaluation, is missing. Resume in the folder "
+            "that has it, or start a new run"
+        )
+
+
+def load_best(run_directory: Path, state: TrainingState) -> None:
+    """Load policy and critic of the best evaluation, if training ended because the policy exploits its reward.
+
+    Optimisers, counters and history stay those of the last iteration, so the state cannot be trained or saved any more.
+
+    Raises:
+        CheckpointError: The checkpoint of the best evaluation is missing or damaged.
+    """
+    if not state.requests.restore_best or state.best_evaluation is None:
+        return
+    directory = run_directory / checkpoint_name(state.best_evaluation)
+    verify_checkpoint(directory)
+    with _naming(directory):
+        read_models(directory, state)
+    state.loaded_iteration = state.best_evaluation
+
+
+@contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """Turn errors of a block that reads a checkpoint into `CheckpointError`s that name its directory."""
+    try:
+        yield
     except CheckpointError as error:
         where = "" if str(directory) in str(error) else f"{directory}: "
         raise CheckpointError(f"{where}{error}") from error
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
-    state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
-    state.history = history
-    state.updating = False
 
 
 def _check_numbers(directory: Path, values: Any, history: Any) -> None:
@@ -128,6 +180,8 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "origin": state.origin,
         ALIKE: True,
         **({"ended": True} if state.requests.end else {}),
+        **({"restore_best": True} if state.requests.restore_best else {}),
+        **({} if state.best_evaluation is None else {"best_evaluation": state.best_evaluation}),
         **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
         **groups,
     }

@@ -238,6 +238,7 @@ def _settings(context: Any, request: RunRequest, pipelines: list[str]) -> Iterat
 
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
+    from ppo_rlhf.evaluation.policy import EvaluationConfig
     from ppo_rlhf.preflight.memory_plan import changes, gib, graphs_line, plan, table
 
     if plan_loop(run.pipeline) is None:
@@ -261,7 +262,9 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
         yield "problem", "Memory", f"in the host's memory {line}."
     root = run.project_path / run.data_root
     free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
-    copies = most_checkpoints(planned.config, planned.config.num_total_batches)
+    evaluation = run.group("evaluation", EvaluationConfig)
+    keeps_best = evaluation is not None and evaluation.on_exploitation == "stop"
+    copies = most_checkpoints(planned.config, planned.config.num_total_batches, keeps_best)
     needed = copies * planned.plan.checkpoint + planned.plan.exported
     line = f"{gib(needed)} for checkpoints and export of {gib(free)} free in {root}"
     if needed > free:

@@ -38,10 +38,14 @@ class RunDataset(AbstractDataset[Saved, Loaded]):
         return {"filepath": str(self.root)}
 
 
-def most_checkpoints(config: PPOConfig, iterations: int) -> int:
-    """Return the largest number of checkpoints that a run has on disk at once."""
+def most_checkpoints(config: PPOConfig, iterations: int, keeps_best: bool = False) -> int:
+    """Return the largest number of checkpoints that a run has on disk at once.
+
+    `keeps_best` is True with `evaluation.on_exploitation=stop`, which also keeps the best evaluation, or the start.
+    """
     at_intervals = math.ceil(iterations / config.save_interval)
-    return min(config.save_total_limit + 1, at_intervals if config.save_interval_minutes is None else iterations) + 1
+    saved = at_intervals if config.save_interval_minutes is None else iterations
+    return min(config.save_total_limit + 1, saved) + keeps_best + 1
 
 
 class CheckpointDataset(RunDataset[TrainingState, NoReturn]):
@@ -61,7 +65,7 @@ class CheckpointDataset(RunDataset[TrainingState, NoReturn]):
         if data.checkpoint_due:
             directory = self.written
             write_checkpoint(directory, data)
-            evaluations.prune_run(directory, data.config, data.iteration)
+            evaluations.prune_run(directory, data.config, data.iteration, data.best_evaluation)
 
     def load(self) -> NoReturn:
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
-from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.evaluation.exploitation import exploitation
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.names import TRAINING_KL
+from ppo_rlhf.runtime.processes import is_main_process
+
+log = logging.getLogger(__name__)
 
 
 def is_due(state: TrainingState) -> bool:
@@ -61,19 +66,26 @@ def evaluate_iteration(
     *,
     by_trained_reward: bool,
     is_greedy: bool = False,
+    on_exploitation: OnExploitation = "off",
 ) -> tuple[dict[str, Any], PolicyEvaluation]:
     """Evaluate the policy with fixed sampling noise; return the row for the run's log and the evaluation.
 
     `sft` is the evaluation of SFT by the same evaluator. `earlier` is the run's log of evaluations; rows of the current
     and of later iterations, which a resumed run repeats, are ignored. `is_greedy` is True if responses are decoded
     greedily. The KL of greedy responses does not estimate the policy's KL, so the row then also gets the KL of training
-    (`TRAINING_KL`).
+    (`TRAINING_KL`). Unless `on_exploitation` is `off`, the row says whether the policy exploits its reward, and a
+    warning is logged if it newly does.
     """
     evaluated = evaluator.evaluate(state.policy, reference_policy, captures=state.captures, against=sft)
     metrics = compare_evaluations(evaluated, sft)
     metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
-    before = [row for row in earlier if row["iteration"] < state.iteration]
-    row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, sft, before)}
+    before = [row for row in earlier if row["iteration"] < state.policy_iteration]
+    row = {"iteration": float(state.policy_iteration), **metrics, **since_best(evaluated, sft, before)}
+    if on_exploitation != "off":
+        found, text = exploitation(row, before, state.config, on_exploitation)
+        row |= found
+        if text is not None and is_main_process():
+            log.warning("%s", text)
     if is_greedy:
         row[TRAINING_KL] = state.history[-1]["objective/kl"]
     return row, evaluated

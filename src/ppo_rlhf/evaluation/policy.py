@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
@@ -64,6 +64,12 @@ def _check_judge_names(judges: dict[str, Judge]) -> dict[str, Judge]:
     return judges
 
 
+OnExploitation = Annotated[
+    Literal["off", "warn", "stop"], BeforeValidator(lambda given: "off" if given is False else given)
+]
+"""What a run does if its policy exploits its reward. YAML reads `off` as false."""
+
+
 @settings_group("evaluation")
 class EvaluationConfig:
     """How policies are evaluated. SFT and PPO are evaluated with the same settings, during training and afterwards."""
@@ -89,6 +95,11 @@ class EvaluationConfig:
     """Largest number of held-out prompts in an evaluation during training. The final evaluation uses all held-out
     prompts. If there are more held-out prompts than iteration_prompts, the last point of each curve comes from another
     sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
+    on_exploitation: OnExploitation = "off"
+    """What a run does if an evaluation during training finds that the policy exploits its reward: `judge`'s score fell
+    from the best evaluation by more than noise, and the reward did not fall. `warn` says so. `stop` says so, ends
+    training, and exports the policy of the best evaluation, whose checkpoint is kept. At most 2 % of the runs in which
+    nothing falls are warned or stopped."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of responses generated or scored, or reference texts read, at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
@@ -104,6 +115,11 @@ class EvaluationConfig:
     """Seed of the sampling noise and of the choice of samples."""
 
     def __post_init__(self) -> None:
+        if self.on_exploitation != "off" and self.judge is None:
+            raise ConfigError(
+                f"evaluation.on_exploitation={self.on_exploitation} compares the reward with a judge; there is none. "
+                "Set evaluation.judge to another function than the reward, or on_exploitation to off."
+            )
         if self.samples_per_prompt > 1 and self.temperature == 0.0:
             raise ConfigError(
                 f"evaluation.samples_per_prompt={self.samples_per_prompt} with evaluation.temperature=0 would repeat "

@@ -24,6 +24,7 @@ from ppo_rlhf.runtime.names import (
     CHECKPOINT,
     CRITIC,
     EVALUATION_METRICS,
+    EXPORTED,
     ITERATION_METRICS,
     NEXT_STATE,
     POLICY,
@@ -76,7 +77,7 @@ class RunLog:
     ) -> None:
         self._log = MlflowLog(run_id, is_continued=is_resumed, checkpoints=checkpoints)
         self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
-        self._iteration = 0
+        self._iteration = self._policy_iteration = 0
         self._model_id: str | None = None
         self._curves: dict[int, dict[str, float]] = {}
         progress.listeners[:] = [self._log.log]
@@ -90,19 +91,21 @@ class RunLog:
     def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Log the metrics and samples among the outputs of a node that has run."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
-            self._iteration = self._iteration if state is None else state.iteration
+            if state is not None:
+                self._iteration, self._policy_iteration = state.iteration, state.policy_iteration
         if self._is_resumed and STATE in outputs:
             self._send_history(outputs[STATE])
         if outputs.get(ITERATION_METRICS):
             self._curves[self._iteration] = {}
             self._measured(outputs[ITERATION_METRICS], self._iteration)
+        is_superseded = EVALUATION_METRICS in outputs and self._is_superseded(inputs[NEXT_STATE])
         if outputs.get(EVALUATION_METRICS):
-            of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
-            measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
+            row = outputs[EVALUATION_METRICS]
+            measured = _evaluations(row, SINCE_BEST if is_superseded and EXPORTED not in row else "eval/")
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
         # The evaluation is the last node of an iteration that calls judges, so log the counts of the judges' calls
         # here. `close` logs the counts of the judges' calls in the final evaluation.
-        if EVALUATION_METRICS in outputs and not self._is_superseded(inputs[NEXT_STATE]):
+        if EVALUATION_METRICS in outputs and not is_superseded:
             self._log.log(judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._conclude(outputs[FINAL_METRICS])
@@ -137,7 +140,8 @@ class RunLog:
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             if name == CRITIC and version is not None:
-                log_critic(version, CRITIC, self._iteration, self._curves.get(self._iteration, {}))
+                step = self._policy_iteration
+                log_critic(version, CRITIC, step, self._curves.get(step, {}))
                 return
             handle = self._catalog[POLICY].load()
             config = parameter(self._catalog, "ppo")
@@ -153,9 +157,9 @@ class RunLog:
                     trust_remote_code=handle.trust_remote_code,
                 )
 
-            self._model_id = log(Path(handle.source), POLICY, self._iteration)
+            self._model_id = log(Path(handle.source), POLICY, self._policy_iteration)
             best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
-            if best is not None and best[1] != self._iteration:
+            if best is not None and best[1] != self._policy_iteration:
                 log(best[0], BEST, best[1])
 
     def close(self, *, is_finished: bool) -> bool:
@@ -215,9 +219,14 @@ class RunLog:
             self._curves[iteration].update(metrics)
 
     def _conclude(self, summary: Mapping[str, Any]) -> None:
-        """Log the final evaluation, put the verdict into the run's description, register the model."""
-        self._measured(_evaluations(summary), self._iteration, model_id=self._model_id, is_last=True)
-        self._log.log({name: summary[name] for name in HEADLINES if name in summary}, self._iteration)
+        """Log the final evaluation, put the verdict into the run's description, register the model.
+
+        If the exported policy is not that of the last iteration, the step is the next one: the last iteration has an
+        evaluation of its own.
+        """
+        step = self._iteration + (self._policy_iteration != self._iteration)
+        self._measured(_evaluations(summary), step, model_id=self._model_id, is_last=True)
+        self._log.log({name: summary[name] for name in HEADLINES if name in summary}, step)
         others = {name: x for name, x in summary.items() if name.endswith(ERROR) and name not in HEADLINES}
         note = verdict_of(summary)
         if POLICY not in self._outputs:
@@ -238,7 +247,7 @@ class RunLog:
         If the result is True, only the later evaluation is logged for the iteration, so that the curve does not get two
         points for one iteration.
         """
-        return bool(FINAL_METRICS in self._outputs and state.finished)
+        return bool(FINAL_METRICS in self._outputs and state.finished and not state.requests.restore_best)
 
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:

@@ -207,15 +207,19 @@ class Callbacks:
         self._state.requests.end |= is_new
         is_asked = self._control.should_save or self._error is not None
         if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
-            self._state.requests.save, self.is_saved = True, True
-            try:
-                self._save()
-            finally:
-                self._state.requests.save = False
-            if self._folder is not None:
-                self._call("on_save")
+            self.save()
         if self._error is not None:
             raise self._error
+
+    def save(self) -> None:
+        """Save the current iteration, whether or not a checkpoint is due, and call `on_save`."""
+        self._state.requests.save, self.is_saved = True, True
+        try:
+            self._save()
+        finally:
+            self._state.requests.save = False
+        if self._folder is not None:
+            self._call("on_save")
 
     def end(self) -> None:
         """Call `on_train_end` of all callbacks, if `begin` was called."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import EXPORTED
 from ppo_rlhf.runtime.progress import Show, say
 from ppo_rlhf.runtime.signals import grace, time_is_over
 from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
@@ -33,9 +34,15 @@ class Epilogue(ABC):
     show: Show
     """Function that shows an iteration on the screen; must be set before the first iteration."""
 
-    def __init__(self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None]) -> None:
-        """Prepare the epilogue of a run; `save` saves the current iteration."""
-        self.state, self.callbacks, self.save = state, callbacks, save
+    def __init__(
+        self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None], *, keeps_best: bool = False
+    ) -> None:
+        """Prepare the epilogue of a run; `save` saves the current iteration.
+
+        `keeps_best` is True with `evaluation.on_exploitation=stop`: the best evaluation has a checkpoint, and an
+        evaluation can end the run.
+        """
+        self.state, self.callbacks, self.save, self._keeps_best = state, callbacks, save, keeps_best
         # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
         self._block: tuple[str, int] | None = None
         self._is_long_said = False
@@ -43,6 +50,10 @@ class Epilogue(ABC):
     @abstractmethod
     def save_if_due(self) -> bool:
         """Save the iteration if a checkpoint is due, and return whether it was saved."""
+
+    def save_start(self) -> None:
+        """Save the models that the run starts from; called only with `keeps_best`."""
+        self.save()
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any] | None:
@@ -60,10 +71,15 @@ class Epilogue(ABC):
 
         An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
         """
+        if self._keeps_best and self.state.best_evaluation is None:
+            self.state.best_evaluation = 0
+            self.save_start()
         if not self.state.finished:
             self.callbacks.begin()
         if is_resumed:
-            self.callbacks.evaluated(self.evaluate())
+            row = self.evaluate()
+            self._heed(row)
+            self.callbacks.evaluated(row)
 
     def after_iteration(self, metrics: Mapping[str, float]) -> None:
         """Show and save an iteration, call the callbacks, and evaluate; stop the run if it was asked to stop.
@@ -78,8 +94,27 @@ class Epilogue(ABC):
         self._stop_if_asked()
         with self.stoppable(f"in the evaluation of iteration {self.state.iteration}"):
             row = self.evaluate()
+        self._heed(row)
         self.callbacks.evaluated(row)
         self._stop_if_asked()
+
+    def _heed(self, row: Mapping[str, Any] | None) -> None:
+        """Save the iteration if its evaluation is the best so far; end the run if the evaluation says so (`EXPORTED`).
+
+        The main process decides for all processes.
+        """
+        state = self.state
+        if not self._keeps_best or state.requests.restore_best:
+            return
+        now = row if row and row["iteration"] == state.iteration else {}
+        is_best = now.get("eval/since_best_score", 0.0) > 0.0
+        is_best, ends, is_saved = processes.from_main((is_best, EXPORTED in now, self.callbacks.is_saved))
+        if is_best:
+            state.best_evaluation = state.iteration
+        state.requests.end |= ends
+        state.requests.restore_best = ends
+        if ends or (is_best and not is_saved):
+            self.callbacks.save()
 
     @contextmanager
     def stoppable(self, what: str) -> Iterator[None]:

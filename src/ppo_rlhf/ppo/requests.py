@@ -23,6 +23,9 @@ class RunRequests:
     # True if a callback set `should_training_stop`: no further iteration runs, also not in a resumed run. Checkpoints
     # store it
     end: bool = False
+    # True if an evaluation found that the policy exploits its reward, with `evaluation.on_exploitation=stop`: `end` is
+    # True, too, and the run exports the policy of its best evaluation. Checkpoints store it
+    restore_best: bool = False
     save: bool = False  # True if a callback set `should_save`, or failed (`Callbacks`): the current iteration is saved
     save_by_time: bool = False  # True if `ppo.save_interval_minutes` are over (`Clock`): the current iteration is saved
     evaluate: bool = False  # True if a callback set `should_evaluate`: the policy is evaluated in this iteration

@@ -135,6 +135,11 @@ class TrainingState:
     plain_update: str | None = None
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
     requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
+    # Iteration of the best evaluation so far (0: SFT's), whose checkpoint is kept; None unless
+    # `evaluation.on_exploitation` is `stop`
+    best_evaluation: int | None = None
+    # Iteration whose policy and critic were loaded after the end of training; None: they are those of `iteration`
+    loaded_iteration: int | None = None
     # Fingerprints of the models, reward and prompts that a user's script passed
     origin: dict[str, str] = field(default_factory=dict)
 
@@ -145,8 +150,13 @@ class TrainingState:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over: all iterations are done, or a callback ended training."""
+        """Whether the run is over: all iterations are done, or a callback or an evaluation ended training."""
         return self.requests.end or self.iteration >= self.total_iterations
+
+    @property
+    def policy_iteration(self) -> int:
+        """The iteration that the policy is of: the last one, unless `load_best` went back to the best evaluation."""
+        return self.iteration if self.loaded_iteration is None else self.loaded_iteration
 
     @property
     def checkpoint_due(self) -> bool:

@@ -22,6 +22,7 @@ from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.review_queues import SCHEME
+from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
@@ -94,6 +95,7 @@ def find_problems(run: RunRequest) -> list[str]:
         check_feedback,
         check_start,
         check_settings,
+        check_exploitation,
         check_sweep,
         check_protection,
         check_scorer,
@@ -197,6 +199,18 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         check_device(ppo, resolve_device(ppo.device))
         if run.writes("prompt_dataset"):  # only a run that trains by PPO writes `prompt_dataset`
             check_libraries(ppo)
+
+
+def check_exploitation(run: RunRequest) -> Iterator[str]:
+    """Find `evaluation.on_exploitation` in a run whose reward judges itself."""
+    evaluation = run.group("evaluation", EvaluationConfig)
+    if evaluation is None or evaluation.on_exploitation == "off" or not run.writes("prompt_dataset"):
+        return
+    if any(reward.is_judge(evaluation.judge) for reward in run.rewards):
+        yield (
+            f"evaluation.on_exploitation={evaluation.on_exploitation}: the judge {evaluation.judge} is part of the "
+            "reward, so it cannot show that the policy exploits the reward. Set evaluation.judge to another function."
+        )
 
 
 def check_sweep(run: RunRequest) -> None:
@@ -375,7 +389,11 @@ def check_prompts(run: RunRequest) -> None:
                 rendering.check(_column(tokenised[name], "prompt_chat"), source, tools)
     if "raw_prompts" not in tables:
         return
-    trained, _ = split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
+    trained, held_out = split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
+    evaluation = run.group("evaluation", EvaluationConfig)
+    if ppo is not None and evaluation is not None and run.writes("prompt_dataset"):
+        prompts = min(len(held_out), evaluation.iteration_prompts)
+        check_evaluated_prompts(prompts, ppo, evaluation.on_exploitation)
     if reader is not None:
         check_room(run, reader, tokenised["raw_prompts"].select(trained))
 

@@ -200,6 +200,13 @@ def remarks(
     verdict = read_verdict(summary["verdict"])
     exploits = summary.get("exploits_reward") and verdict not in (Verdict.BETTER, Verdict.REWARD_ROSE)
     problems = []
+    if (exported := summary.get("exported_iteration")) is not None:
+        policy = f"of iteration {exported}, its best evaluation" if exported else "from before training"
+        problems.append(
+            f"Training stopped after iteration {summary['stopped_after']}, because the policy exploited its reward: "
+            "the judge's score had fallen since its best evaluation, and the reward had not. The policy of this report "
+            f"is the one {policy}."
+        )
     if verdict == Verdict.NO_CLEAR_DIFFERENCE:
         problems.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "

@@ -20,6 +20,9 @@ RUN_ID = "PPO_RLHF_RUN_ID"
 """The environment variable that passes the MLflow run id to all processes of a run."""
 TRAINING_KL = "training_kl"
 """Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
+EXPORTED = "eval/since_best_exported"
+"""Key of the evaluation that stopped a run because its policy exploits its reward: the iteration whose policy is
+exported."""
 
 SET = "set"
 """Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep the parameters of its

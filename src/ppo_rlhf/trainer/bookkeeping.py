@@ -43,7 +43,8 @@ class Bookkeeper(Epilogue):
         held_out: HeldOut | None,
         directory: Path | None,
     ) -> None:
-        super().__init__(state, callbacks, save)
+        keeps_best = held_out is not None and held_out.on_exploitation == "stop"
+        super().__init__(state, callbacks, save, keeps_best=keeps_best)
         self.show, self._held_out, self._directory = show, held_out, directory
 
     def before_update(self, experience: Experience) -> None:

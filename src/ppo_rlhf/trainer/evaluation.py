@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pandas as pd
 from torch import nn
@@ -15,7 +15,8 @@ from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
-from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
+from ppo_rlhf.evaluation.policy import EvaluationConfig, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
@@ -41,6 +42,7 @@ def take_held_out(
     judge: RewardFunction | str | None,
     scorer: RewardScorer | None,
     trained: PromptDataset | None,
+    on_exploitation: OnExploitation = "off",
 ) -> RewardFunction | None:
     """Check PPOTrainer's arguments for evaluation, and return the judge as a function, or None without a judge.
 
@@ -49,11 +51,20 @@ def take_held_out(
         judge: A function `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
         scorer: The reward.
         trained: The training prompts. A warning gives the number of held-out prompts that are also training prompts.
+        on_exploitation: As `evaluation.on_exploitation`.
 
     Raises:
-        ConfigError: The judge is not a function, or there is a judge without prompts, or prompts without a reward.
+        ConfigError: The judge is not a function, or there is a judge without prompts, prompts without a reward, or
+            `on_exploitation` without a judge.
         DataError, RewardError: The judge cannot read the prompts, or fails on the first two prompts.
     """
+    if on_exploitation not in (known := get_args(get_args(OnExploitation)[0])):
+        raise ConfigError(f"PPOTrainer: on_exploitation={on_exploitation!r}; give one of {', '.join(known)}")
+    if on_exploitation != "off" and judge is None:
+        raise ConfigError(
+            f"PPOTrainer: on_exploitation={on_exploitation} compares the reward with a judge; give judge and "
+            "evaluation_prompts, too"
+        )
     if prompts is None:
         if judge is not None:
             raise ConfigError(
@@ -92,12 +103,22 @@ class HeldOut:
         judge: RewardFunction | None,
         *,
         by_reward: bool,
+        on_exploitation: OnExploitation = "off",
     ) -> None:
         """Prepare the evaluation; without a judge (`take_held_out`) the reward decides the win rate.
 
         `by_reward` is True if the training reward decides the win rate, even if the reward function was also given as
         the judge.
+
+        Raises:
+            ConfigError: `on_exploitation` with too few prompts, or with the reward as the judge.
         """
+        if on_exploitation != "off" and by_reward:
+            raise ConfigError(
+                f"PPOTrainer: on_exploitation={on_exploitation}, but the judge is the reward, which cannot show that "
+                "the policy exploits it; give another function as judge"
+            )
+        check_evaluated_prompts(len(prompts), state.config, on_exploitation)
         description = "the reward" if judge is None else "the judge"
         self._evaluator = evaluator_of(
             state.tokenizer,
@@ -109,6 +130,7 @@ class HeldOut:
             judge=ResolvedJudge(judge=judge, rates={}, description=description),
         )
         self._state, self._reference, self._by_reward = state, reference_policy, by_reward
+        self.on_exploitation = on_exploitation
         self.rows: list[dict[str, Any]] = []
 
     @cached_property
@@ -120,7 +142,13 @@ class HeldOut:
         None.
         """
         row, evaluated = evaluate_iteration(
-            self._state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
+            self._state,
+            self._reference,
+            self._evaluator,
+            self._sft,
+            self.rows,
+            by_trained_reward=self._by_reward,
+            on_exploitation=self.on_exploitation,
         )
         self.rows = [*(earlier for earlier in self.rows if earlier["iteration"] != row["iteration"]), row]
         if directory is not None and is_main_process():

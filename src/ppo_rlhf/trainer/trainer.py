@@ -26,11 +26,12 @@ from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card, render_critic_card
 from ppo_rlhf.checkpoints.restore import printed_date, restore
-from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.checkpoints.store import check_best, load_best, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation.policy import OnExploitation
 from ppo_rlhf.models.directories import CONFIG
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo import loop
@@ -83,6 +84,7 @@ class PPOTrainer:
         value_model: ModelSource | None = None,
         evaluation_prompts: Any = None,
         judge: Callable[..., list[float]] | str | None = None,
+        on_exploitation: OnExploitation = "off",
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
@@ -101,6 +103,9 @@ class PPOTrainer:
                 evaluation every `eval_interval` iterations.
             judge: Decides which response to an evaluation prompt wins: see `trainer.evaluation.take_held_out`; with
                 None the reward decides.
+            on_exploitation: What `train()` does if the policy exploits its reward: `off`, `warn` or `stop`, as
+                `evaluation.on_exploitation` in docs/configuration.md. After `stop` the trainer has the policy and the
+                critic of the best evaluation.
             callbacks: transformers' TrainerCallbacks, or their classes, for `train()` (docs/trainer.md), beside
                 `config.callbacks`.
 
@@ -137,7 +142,7 @@ class PPOTrainer:
             None if table is None else trainer_inputs.take_prompts(table, name, start, config, *limit)
             for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
-        judge_function = take_held_out(held_out, judge, self._scorer, self._prompts)
+        judge_function = take_held_out(held_out, judge, self._scorer, self._prompts, on_exploitation)
         tables = [table for table in (self._prompts, held_out) if table is not None]
         if self._scorer is not None:
             for table in tables:
@@ -157,7 +162,13 @@ class PPOTrainer:
         if held_out is not None and self._scorer is not None:
             by_reward = judge_function is None or judge_function is reward
             self.held_out = HeldOut(
-                self.state, self.reference_policy, held_out, self._scorer, judge_function, by_reward=by_reward
+                self.state,
+                self.reference_policy,
+                held_out,
+                self._scorer,
+                judge_function,
+                by_reward=by_reward,
+                on_exploitation=on_exploitation,
             )
         self._sampler = QuerySampler(self.state, limit)
         for table in tables:
@@ -245,6 +256,8 @@ class PPOTrainer:
             raise ConfigError("step: ppo.curriculum chooses prompts, which only train() can do; leave it out")
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
+        if self.held_out is not None and self.held_out.on_exploitation != "off":
+            raise ConfigError("step: on_exploitation is for train(), which evaluates while it trains; leave it out")
         self._check_ready("step")
         check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
@@ -317,12 +330,17 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir).expanduser()
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time stops the run with a checkpoint; give output_dir")
+        stops = self.held_out is not None and self.held_out.on_exploitation == "stop"
+        if directory is None and stops:
+            raise ConfigError("train: on_exploitation=stop goes back to a checkpoint; give output_dir")
         with nullcontext() if directory is None else locked(directory):
             if resume_from_checkpoint:
                 self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
                 claim(directory, self._folders)
+                if stops and self.state.iteration:
+                    check_best(directory, self.state)
             state, save, can_evaluate = self.state, partial(self._save, directory), self.held_out is not None
             callbacks = Callbacks(state, self._callbacks, self._reporting, directory, save, can_evaluate=can_evaluate)
             with closing(callbacks), watched(state, directory) as show, ending_together(), ending_children():
@@ -330,6 +348,8 @@ class PPOTrainer:
                 books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
                 models_and_data = state, self.reference_policy, self._prompts, self._scorer
                 loop.train(*models_and_data, books.after_iteration, books.before_update)
+                if directory is not None and stops:
+                    load_best(directory, state)
                 callbacks.end()
         if directory is not None:
             say_where(directory, self.state)
@@ -427,7 +447,7 @@ class PPOTrainer:
         if directory is not None:
             self.save_checkpoint(directory)
             if is_main_process():
-                prune_run(directory, self.config, self.state.iteration)
+                prune_run(directory, self.config, self.state.iteration, self.state.best_evaluation)
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():

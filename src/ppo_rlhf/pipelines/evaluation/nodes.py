@@ -21,6 +21,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
 from ppo_rlhf.data.shown import shown_prompts
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
+from ppo_rlhf.evaluation.exploitation import stopped_at
 from ppo_rlhf.evaluation.perplexity import PPO, SFT, TOKENS, compare_perplexity, perplexity_row, text_losses
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
@@ -213,6 +214,7 @@ def compare_policies(
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
         the win rate), `exploits_reward` and `exploits_since_best` (results of the functions with these names),
+        `stopped_after` and `exported_iteration` (only of a run that an evaluation stopped, see `stopped_at`),
         `since_best_p_min` (the lowest value of `eval/since_best_p` that the last evaluation could have given),
         `trained_prompts` (the number of evaluation prompts that PPO trained on), `reference_texts` (their number, if
         there are any), and `conditions` (two runs' win rates
@@ -222,11 +224,13 @@ def compare_policies(
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     judge = resolve_judge(evaluation)
     metrics = compare_evaluations(policy, sft, evaluation.pass_at) | compare_perplexity(reference_losses)
+    stopped = stopped_at(training_history)
     context: dict[str, Any] = {
         **conclude(policy, sft, by_trained_reward=reward.is_judge(judge.reference)),
         "decided_by": judge.description,
         "exploits_reward": exploits_reward(policy, sft),
-        "exploits_since_best": exploits_since_best(training_history),
+        "exploits_since_best": not stopped and exploits_since_best(training_history),
+        **stopped,
         "since_best_p_min": least_since_best_p(training_history),
         "trained_prompts": trained_prompts,
         **({} if reference_losses.empty else {"reference_texts": len(reference_losses)}),

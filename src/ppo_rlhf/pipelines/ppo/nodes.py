@@ -21,6 +21,7 @@ from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, n
 from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
+from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.sharding import shard_in_place
@@ -157,9 +158,12 @@ def evaluate_reference_policy(
     """Evaluate the SFT policy on the held-out prompts once, as the baseline for evaluations during training.
 
     Raises:
+        ConfigError: `evaluation.on_exploitation` is set, and there are too few held-out prompts to find a fall.
         DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. This node checks the scores so
             that the run fails before training.
     """
+    prompts = min(len(evaluation_prompt_dataset), evaluation.iteration_prompts)
+    check_evaluated_prompts(prompts, ppo_config, evaluation.on_exploitation)
     evaluator = evaluator_of(
         policy.tokenizer,
         evaluation_prompt_dataset,
@@ -262,6 +266,7 @@ def evaluate_iteration(
         earlier_evaluations,
         by_trained_reward=reward.is_judge(judge.reference),
         is_greedy=evaluation.temperature == 0.0,
+        on_exploitation=evaluation.on_exploitation,
     )
     return row
 

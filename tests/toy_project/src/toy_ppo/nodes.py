@@ -38,6 +38,10 @@ class ToyState:
     def finished(self) -> bool:
         return self.iteration >= self.total_iterations
 
+    @property
+    def policy_iteration(self) -> int:
+        return self.iteration
+
 
 def train_sft(prompts: PromptsConfig) -> tuple[TrainedModel, list[dict[str, float]]]:
     losses = [{"step": step, "sft/loss": loss} for step, loss in ((1, 3.0), (2, 2.5), (3, 2.25))]
