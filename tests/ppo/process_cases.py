@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "running normalisation, adaptive KL": {"reward_normalisation": "running", "kl_controller": "adaptive"},
     "components normalised": {"reward_normalisation": "running", "normalise": "component"},
+    "the lowest component": {"reward_normalisation": "running", "normalise": "component", "combine": "min"},
     "several responses a prompt, masked": {
         "responses_per_prompt": 2,
         "truncated_responses": "mask",
@@ -78,6 +79,7 @@ BY_TWO = (
     "token budget",
     "components normalised",
     "prompts by difficulty",
+    "the lowest component",
     "turns",
 )
 """Cases that two processes run in the default tests; four processes run all."""
@@ -90,8 +92,9 @@ def build(settings: dict[str, Any], responses: int = 16) -> Run:
     """Build a run with the given number of responses per iteration, over all processes together."""
     settings = dict(settings)
     if (normalise := settings.pop("normalise", None)) is not None:
-        components = [("first", 1.0, first_letters), ("length", -0.5, response_lengths)]
-        settings["scorer"] = RewardScorer(components, normalise=normalise)
+        combine = settings.pop("combine", "sum")
+        components = [("first", 1.0, first_letters), ("length", -0.5 if combine == "sum" else 1.0, response_lengths)]
+        settings["scorer"] = RewardScorer(components, normalise=normalise, combine=combine)
     return build_run(
         **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": responses // process_count()}
     )

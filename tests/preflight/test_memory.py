@@ -17,7 +17,7 @@ from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models import free_memory
 from ppo_rlhf.models.free_memory import sequences_at_a_time
-from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import forward_passes, micro_batches, update
 from ppo_rlhf.ppo.precision import autocast
@@ -243,11 +243,27 @@ def test_a_cpu_scores_64_at_a_time_unless_a_number_is_set(limit: int | None, sco
 
 
 def test_offloaded_models_count_on_the_host_and_while_they_score():
-    shape = RunShape(LLAMA, 6, REWARD_MODEL, on_cpu=False)
+    shape = RunShape(LLAMA, 6, (REWARD_MODEL,), on_cpu=False)
     near, far = (plan(shape, dtype="float32", **dict.fromkeys(OFFLOADING_FIELDS, waits)) for waits in (False, True))
     moved = {name: near.held[f"{name}: weights"] for name in ("reference policy", "reward model")}
     assert sum(near.held.values()) - sum(far.held.values()) == far.on_host == sum(moved.values())
     assert passing(far, "scoring") == passing(near, "scoring") + max(moved.values())  # one at a time
+
+
+def test_each_of_several_reward_models_counts_and_moves_by_itself():
+    wide = CausalLMRewardConfig(text_config=WIDE)
+    one = RunShape(LLAMA, 6, (REWARD_MODEL,), on_cpu=False)
+    two = replace(one, reward_models=(REWARD_MODEL, wide))
+    alone = plan(replace(one, reward_models=(wide,)), dtype="float32").held["reward model: weights"]
+    near, far = (plan(two, dtype="float32", offload_reward_model=waits) for waits in (False, True))
+    before = plan(one, dtype="float32").held
+    assert near.held == {**before, "reward model 2: weights": alone}
+    with torch.device("meta"):
+        built = CausalLMRewardModel(wide)
+    assert alone == sum(each.nbytes for each in (*built.parameters(), *built.buffers()))
+    assert far.on_host == before["reward model: weights"] + alone
+    assert sum(near.held.values()) - sum(far.held.values()) == far.on_host
+    assert passing(far, "scoring") == passing(near, "scoring") + alone  # one at a time, here the larger
 
 
 def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
@@ -364,7 +380,7 @@ def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first(
 @pytest.mark.slow
 def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     config = PPOConfig(**SETTINGS, value_model="reward_init", offload_reward_model=True)
-    shape = RunShape(WIDE, 6, CausalLMRewardConfig(text_config=WIDE), on_cpu=False)
+    shape = RunShape(WIDE, 6, (CausalLMRewardConfig(text_config=WIDE),), on_cpu=False)
     assert not any("use_peft" in each.changes for each in suggestions(config, shape))
     assert not any(
         each.changes.get("offload_reference_policy") for each in suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6))

@@ -748,6 +748,51 @@ def test_components_that_nothing_normalises_are_found_before_the_run(user: User)
     assert not any("reward.normalise" in line for line in user.problems())
 
 
+def test_each_reward_model_of_a_path_is_checked_before_the_run(user: User, models: Path):
+    """A path without a model, one of the wrong kind, one too short, and a first one that no critic can start from."""
+    short = save(user.folder / "short", tiny_model("gpt2", reward=True, num_labels=1, n_positions=6))
+    user.made = ["training_state"]
+    user.write("prompts", *({"prompt": prompt} for prompt in ("a b c", "b c d", "c d e")))
+
+    def lines(*paths: str | None, **ppo: Any) -> list[str]:
+        terms = [{"type": "model", "path": path, "name": f"m{n}"} for n, path in enumerate(paths)]
+        user.groups["reward"] = RewardConfig(components=terms, combine="mean")  # type: ignore[arg-type]
+        user.set_ppo(**ppo)
+        return user.problems()
+
+    assert lines(str(models / "reward"), None) == []
+    user.paths["reward_model"] = None
+    assert lines(str(models / "reward"), str(models / "reward")) == []
+    [missing] = lines(str(models / "reward"), None)
+    assert missing.startswith("reward_model_path is not set")
+    [missing] = lines(str(models / "reward"), str(user.folder / "nothing"))
+    assert missing.startswith(f"{user.folder}/nothing: ")
+    [wrong] = lines(str(models / "reward"), str(models / "policy"))
+    assert wrong.startswith(f"{models}/policy: a reward model is a sequence classifier with num_labels=1")
+    [small] = lines(str(models / "reward"), short)
+    assert f"the reward model {short}'s context is 6" in small
+    other = str(models / "other_words")
+    assert lines(str(models / "reward"), other, value_model="reward_init") == []
+    [words] = lines(other, str(models / "reward"), value_model="reward_init")
+    assert words.startswith("ppo.value_model=reward_init: ")
+    assert f"and {other} have different vocabularies" in words
+
+
+def test_the_runs_line_says_how_reward_models_are_combined(user: User, models: Path):
+    path = str(models / "reward")
+    user.groups["reward"] = RewardConfig(components=[MODEL, {**MODEL, "path": path}], combine="mean")
+    assert f"Reward: mean of {user.paths['reward_model']}, {path}. " in describe_parts(user.request())
+
+
+def test_rewards_per_token_are_refused_with_a_combination_before_the_run(user: User):
+    user.write_reward("[[0.0] * len(ids) for ids in completion_ids]")
+    reference = user.groups["reward"].components[0].function
+    terms = [{"type": "function", "function": reference, "name": name} for name in ("one", "other")]
+    user.groups["reward"] = RewardConfig(components=terms, combine="mean")
+    [problem] = user.problems()
+    assert problem.startswith(f"reward.combine=mean combines scores of whole responses, but {reference} returns one")
+
+
 def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL])
     user.made = ["training_state"]

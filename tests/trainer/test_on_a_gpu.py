@@ -201,7 +201,7 @@ def test_the_plan_of_the_memory_is_within_35_percent_of_the_peak(settings):
     PPOTrainer(config, policy, None, words, reward=reward, prompts=["a " * 64] * 64).train()
     peak = torch.cuda.max_memory_allocated() - before
     reward_shape = CausalLMRewardConfig(text_config=shape)
-    planned = plan_memory(config, RunShape(shape, 64, reward_shape, on_cpu=False)).needed
+    planned = plan_memory(config, RunShape(shape, 64, (reward_shape,), on_cpu=False)).needed
     print(f"plan {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB, {settings}")
     assert 1 / 1.35 < planned / peak < 1.35
 

@@ -168,7 +168,8 @@ def _stages_beside_own(request: RunRequest, params: dict[str, Any]) -> tuple[str
     if is_own("sft_policy"):
         reward = params.get("reward")
         components = reward.get("components") if isinstance(reward, dict) else None
-        needs_model = any(isinstance(each, dict) and each.get("type") == "model" for each in components or ())
+        models = [each for each in components or () if isinstance(each, dict) and each.get("type") == "model"]
+        needs_model = any(each.get("path") is None for each in models)
         trains = needs_model and not is_own("reward_model") and request.source("raw_preferences") is not None
         return "sft_model_path", ["reward_modelling", "align"] if trains else ["align"]
     if is_own("reward_model") and request.source("raw_demonstrations") is not None:

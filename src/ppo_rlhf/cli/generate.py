@@ -122,7 +122,7 @@ class _Policies:
         self.scorer = None
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))
-            reward_model = _handle(context, "reward_model") if reward.needs_model else None
+            reward_model = _handle(context, "reward_model") if reward.needs_catalogued_model else None
             self.scorer = build_reward_scorer(reward, reward_model, self.tokenizer, device=device, dtype=dtype)
         evaluation = EvaluationConfig(temperature=options["temperature"])
         self.sampling = evaluation.sampling(sampling_settings(config, self.tokenizer, self.models["SFT"]))

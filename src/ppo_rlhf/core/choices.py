@@ -1,4 +1,6 @@
-"""The names of the KL estimators and loss aggregations; without importing torch, so that reading settings is fast."""
+"""The names of KL estimators, loss aggregations and combinations of rewards; without importing torch, so that reading
+settings is fast.
+"""
 
 from typing import Literal, get_args
 
@@ -8,3 +10,6 @@ KL_ESTIMATORS: tuple[str, ...] = tuple(name for name in get_args(KLEstimator) if
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
 LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)
+
+RewardCombination = Literal["sum", "mean", "min", "mean_minus_std"]
+REWARD_COMBINATIONS: tuple[str, ...] = get_args(RewardCombination)

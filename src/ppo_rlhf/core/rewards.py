@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.checks import (
     as_bool,
+    check_choice,
     check_one_per_row,
     check_prefix_mask,
     check_range,
@@ -12,6 +13,7 @@ from ppo_rlhf.core.checks import (
     compute_dtype,
     select,
 )
+from ppo_rlhf.core.choices import REWARD_COMBINATIONS
 
 
 def shape_rewards(
@@ -88,3 +90,28 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 def last_token_mask(mask: Tensor) -> Tensor:
     """Return a mask of the last real token of each row; `mask` [B, T] bool must be True on a prefix of each row."""
     return mask & ~nn.functional.pad(mask, (0, 1))[:, 1:]
+
+
+def combine_scores(scores: Tensor, how: str) -> Tensor:
+    """Combine the scores of several rewards, [K, B] on one scale, into one score per response, [B].
+
+    Args:
+        scores: One row of scores per reward, reward units.
+        how: "sum"; or of Coste et al. (2023, arXiv:2310.02743), 3.2: "mean"; "min", their worst-case optimisation;
+            "mean_minus_std", their uncertainty-weighted optimisation with the standard deviation (over K, not K − 1)
+            instead of a multiple of the variance, so that the penalty has the scores' unit.
+
+    Raises ShapeError if `scores` is not [K, B], and ConfigError if `how` is unknown.
+    """
+    check_shape("combine_scores", "KB", scores=scores)
+    check_choice("combine_scores", REWARD_COMBINATIONS, how=how)
+    if how == "sum":
+        return scores.sum(0)
+    if how == "min":
+        return scores.amin(0)
+    return scores.mean(0) - (disagreement(scores) if how == "mean_minus_std" else 0.0)
+
+
+def disagreement(scores: Tensor) -> Tensor:
+    """Return the standard deviation of each response's scores by several rewards: of [K, B], over K, the result [B]."""
+    return scores.std(0, correction=0)

@@ -71,7 +71,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = []
-    if not getattr(groups.get("reward"), "needs_model", True):
+    reward: Any = groups.get("reward")
+    if not getattr(reward, "needs_catalogued_model", True):
         unused.append("reward_model")
     if path_of(catalog.get("raw_evaluation_prompts")):
         unused.append("evaluation_prompts")
@@ -85,6 +86,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     if feedback is not None:
         unused += [name for name in ("sft_policy", POLICY) if not feedback.names(name)]
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
+    inputs |= _reward_model_tags(reward, project_path)
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
@@ -250,6 +252,21 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
             # Pin the model's version, because another run may write a newer version before this run reads the model.
             dataset.pinned = Path(handle.source)
+    return tags
+
+
+def _reward_model_tags(reward: Any, project_path: Path) -> dict[str, str]:
+    """Return the path and the fingerprint of each reward model that a component of the reward names by its path."""
+    named = {c.title: c.path for c in getattr(reward, "components", ()) if c.path is not None}
+    if not named:
+        return {}
+    from ppo_rlhf.models.loading import PretrainedHandle
+    from ppo_rlhf.rewards.scorers import below_project
+
+    tags: dict[str, str] = {}
+    for title, path in named.items():
+        handle = PretrainedHandle(below_project(path, project_path))
+        tags |= {f"data.reward.{title}.path": handle.source, f"data.reward.{title}.fingerprint": handle.fingerprint()}
     return tags
 
 

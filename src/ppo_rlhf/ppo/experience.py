@@ -20,7 +20,7 @@ from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import REWARDS, TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
-from ppo_rlhf.rewards.shaping import final_scores, final_scores_apart, final_token_rewards
+from ppo_rlhf.rewards.shaping import disagreements, final_scores, final_scores_apart, final_token_rewards
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Experience:
     # [B, T] bool, True on the tokens that the losses of policy and critic count (`learning_mask`)
     mask: Tensor
     config: PPOConfig
+    # [B], how far the reward components' scores are apart; None if `reward.combine` is `sum`
+    disagreement: Tensor | None = None
 
     @cached_property
     def positive(self) -> Tensor | None:
@@ -145,7 +147,8 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
     counted = learning_mask(rollouts, config)
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, counted)
-    return Experience(rollouts, scores, rewards, advantages, returns, counted, config)
+    apart = None if scores.combine == "sum" else disagreements(scores, state.component_moments)
+    return Experience(rollouts, scores, rewards, advantages, returns, counted, config, apart)
 
 
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
@@ -172,9 +175,10 @@ def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) 
     """Return one row per response of the iteration, in the iteration's order.
 
     Columns: iteration, prompt, completion, score (before shaping), `score_<name>` of each reward if there are several,
-    kl (k1 summed over the response, nats), advantage (mean over the response's tokens), tokens (number of the policy's
-    tokens, stop token included), stopped (False if the response was cut off), prompt_chat (the messages as JSON, if
-    some prompts are chats), and the prompts' columns. A prompts' column whose name is taken is named `prompts.<name>`.
+    disagreement (of the components' scores, unless `reward.combine` is `sum`), kl (k1 summed over the response, nats),
+    advantage (mean over the response's tokens), tokens (number of the policy's tokens, stop token included), stopped
+    (False if the response was cut off), prompt_chat (the messages as JSON, if some prompts are chats), and the prompts'
+    columns. A prompts' column whose name is taken is named `prompts.<name>`.
     """
     rollouts, scores = experience.rollouts, experience.scores
     tokens = rollouts.mask.sum(-1)
@@ -191,6 +195,8 @@ def completion_rows(experience: Experience, tokenizer: PreTrainedTokenizerBase) 
     }
     if len(scores.components) > 1:
         columns |= {f"score_{name}": values.tolist() for name, values in scores.components.items()}
+    if experience.disagreement is not None:
+        columns["disagreement"] = experience.disagreement.tolist()
     if rollouts.prompts.has_chats:
         columns["prompt_chat"] = list(rollouts.prompts.chats)
     others = rollouts.prompts.columns.items()

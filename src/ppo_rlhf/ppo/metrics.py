@@ -18,6 +18,7 @@ from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
+from ppo_rlhf.rewards.combination import DISAGREEMENT
 from ppo_rlhf.rewards.shaping import deviations
 from ppo_rlhf.runtime.processes import gather_tensors
 
@@ -110,6 +111,7 @@ def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor
     rollouts, scores, config = experience.rollouts, experience.scores, state.config
     mask, total, kl_coef = rollouts.mask, scores.total, state.kl_controller.kl_coef
     kl, penalty = rollouts.kl, rollouts.kl_penalty(config.kl_estimator).sum(-1).mean()
+    apart = experience.disagreement
     return {
         "objective/kl": kl.sum(-1).mean(),
         "objective/kl_per_token": masked_mean(kl, mask),
@@ -124,6 +126,7 @@ def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor
         "objective/scores_p95": total.quantile(0.95),
         "objective/kl_coef": kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
+        **({} if apart is None else {f"reward/{DISAGREEMENT}": apart.mean()}),
         **{f"reward_std/{name}": std for name, std in deviations(scores, state.component_moments, config).items()},
     }
 

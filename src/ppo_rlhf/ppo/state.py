@@ -25,6 +25,7 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
+from ppo_rlhf.ppo.disagreement_rule import disagreement_alarms
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 COMPONENTS = "component_moments"
 """Key of the reward components' moments in a checkpoint's extra state; the key exists only with
-`reward.normalise=component`."""
+`reward.normalise=component` or a `reward.combine` other than `sum`."""
 
 
 SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
@@ -124,7 +125,7 @@ class TrainingState:
     micro_batch_tokens: int | None = None
     early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
-    # Running mean and variance of each reward component's scores; empty unless reward.normalise=component
+    # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components
     component_moments: dict[str, RunningMoments] = field(default_factory=dict)
     curriculum: Curriculum | None = None  # the outcomes of each prompt's latest responses; None without `curriculum`
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
@@ -198,7 +199,7 @@ class TrainingState:
         return compute_dtype(self.policy)
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
-        """Complete an iteration: update counters, reward moments, KL controller and history, and log KL alarms.
+        """Complete an iteration: update counters, reward moments, KL controller and history, and log alarms.
 
         `scores` are the scores of the iteration's responses before shaping, and `metrics` the iteration's metrics.
         """
@@ -208,11 +209,11 @@ class TrainingState:
         self.reward_moments.update(scores.total, scores.total.isfinite())
         if self.curriculum is not None:
             self.curriculum.update(scores.total, self.config.responses_per_prompt)
-        for name in scores.apart or ():
+        for name in scores.measured:
             component_scores = scores.components[name]
             moments = self.component_moments.setdefault(name, RunningMoments())
             moments.update(component_scores, component_scores.isfinite())
-            if self.iteration == 1 and moments.m2 == 0.0:
+            if self.iteration == 1 and moments.m2 == 0.0 and scores.apart is not None:
                 log.warning(
                     "reward/%s is %g for each of the first %d responses; normalised alone it adds 0 until it varies",
                     *(name, moments.mean, self.config.batch_size),
@@ -220,7 +221,7 @@ class TrainingState:
         if self.iteration > self.config.held_iterations:
             self.kl_controller.update(metrics["objective/kl"], self.config.batch_size)
         self.history.append({"iteration": float(self.iteration), **metrics})
-        for line in kl_alarms(self.config, self.history):
+        for line in (*kl_alarms(self.config, self.history), *disagreement_alarms(self.config, self.history)):
             log.warning(line)
         self.captures.say_once()
         self.updating = False

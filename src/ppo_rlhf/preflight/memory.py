@@ -10,7 +10,7 @@ that other layers keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -67,8 +67,8 @@ class RunShape:
 
     policy: PretrainedConfig  # configuration of the SFT model, from which the policy starts
     prompt_length: int  # length of the longest prompt in tokens
-    # Configuration of the reward model; None: the reward uses no reward model
-    reward_model: PretrainedConfig | None = None
+    # Configurations of the reward models, the one from which a critic starts first
+    reward_models: tuple[PretrainedConfig, ...] = ()
     on_cpu: bool = True  # True if the run computes on the CPU, in the host's memory
     evaluation_rows: int = 0  # batch size of the evaluations during training; 0: no evaluations during training
     processes: int = 1  # world size of the run; the plan counts the bytes of one process
@@ -134,7 +134,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ModelError: An option does not fit the architecture.
     """
     sizes = _sizes(config, shape)
-    waiting = {"reference policy": config.offload_reference_policy, "reward model": config.offload_reward_model}
+    waiting = {"reference policy": config.offload_reference_policy}
+    waiting |= dict.fromkeys(_names(shape.reward_models), config.offload_reward_model)
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
     held[MOMENTS] = sizes.moments
@@ -234,6 +235,11 @@ def micro_batch_rows(config: PPOConfig, tokens: int, most_tokens: int | None) ->
     return rows if most_tokens is None else max(1, min(rows, most_tokens // tokens))
 
 
+def _names(reward_models: Sequence[Any]) -> list[str]:
+    """Return the name of each reward model in the table of bytes: "reward model", "reward model 2", …."""
+    return [f"reward model {number}".removesuffix(" 1") for number, _ in enumerate(reward_models, start=1)]
+
+
 def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     """Build the models on the device `meta`, with the functions that a run uses, and count their bytes."""
     trusted = {"trust_remote_code": shape.trust_remote_code}
@@ -248,29 +254,30 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
             if frozen.itemsize == 2:
                 cast_linear_weights(reference, frozen)
         policy = policy_to_train(base, config)
-        reward_model = None
-        if shape.reward_model is not None:
-            reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
+        reward_models = [
+            AutoModelForSequenceClassification.from_config(each, dtype=frozen, **trusted)
+            for each in shape.reward_models
+        ]
         stored = None
         if config.value_model == "pretrained":  # assume that the pretrained critic has as many weights as the policy
             stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
             nn.Module.to(stored, frozen)
-        critic = build_critic(config, policy, reward_model, stored_critic=stored)
+        critic = build_critic(config, policy, next(iter(reward_models), None), stored_critic=stored)
         freeze_critic(critic, config)
-    scoring = [layer_bytes(model, frozen.itemsize) for model in (reference, reward_model) if model is not None]
+    scoring = [layer_bytes(model, frozen.itemsize) for model in (reference, *reward_models)]
     in_four_bits = {id(module.weight) for module in linear} if config.load_in_4bit else set()
     known: set[int] = set()
     weights = {}
-    models = {"policy": policy, "reference policy": reference, "reward model": reward_model, "critic": critic}
+    models = {"policy": policy, "reference policy": reference}
+    models |= {**dict(zip(_names(reward_models), reward_models, strict=True)), "critic": critic}
     for name, model in models.items():
-        if model is not None:
-            new = {
-                id(t): four_bit_bytes(t) if id(t) in in_four_bits else t.nbytes
-                for t in (*model.parameters(), *model.buffers())
-                if id(t) not in known
-            }
-            known.update(new)  # count a weight that several models share only once
-            weights[name] = sum(new.values())
+        new = {
+            id(t): four_bit_bytes(t) if id(t) in in_four_bits else t.nbytes
+            for t in (*model.parameters(), *model.buffers())
+            if id(t) not in known
+        }
+        known.update(new)  # count a weight that several models share only once
+        weights[name] = sum(new.values())
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
     trained = [sum(p.nbytes for p in parameters) for parameters in trainable]
     moments = sum(moment_bytes(p, config) for parameters in trainable for p in parameters)

@@ -27,6 +27,8 @@ from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import below_project
 from ppo_rlhf.runtime.processes import process_count, shards_models
 
 
@@ -101,7 +103,7 @@ def plan(
     shape = memory.RunShape(
         policy=policy_config,
         prompt_length=max(lengths),
-        reward_model=_reward_model(run, policy, policy_config),
+        reward_models=_reward_models(run, policy, policy_config),
         on_cpu=on_cpu,
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
         processes=count,
@@ -228,15 +230,24 @@ def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     return config
 
 
-def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedConfig) -> PretrainedConfig | None:
-    """Return the configuration of the run's reward model; None if the reward has no reward model.
+def _reward_models(run: RunRequest, model: PretrainedHandle, policy: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
+    """Return the configurations of the run's reward models, the one from which a critic starts first."""
+    paths = [None] if (reward := run.group("reward", RewardConfig)) is None else reward.model_paths
+    return tuple(
+        _catalogued(run, model, policy)
+        if path is None
+        else _model_config(PretrainedHandle(below_project(path, run.project_path)))
+        for path in paths
+    )
+
+
+def _catalogued(run: RunRequest, model: PretrainedHandle, policy: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the catalog's reward model.
 
     If the reward model is not trained yet, assume one on the policy's backbone, as the stage reward_modelling makes.
     Also assume a reward model on the policy's backbone if the stored reward model was trained for the project's own
     policy and `model` is another policy.
     """
-    if not run.needs("reward_model"):
-        return None
     is_for_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
     if run.source("reward_model") is not None and run.catalog["reward_model"].exists() and not is_for_another:
         return _model_config(run.catalog["reward_model"].load())

@@ -27,7 +27,7 @@ from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.ppo.build import check_export
 from ppo_rlhf.preflight.probes import shrunk
-from ppo_rlhf.preflight.request import CRITIC_STARTS, RunRequest
+from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, check_context
@@ -60,12 +60,15 @@ def check_stops(run: RunRequest) -> None:
 
 def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None:
     """Refuse a reward model whose context is too short for the longest training prompt with a full response."""
-    ppo, names = run.group("ppo", PPOConfig), {"reward_model", run.start}
-    if ppo is None or not names <= run.models.keys() or not (run.writes(STATE) or run.writes("pretrained_critic")):
+    ppo, names = run.group("ppo", PPOConfig), [name for name in run.reward_models if name in run.models]
+    trains = run.writes(STATE) or run.writes("pretrained_critic")
+    if ppo is None or run.start not in run.models or not names or not trains:
         return
     longest = max(PromptDataset.of_table(reader.fit(training, "training prompts")).lengths)
-    rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-    check_context(rendering, run.models["reward_model"].config(), longest, ppo.response_length, _stops(run, ppo))
+    for name in names:
+        rendering, config = Rendering(run.tokenizers[name], reader.tokenizer), run.models[name].config()
+        called = "the reward model" if name == "reward_model" else f"the reward model {name}"
+        check_context(rendering, config, longest, ppo.response_length, _stops(run, ppo), called)
 
 
 def check_adapter(run: RunRequest) -> None:
@@ -92,7 +95,7 @@ def check_reward(run: RunRequest) -> None:
 def check_critic_start(run: RunRequest) -> None:
     """Refuse a start model for the critic that has another vocabulary size or no linear score head."""
     ppo = run.group("ppo", PPOConfig)
-    name = CRITIC_STARTS.get(getattr(ppo, "value_model", ""), "")
+    name = "" if ppo is None else run.critic_start(ppo.value_model)
     if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
         return
     if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):

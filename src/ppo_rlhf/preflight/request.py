@@ -52,6 +52,7 @@ class RunRequest:
     prompts: dict[str, Dataset] = field(default_factory=dict)
     demonstrations: pd.DataFrame | None = None  # the demonstrations for training, after the checks
     swept: list[RewardConfig] = field(default_factory=list)  # the reward settings of each training of a sweep
+    # Models and tokenizers by the catalog's entry; reward models of a component's `path` by the path
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
@@ -87,6 +88,17 @@ class RunRequest:
         return [*([] if reward is None else [reward]), *self.swept]
 
     @property
+    def reward_models(self) -> list[str]:
+        """The names in `models` of the reward models of the rewards, the one that a critic starts from first."""
+        paths = dict.fromkeys(path for reward in self.rewards for path in reward.model_paths)
+        return ["reward_model" if path is None else path for path in paths]
+
+    def critic_start(self, value_model: str) -> str:
+        """Return the name in `models` of the model from which the critic starts; empty if `value_model` names none."""
+        start = CRITIC_STARTS.get(value_model, "")
+        return next(iter(self.reward_models), start) if start == "reward_model" else start
+
+    @property
     def reward_functions(self) -> list[str]:
         """The functions of the rewards, as `module:name`."""
         return [c.function for each in self.rewards for c in each.components if c.function is not None]
@@ -111,7 +123,7 @@ class RunRequest:
         if feedback is not None and name in ("sft_policy", "ppo_policy"):
             return feedback.names(name)
         is_needed = {
-            "reward_model": reward is None or reward.needs_model,
+            "reward_model": reward is None or reward.needs_catalogued_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
             "training_prompts": False,
             "evaluation_demonstrations": self.writes("sft_policy")
@@ -187,8 +199,10 @@ def describe_parts(run: RunRequest) -> str:
         return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
 
     policy = made("sft_policy", run.source("base_model"))
-    terms = [str(c.llm or c.function or made("reward_model", "the policy")) for c in reward.components]
-    if len(terms) > 1:
+    terms = [str(c.llm or c.function or c.path or made("reward_model", "the policy")) for c in reward.components]
+    if reward.combine != "sum":
+        terms = [f"{reward.combine} of {', '.join(terms)}"]
+    elif len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
     prompts, judge = run.shown(read), resolve_judge(evaluation, run.project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."

@@ -29,6 +29,7 @@ from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.pipelines.sweep.grid import SweepConfig, plan_sweep
@@ -39,7 +40,6 @@ from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.judge_checks import check_judges
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_room
 from ppo_rlhf.preflight.request import (
-    CRITIC_STARTS,
     MADE_BY,
     MODELS,
     MODELS_LAYER,
@@ -48,9 +48,11 @@ from ppo_rlhf.preflight.request import (
     TABLES,
     RunRequest,
 )
+from ppo_rlhf.rewards.combination import check_whole
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.rendering import Rendering
+from ppo_rlhf.rewards.scorers import below_project
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.runtime.names import HUMAN_EVALUATION, STATE
@@ -106,6 +108,8 @@ def find_problems(run: RunRequest) -> list[str]:
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
+    for path in (name for name in run.reward_models if name not in MODELS):
+        ask(check_reward_model, path)
     for last in (
         *MODEL_CHECKS,
         check_model_options,
@@ -259,12 +263,13 @@ def check_reward_model_is_read(run: RunRequest) -> Iterator[str]:
     ppo = run.group("ppo", PPOConfig)
     if ppo is None or not (run.writes("reward_model") and run.writes(STATE)):
         return
-    is_critic = CRITIC_STARTS.get(ppo.value_model) == "reward_model"
-    if not is_critic and not any(reward.needs_model for reward in run.rewards):
+    is_critic = run.critic_start(ppo.value_model) == "reward_model"
+    if not is_critic and not any(reward.needs_catalogued_model for reward in run.rewards):
+        of_others = ", without a path" if any(reward.needs_model for reward in run.rewards) else ""
         yield (
-            "This run trains a reward model that nothing reads: no entry of reward_components is of type model, and "
-            f"ppo.value_model={ppo.value_model}. Add reward_components=[{{type: model}}] to --params or to "
-            f"{run.globals_file}, or leave the pipeline reward_modelling out."
+            "This run trains a reward model that nothing reads: no entry of reward_components is of type model"
+            f"{of_others}, and ppo.value_model={ppo.value_model}. Add reward_components=[{{type: model}}] to --params "
+            f"or to {run.globals_file}, or leave the pipeline reward_modelling out."
         )
 
 
@@ -298,6 +303,13 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     run.models[name], run.tokenizers[name] = handle, handle.tokenizer()
 
 
+def check_reward_model(run: RunRequest, path: str) -> None:
+    """Refuse a reward model of a component's `path` that is missing, incomplete or of the wrong kind."""
+    handle = PretrainedHandle(below_project(path, run.project_path))
+    handle.check_reward_model()
+    run.models[path], run.tokenizers[path] = handle, handle.tokenizer()
+
+
 def check_model_options(run: RunRequest) -> None:
     """Refuse settings of PPO that the architecture does not support. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
@@ -324,12 +336,13 @@ def check_critic(run: RunRequest) -> Iterator[str]:
         if group is None or run.reads("ppo_policy"):  # a run that evaluates a trained policy has no critic
             continue
         setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
-        start = CRITIC_STARTS.get(group.value_model, "")
+        start = run.critic_start(group.value_model)
         both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
         if start == "reward_model" and reward is not None and not reward.needs_model:
             yield f"{setting}: no entry of reward.components is of type model. {fix}"
         elif len(both) == 2 and not same_vocabulary(*both):
-            yield f"{setting}: {run.source('sft_policy')} and {run.source(start)} have different vocabularies. {fix}"
+            policy, model = run.source("sft_policy"), run.source(start) or start
+            yield f"{setting}: {policy} and {model} have different vocabularies. {fix}"
     if ppo is not None and pretraining is not None:
         pretraining_config(pretraining, ppo)
 
@@ -368,9 +381,9 @@ def check_preferences(run: RunRequest) -> None:
 
 
 def check_prompts(run: RunRequest) -> None:
-    """Refuse prompts that are neither text nor chat, are too long, cannot be split, or that the reward model refuses.
+    """Refuse prompts that are neither text nor chat, are too long, cannot be split, or that a reward model refuses.
 
-    If there is a reward model, a prompt and a full response must also fit into the reward model's context.
+    A prompt and a full response must also fit into the context of each reward model.
     """
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
@@ -383,8 +396,8 @@ def check_prompts(run: RunRequest) -> None:
             source = str(run.source(name))
             tokenised[name] = reader.tokenise(table, settings.column, source)
             reader.fit(tokenised[name], source)
-            if "reward_model" in run.tokenizers:
-                rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
+            for model in (model for model in run.reward_models if model in run.tokenizers):
+                rendering = Rendering(run.tokenizers[model], reader.tokenizer)
                 tools = _column(tokenised[name], TOOLS) if TOOLS in tokenised[name].column_names else None
                 rendering.check(_column(tokenised[name], "prompt_chat"), source, tools)
     if "raw_prompts" not in tables:
@@ -449,6 +462,9 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         scores = call_reward_function(function, f"{reference} on {source}", few.texts, texts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):
             check_token_rewards(ppo)
+            for reward in run.rewards:
+                if any(component.function == reference for component in reward.components):
+                    check_whole(reward.combine, reference)
 
 
 def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[PromptDataset, str]]:

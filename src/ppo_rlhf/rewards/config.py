@@ -1,12 +1,15 @@
 """Settings of the reward: the reward components with their weights and names."""
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.rewards.combination import check_combination
 from ppo_rlhf.rewards.functions import split_reference
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, read_judge, same_opinion
 
@@ -37,23 +40,29 @@ class RewardComponentConfig:
     """One term of the reward."""
 
     type: Literal["model", "function", "llm"]
-    """`model`: the catalog's `reward_model`. `function`: a Python function `reward(prompts, completions, **columns)`.
-    `llm`: a language model that judges responses, called over OpenAI's chat API. See docs/rewards.md."""
+    """`model`: a reward model. `function`: a Python function `reward(prompts, completions, **columns)`. `llm`: a
+    language model that judges responses, called over OpenAI's chat API. See docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of the component's score in the reward; a negative weight makes the component a penalty."""
+    path: str | None = None
+    """Directory or hub id of the reward model, for components of type `model`. null: the reward model of
+    `reward_model_path`, the catalog's `reward_model`. A relative directory is below the project's."""
     function: str | None = None
     """`module:name` of the reward function, for components of type `function`. Python searches the module in the
     project's directory, in the project's `src` and on the Python path."""
     llm: Annotated[LLMJudgeConfig | None, BeforeValidator(read_judge)] = None
     """The settings of the LLM judge, for components of type `llm`."""
     name: str | None = None
-    """Name of the component, whose metric is `reward/<name>`. The default is `model`, `llm` or the function's name."""
+    """Name of the component, whose metric is `reward/<name>`. The default is the function's name, the last part of
+    `path`, or else the type."""
 
     def __post_init__(self) -> None:
         if self.type == "function" and not self.function:
             raise ConfigError("a component of type function needs the setting function: module:name.")
         if self.type != "function" and self.function:
             raise ConfigError(f"function={self.function} belongs to type function, not {self.type}.")
+        if self.type != "model" and self.path is not None:
+            raise ConfigError(f"path={self.path} belongs to type model, not {self.type}.")
         if (self.type == "llm") != (self.llm is not None):
             raise ConfigError(
                 f"a component of type {self.type} {'needs' if self.llm is None else 'has no'} llm: {{…}}."
@@ -68,15 +77,22 @@ class RewardComponentConfig:
     @property
     def title(self) -> str:
         """The reward component's name in metrics and errors."""
-        return self.name or (split_reference(self.function)[1] if self.function else self.type)
+        if self.function:
+            return self.name or split_reference(self.function)[1]
+        return self.name or (self.type if self.path is None else PurePath(self.path.partition("@")[0]).name)
 
 
 @settings_group("reward")
 class RewardConfig:
-    """The reward of a response: the weighted sum of its components."""
+    """The reward of a response: the weighted sum of its components, or another combination (`combine`)."""
 
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
     """The terms of the reward, each a mapping with the settings of `reward.components`."""
+    combine: RewardCombination = "sum"
+    """How the components' scores become the reward of a response. sum: their weighted sum. The others are for reward
+    models that may disagree (Coste et al. 2023, arXiv:2310.02743), take no weights, and measure the disagreement
+    (`reward/disagreement`). mean: the mean. min: the lowest normalised score. mean_minus_std: the mean of the
+    normalised scores less their standard deviation. With min and mean_minus_std set `reward.normalise` to component."""
     normalise: Literal["total", "component"] = "total"
     """What `ppo.reward_normalisation` normalises: total normalises the weighted sum of the reward components. component
     normalises each reward component before the sum (GDPO, arXiv:2601.05242), so that no component counts for more
@@ -88,6 +104,7 @@ class RewardConfig:
         repeated = sorted({title for title in titles if titles.count(title) > 1})
         if repeated:
             raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each a unique name.")
+        check_combination(self.combine, self.normalise, {each.title: each.weight for each in self.components})
         if self.normalise == "total":
             return
         if len(titles) == 1:
@@ -99,9 +116,19 @@ class RewardConfig:
             check_metric_name(title, "a component of reward", f"reward_std/{title}")
 
     @property
+    def model_paths(self) -> list[str | None]:
+        """`path` of each reward model, in the order of the components; None is the catalog's `reward_model`."""
+        return list(dict.fromkeys(component.path for component in self.components if component.type == "model"))
+
+    @property
     def needs_model(self) -> bool:
-        """Whether any reward component is the reward model."""
-        return any(component.type == "model" for component in self.components)
+        """Whether any reward component is a reward model."""
+        return bool(self.model_paths)
+
+    @property
+    def needs_catalogued_model(self) -> bool:
+        """Whether any reward component is the catalog's `reward_model`."""
+        return None in self.model_paths
 
     def is_judge(self, judge: str | LLMJudgeConfig | None) -> bool:
         """Return whether the judge, `module:name` or a language model, is a reward component with a positive weight.

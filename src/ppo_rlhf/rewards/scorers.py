@@ -1,9 +1,10 @@
-"""Build the reward of a run from its configuration: a reward model, Python functions, or a weighted sum of both."""
+"""Build the reward of a run from its configuration: reward models, Python functions, or a combination of both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
 from ppo_rlhf.models.transfers import on_device, to_host
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, project_above
 from ppo_rlhf.rewards.llm_judge import load_judge
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.paths import expand_home
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, but this run loads no reward model: leave the setting out, or add a component of "
@@ -43,13 +45,17 @@ class ModelScorer:
         policy_tokenizer: PreTrainedTokenizerBase,
         batch_size: int | None = 64,
         device: torch.device | None = None,
+        *,
+        name: str = "the reward model",
     ) -> None:
         """Take the reward model with its tokenizer, and the policy's tokenizer, which encoded the responses.
 
         Each call scores on `device`; None uses the reward model's current device. Between calls the reward model may be
         in host memory. One forward pass takes `batch_size` sequences; None takes as many sequences as fit into memory.
+        Errors call the reward model `name`.
         """
         self.model = model
+        self.name = name
         self._tokenizer = tokenizer
         self.rendering = Rendering(tokenizer, policy_tokenizer)
         self._batch_size = batch_size
@@ -73,7 +79,7 @@ class ModelScorer:
         longest = max((len(ids) for ids in sequences), default=0)
         if self.context is not None and longest > self.context:
             raise ModelError(
-                f"a prompt with its response has {longest} tokens, the reward model's context is {self.context}. "
+                f"a prompt with its response has {longest} tokens, {self.name}'s context is {self.context}. "
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
         with on_device(self.model, self._device):
@@ -81,7 +87,7 @@ class ModelScorer:
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(
-                f"the reward model gave response {row} the score {scores[row].item()}. Check its weights, or set "
+                f"{self.name} gave response {row} the score {scores[row].item()}. Check its weights, or set "
                 "ppo.dtype to bfloat16 or float32 if it overflows in float16."
             )
         return scores
@@ -106,6 +112,26 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
     return processes.gather_dealt(scores[shard], shards)
 
 
+def below_project(path: str, project: Path | None = None) -> str:
+    """Return the path of a model directory below the project; return any other path or hub id without its `~`."""
+    inside = (project or project_above(Path.cwd())) / path
+    return str(inside) if inside.is_dir() else expand_home(path)
+
+
+def handles_of(config: RewardConfig, catalogued: PretrainedHandle | None) -> dict[str | None, PretrainedHandle]:
+    """Return a handle on each reward model, by the `path` of its component, in the order of the components.
+
+    The path None stands for `catalogued`, the model of `reward_model_path`; without one it is left out. Other reward
+    models are read without Python code of their own.
+    """
+    handles = {}
+    for path in config.model_paths:
+        handle = catalogued if path is None else PretrainedHandle(below_project(path))
+        if handle is not None:
+            handles[path] = handle
+    return handles
+
+
 def build_reward_scorer(
     config: RewardConfig,
     reward_model: PretrainedHandle | None,
@@ -116,66 +142,86 @@ def build_reward_scorer(
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
 ) -> RewardScorer:
-    """Import every reward function, and load the reward model on `device` in `dtype` if a component uses it.
+    """Import every reward function, and load each reward model that a component uses on `device` in `dtype`.
 
-    One forward pass of the reward model takes `batch_size` sequences; None takes as many sequences as fit into memory.
-    With `offload` the reward model stays in host memory and moves to the device only while it scores.
+    `reward_model` is the reward model of components without a `path`. The critic of `ppo.value_model=reward_init` is
+    copied from the first reward model. One forward pass of a reward model takes `batch_size` sequences; None takes as
+    many sequences as fit into memory. With `offload` each reward model stays in host memory and moves to the device
+    only while it scores.
 
     Raises:
         ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
         RewardError: A reward function cannot be imported.
-        ModelError: The reward model cannot be loaded.
+        ModelError: A reward model cannot be loaded.
     """
+    handles = handles_of(config, reward_model)
+    if config.needs_catalogued_model and reward_model is None:
+        raise ConfigError("reward.components uses a reward model, but there is none: set reward_model_path.")
+    if offload and not handles:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
     scorings: dict[str, Scoring] = {
         c.title: partial(score_by_function, load_judge(judge, f"reward.{c.title}"), c.title)
         for c in config.components
         if (judge := c.function or c.llm) is not None
     }
-    model: PreTrainedModel | None = None
-    if config.needs_model:
-        if reward_model is None:
-            raise ConfigError("reward.components uses a reward model, but there is none: set reward_model_path.")
-        model = reward_model.reward_model(dtype)
+    models: list[PreTrainedModel] = []
+    for path, handle in handles.items():
+        model = handle.reward_model(dtype)
         if offload:
             to_host(model)
         else:
             nn.Module.to(model, device)
-        scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size, torch.device(device))
-        scorings |= {c.title: scorer for c in config.components if c.type == "model"}
-    elif offload:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
+        models.append(model)
+        name = "the reward model" if path is None else f"the reward model {path}"
+        scorer = ModelScorer(model, handle.tokenizer(), policy_tokenizer, batch_size, torch.device(device), name=name)
+        scorings |= {c.title: scorer for c in config.components if c.type == "model" and c.path == path}
     return RewardScorer(
-        [(c.title, c.weight, scorings[c.title]) for c in config.components], model, normalise=config.normalise
+        [(c.title, c.weight, scorings[c.title]) for c in config.components],
+        models[0] if models else None,
+        normalise=config.normalise,
+        combine=config.combine,
     )
+
+
+def models_of(scorer: RewardScorer) -> list[PreTrainedModel]:
+    """Return the reward models of a reward, each once, in the order of the components."""
+    models = [scoring.model for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)]
+    return list({id(model): model for model in models}.values())
 
 
 def check_room(
     scorer: RewardScorer, prompt_lengths: Sequence[int], response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
-    """Raise `ModelError` if a prompt with its response could be longer than the reward model's context.
+    """Raise `ModelError` if a prompt with its response could be longer than a reward model's context.
 
     Nothing is checked if the policy and the reward model have different vocabularies, because the number of the reward
     model's tokens in a response is unknown before training.
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        check_context(model.rendering, model.model.config, longest, response_length, stop_token_ids)
+        check_context(model.rendering, model.model.config, longest, response_length, stop_token_ids, model.name)
 
 
 def check_context(
-    rendering: Rendering, config: PretrainedConfig, longest: int, response_length: int, stop_token_ids: Sequence[int]
+    rendering: Rendering,
+    config: PretrainedConfig,
+    longest: int,
+    response_length: int,
+    stop_token_ids: Sequence[int],
+    name: str = "the reward model",
 ) -> None:
     """Raise `ModelError` if a prompt of `longest` tokens with its response could exceed the reward model's context.
 
     Raise `ModelError`, too, if the reward model, whose configuration is `config`, has no embedding for an id that the
-    policy can sample: a token of its tokenizer, or a stop token id without a token.
+    policy can sample: a token of its tokenizer, or a stop token id without a token. `name` is the reward model's name
+    in errors.
     """
     context, rows = context_length(config), config.get_text_config().vocab_size
     highest = max(*rendering.policy_tokenizer.get_vocab().values(), *stop_token_ids)
     if rendering.reads_policy_ids and highest >= rows:
         stop = ", a stop token," if highest in stop_token_ids else ""
         raise ModelError(
-            f"the policy can sample the token id {highest}{stop} but the reward model's embedding has {rows} rows. Use "
+            f"the policy can sample the token id {highest}{stop} but {name}'s embedding has {rows} rows. Use "
             "a reward model with as many rows as the policy, or set ppo.stop_token_id to a token of the tokenizer"
         )
     # An end-of-text token follows a stop token that is not one of the rendering's `special_ids`
@@ -185,13 +231,13 @@ def check_context(
         end = " and an end-of-text token after its stop token" if closes else ""
         raise ModelError(
             f"the longest prompt has {longest} tokens: with a response of {response_length}{end} the sequence would "
-            f"have {needed}, the reward model's context is {context}. Shorten the prompts or ppo.response_length, "
+            f"have {needed}, {name}'s context is {context}. Shorten the prompts or ppo.response_length, "
             "or use a reward model with a longer context"
         )
 
 
 def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
-    """Raise `DataError` if the reward model's chat template refuses a prompt."""
+    """Raise `DataError` if a reward model's chat template refuses a prompt."""
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
         model.rendering.check(prompts.chats, "prompts", prompts.columns.get(TOOLS))
 
@@ -220,12 +266,11 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
 
 
 def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the reward model's accuracy on held-out pairs; None if the accuracy is unknown.
+    """Return the reward model's accuracy on held-out pairs, of several the lowest; None if no accuracy is known.
 
     Reward training writes the accuracy into the model's config.json, so the accuracy always belongs to the loaded
     reward model.
     """
-    if reward_model is None or not reward.needs_model:
-        return None
-    accuracy = getattr(reward_model.config(), "held_out_accuracy", None)
-    return None if accuracy is None else float(accuracy)
+    handles = handles_of(reward, reward_model).values()
+    accuracies = [getattr(handle.config(), "held_out_accuracy", None) for handle in handles]
+    return min((float(accuracy) for accuracy in accuracies if accuracy is not None), default=None)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.data.chats import Chat
+from ppo_rlhf.rewards.combination import check_combination, check_whole
 
 TURNS = "turns"
 MESSAGES = "messages"
@@ -79,13 +81,20 @@ class Scores:
     A per-token component scores a response by the sum over its tokens. `token_rewards` [N, longest response] is the
     weighted sum of the per-token components at each token, 0 in the padding; `token_rewards` is None without a
     per-token component. `apart` has the weight of each reward component if each component is normalised separately;
-    `apart` is None if the sum of the components is normalised.
+    `apart` is None if the sum of the components is normalised. `combine` is `reward.combine`; if it is not `sum`,
+    `total` is the mean of the scores in `components`.
     """
 
     total: Tensor
     components: dict[str, Tensor]
     token_rewards: Tensor | None = None
     apart: dict[str, float] | None = None
+    combine: RewardCombination = "sum"
+
+    @property
+    def measured(self) -> list[str]:
+        """The names of the components whose running mean and variance a run keeps."""
+        return [] if self.apart is None and self.combine == "sum" else list(self.components)
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
@@ -102,13 +111,20 @@ class RewardScorer:
         model: PreTrainedModel | None = None,
         *,
         normalise: Literal["total", "component"] = "total",
+        combine: RewardCombination = "sum",
     ) -> None:
         """Take (name, weight, scoring) of each reward component, and the reward model if a component uses a reward
-        model.
+        model; of several reward models, the one from which `ppo.value_model=reward_init` starts the critic.
 
-        `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before the sum.
+        `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before the sum. `combine`
+        is `reward.combine`.
+
+        Raises:
+            ConfigError: `combine` does not fit the components or `normalise`.
         """
+        check_combination(combine, normalise, {name: weight for name, weight, _ in components})
         self.normalise = normalise
+        self.combine = combine
         self.names = [name for name, _, _ in components]
         self.model = model
         self.components = list(components)
@@ -120,6 +136,7 @@ class RewardScorer:
         model scores one shard in each process. Every process returns all scores.
 
         Raises:
+            ConfigError: A component returns rewards per token, and `combine` is not `sum`.
             RewardError: A reward function raised an exception, or a score is not a finite float32 number.
         """
         scores: dict[str, Tensor] = {}
@@ -127,6 +144,7 @@ class RewardScorer:
         for name, weight, scoring in self.components:
             rewards = scoring(batch).to("cpu", torch.float64)
             if rewards.dim() == 2:
+                check_whole(self.combine, name)
                 # Tokens of the environment are not actions of the policy, so tokens of the environment get no reward
                 if batch.policy_mask is not None:
                     rewards = torch.where(batch.policy_mask[:, : rewards.shape[1]], rewards, 0.0)
@@ -134,5 +152,7 @@ class RewardScorer:
                 rewards = rewards.sum(-1)
             scores[name] = rewards
             total = total + weight * rewards
+        if self.combine != "sum":
+            total = total / len(scores)
         weights = {name: weight for name, weight, _ in self.components}
-        return Scores(total, scores, token_rewards, weights if self.normalise == "component" else None)
+        return Scores(total, scores, token_rewards, weights if self.normalise == "component" else None, self.combine)

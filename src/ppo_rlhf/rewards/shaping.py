@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.rewards import clip_scores, overlong_penalty
+from ppo_rlhf.core.rewards import clip_scores, combine_scores, disagreement, overlong_penalty
 from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 from ppo_rlhf.rewards.scoring import Scores
 
@@ -38,7 +38,7 @@ def final_scores_apart(
     moments: Mapping[str, RunningMoments],
     config: PPOConfig,
 ) -> Tensor:
-    """Return the final scores `[B]` if each reward component is normalised separately before the weighted sum.
+    """Return the final scores `[B]` if each reward component is normalised separately before they are combined.
 
     The normalisation is that of GDPO (Liu et al. 2026, arXiv:2601.05242), but its statistics are over the batch or the
     run instead of the responses to one prompt. A reward component whose scores are all equal contributes 0. `moments`
@@ -52,7 +52,19 @@ def final_scores_apart(
         weight * _normalised(scores.components[name], moments.get(name, RunningMoments()), config)
         for name, weight in (scores.apart or {}).items()
     ]
-    return penalised(_scaled(torch.stack(parts).sum(0), config), terminated, lengths, config)
+    combined = combine_scores(torch.stack(parts), scores.combine)
+    return penalised(_scaled(combined, config), terminated, lengths, config)
+
+
+def disagreements(scores: Scores, moments: Mapping[str, RunningMoments]) -> Tensor:
+    """Return how far the components' scores of each response are apart, `[B]`.
+
+    The number is the standard deviation over components of the normalised scores. Whatever `ppo.reward_normalisation`
+    is, the mean and the variance of the normalisation are over the run, so that numbers of different iterations have
+    one unit. `moments` are the same as in `final_scores_apart`.
+    """
+    over_run = [_whitened(each, moments.get(name, RunningMoments())) for name, each in scores.components.items()]
+    return disagreement(torch.stack(over_run))
 
 
 def deviations(scores: Scores, moments: Mapping[str, RunningMoments], config: PPOConfig) -> dict[str, float]:
@@ -121,13 +133,15 @@ def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOCo
 
 
 def _normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
-    everything = torch.ones_like(scores, dtype=torch.bool)
     if config.reward_normalisation == "batch":
-        return masked_whiten(scores, everything)
-    if config.reward_normalisation == "running":
-        so_far = _with_batch(moments, scores)
-        return masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
-    return scores
+        return masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+    return _whitened(scores, moments) if config.reward_normalisation == "running" else scores
+
+
+def _whitened(scores: Tensor, moments: RunningMoments) -> Tensor:
+    """Return the scores after normalisation by the mean and the variance of the run, including this batch."""
+    so_far = _with_batch(moments, scores)
+    return masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool), moments=(so_far.mean, so_far.variance))
 
 
 def _with_batch(moments: RunningMoments, scores: Tensor) -> RunningMoments:

@@ -38,6 +38,7 @@ from ppo_rlhf.ppo.build import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards import scorers
+from ppo_rlhf.rewards.combination import check_whole
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
@@ -124,8 +125,9 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     """Return the scorer of responses, or None without a reward.
 
     `reward` is one of: a function `reward(prompts, completions, **columns)`; a reward model; a tuple (reward model,
-    tokenizer) if the reward model's tokenizer is not the policy's; a reward model's directory; a RewardConfig; a
-    RewardScorer. With `reward=None` the reward model is loaded from `reward_model_path`, if `reward_model_path` is set.
+    tokenizer) if the reward model's tokenizer is not the policy's; a reward model's directory; a RewardConfig, whose
+    components may name several reward models by `path`; a RewardScorer. With `reward=None` the reward model is loaded
+    from `reward_model_path`, if `reward_model_path` is set.
 
     Raises:
         ConfigError: The type of the reward is unknown.
@@ -139,8 +141,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         reward, path = RewardConfig(components=[RewardComponentConfig(type="model")]), str(reward)
     if isinstance(reward, RewardConfig):
         handle = None if path is None else PretrainedHandle(path)
-        if handle is not None and reward.needs_model:
-            _check_ids_of_critic(handle.tokenizer(), policy, config)
+        if handles := list(scorers.handles_of(reward, handle).values()):
+            _check_ids_of_critic(handles[0].tokenizer(), policy, config)
         return scorers.build_reward_scorer(
             reward, handle, policy.tokenizer, batch_size=batch_size, device=device, dtype=dtype, offload=offload
         )
@@ -186,8 +188,11 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """
     if scorer is None:
         return {}
-    attributes = {name: value for name, value in vars(scorer).items() if (name, value) != ("normalise", "total")}
+    defaults = (("normalise", "total"), ("combine", "sum"))
+    attributes = {name: value for name, value in vars(scorer).items() if (name, value) not in defaults}
     parts = {**attributes, "components": [(name, weight) for name, weight, _ in scorer.components]}
+    if others := scorers.models_of(scorer)[1:]:
+        parts["other_models"] = others
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
 
 
@@ -212,6 +217,7 @@ def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfi
         batch = probe_batch(prompts)
         if 2 in [function(batch).dim() for function in functions]:
             check_token_rewards(config)
+            check_whole(scorer.combine, "a reward function")
 
 
 def probe_batch(prompts: PromptDataset) -> ResponseBatch:

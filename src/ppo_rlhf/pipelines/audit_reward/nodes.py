@@ -22,7 +22,7 @@ from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.reporting.charts import COLOURS, GREY, style
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import reward_model_accuracy
+from ppo_rlhf.rewards.scorers import models_of, reward_model_accuracy
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
@@ -105,7 +105,8 @@ def order_held_out_pairs(
     if raw_preferences is None:
         accuracy = reward_model_accuracy(reward_model, reward)
         return {"audit/pair_accuracy": accuracy} if accuracy is not None and len(reward.components) == 1 else {}
-    limit = None if reward_scorer.model is None else context_length(reward_scorer.model.config)
+    contexts = [context_length(model.config) for model in models_of(reward_scorer)]
+    limit = min((context for context in contexts if context is not None), default=None)
     table = reward_audit.held_out_pairs(frame_of(raw_preferences), sft_policy.tokenizer(), reward_modelling, limit)
     return reward_audit.score_pairs(reward_scorer, table)
 

@@ -41,10 +41,11 @@ from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
+from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room, handles_of, models_of
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.paths import shown
 from ppo_rlhf.runtime.processes import shards_models
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,11 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tupl
 def load_reward_model(
     reward_model: PretrainedHandle | None, sft_policy: PretrainedHandle, reward: RewardConfig, ppo_config: PPOConfig
 ) -> RewardScorer:
-    """Load the reward: the reward model, Python functions, or their weighted sum."""
+    """Load the reward: reward models, Python functions, or their combination."""
     check_normalisation(reward.normalise, ppo_config)
+    if len(handles := list(handles_of(reward, reward_model).values())) > 1:
+        start = " The critic starts as the first." if ppo_config.value_model == "reward_init" else ""
+        log.info("Reward models: %s.%s", ", ".join(shown(handle.source) for handle in handles), start)
     return build_reward_scorer(
         reward,
         reward_model,
@@ -138,9 +142,8 @@ def initialise_training_state(
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
     check_room(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
     if shards_models():
-        for frozen in (reference_policy, reward_scorer.model):
-            if frozen is not None:
-                shard_in_place(frozen, state.device)
+        for frozen in (reference_policy, *models_of(reward_scorer)):
+            shard_in_place(frozen, state.device)
     state.origin |= printed_date(prompt_dataset, policy.tokenizer)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
@@ -319,7 +322,6 @@ def summarise_training(next_training_state: TrainingState, evaluation_metrics: l
 
 def _name_rewards(reward: RewardConfig, reward_model: PretrainedHandle | None) -> list[str]:
     model = None if reward_model is None else reward_model.source
-    return [
-        f"{term.type} `{term.llm.model if term.llm else place(str(term.function or model))}`, weight {term.weight:g}"
-        for term in reward.components
-    ]
+    names = [t.llm.model if t.llm else place(str(t.function or t.path or model)) for t in reward.components]
+    how = ", weight {:g}" if reward.combine == "sum" else f", in the {reward.combine}"
+    return [f"{t.type} `{name}`{how.format(t.weight)}" for t, name in zip(reward.components, names, strict=True)]

@@ -28,7 +28,7 @@ from ppo_rlhf.reporting.report_page import render_page, training_note
 from ppo_rlhf.reporting.token_view import TokenSamples, render_view
 from ppo_rlhf.reporting.wording import headline, remarks, say_verdict, table_rows
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import reward_model_accuracy
+from ppo_rlhf.rewards.scorers import handles_of, reward_model_accuracy
 from ppo_rlhf.runtime.names import env_option
 from ppo_rlhf.runtime.paths import shown
 from ppo_rlhf.runtime.processes import is_main_process
@@ -85,8 +85,7 @@ def write_report(
     curves, ppo = training_history.to_dict("records"), settings_of_training(ppo_policy, ppo)
     panels = charts.panels_of(training_history, ppo, reporting.expected_curve)
     models = [("SFT policy", shown(sft_policy.source))]
-    if reward.needs_model and reward_model is not None:
-        models.append(("Reward model", shown(reward_model.source)))
+    models += [("Reward model", shown(handle.source)) for handle in handles_of(reward, reward_model).values()]
     is_of_policy = is_policy_of(human_evaluation, ppo_policy)
     by_people = f" By people: {human_evaluation['result']}" if is_of_policy else ""
     return render_page(

@@ -81,7 +81,7 @@ def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) 
             trainings.append(Setting(", ".join(names) or AS_CONFIGURED, setting, *both))
     if len({each.name for each in trainings}) < len(trainings):
         raise ConfigError("sweep: a value of sweep.grid or sweep.seeds is repeated; give each value once.")
-    if any(each.reward.needs_model for each in trainings) and not reward.needs_model:
+    if any(each.reward.needs_catalogued_model for each in trainings) and not reward.needs_catalogued_model:
         raise ConfigError(
             "sweep.grid: reward.components adds the reward model, which is loaded only if `reward` has it, too."
         )
