@@ -38,10 +38,12 @@ from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeChec
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
 from tests.integration.processes import kedro_run
+from tests.tiny_models import save, tiny_model
 
 ENTRY = """
 resume_checkpoint:
@@ -625,6 +627,22 @@ def test_models_that_the_run_does_not_use_are_not_compared(tmp_path: Path):
     run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
     read = [name for name in describe_run(run_params, pipeline, catalog).tags if name.startswith("data.")]
     assert read == ["data.raw_prompts.path"]
+
+
+def test_each_reward_model_of_a_path_is_compared(tmp_path: Path):
+    """A relative path is below the project, wherever the command is typed."""
+    paths = {name: save(tmp_path / name, tiny_model("gpt2", reward=True, seed=seed)) for seed, name in enumerate("ab")}
+    reward = RewardConfig(components=[{"type": "model", "path": name} for name in paths], combine="mean")
+    catalog = DataCatalog({"reward_model": PretrainedModelDataset("hub/model"), "params:reward": MemoryDataset(reward)})
+    pipeline = Pipeline([Node(lambda *_: 1, ["reward_model", "params:reward"], "x", name="n")])
+    run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
+    tags = describe_run(run_params, pipeline, catalog).tags
+    read = {name: value for name, value in tags.items() if name.startswith("data.")}
+    assert {name for name in read if name.endswith(".path")} == {"data.reward.a.path", "data.reward.b.path"}
+    for name, path in paths.items():
+        assert read[f"data.reward.{name}.path"] == path
+        assert read[f"data.reward.{name}.fingerprint"] == PretrainedHandle(path).fingerprint()
+    assert read["data.reward.a.fingerprint"] != read["data.reward.b.fingerprint"]
 
 
 def test_the_precision_is_known_before_params_are_logged_and_is_the_one_that_the_nodes_get():
