@@ -20,7 +20,7 @@ from ppo_rlhf.core.rewards import combine_scores, disagreement
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.disagreement_rule import disagreement_alarms
+from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
 from ppo_rlhf.ppo.experience import completion_rows
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room, models_of, reward_model_accuracy

@@ -25,7 +25,7 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.ppo.disagreement_rule import disagreement_alarms
+from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings

@@ -10,7 +10,7 @@ import numpy as np
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.ppo.kl_rules import WINDOW, WINDOW_RESPONSES
+from ppo_rlhf.ppo.kl_alarms import WINDOW, WINDOW_RESPONSES
 from ppo_rlhf.rewards.combination import DISAGREEMENT
 
 GROWN, STANDARD_ERRORS = 1.25, 5.0
