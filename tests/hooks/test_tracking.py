@@ -97,7 +97,14 @@ def test_each_hyperparameter_is_a_param_of_its_own_named_by_group_and_key(tracke
     assert params["ppo.num_ppo_epochs"] == "4"  # a default that no file names
     assert params["prompts.column"] == "prompt"
     assert json.loads(params["reward.components"]) == [
-        {"type": "function", "weight": 0.5, "function": "toy_ppo.rewards:brevity", "llm": None, "name": None}
+        {
+            "type": "function",
+            "weight": 0.5,
+            "path": None,
+            "function": "toy_ppo.rewards:brevity",
+            "llm": None,
+            "name": None,
+        }
     ]
     assert "ppo" not in params  # kedro-mlflow's one string for the whole group
     assert params["ppo.sft_model_path"] == str(tracked.project / "data/06_models/sft_policy")
@@ -568,7 +575,8 @@ def test_lists_and_groups_become_json_and_single_values_keep_their_name():
     }
     assert flattened("number", 3) == {"number": "3"}
     assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == {
-        "reward.components": '[{"type": "model", "weight": 1.0, "function": null, "llm": null, "name": null}]',
+        "reward.components": '[{"type": "model", "weight": 1.0, "path": null, "function": null, "llm": null, "name": null}]',
+        "reward.combine": "sum",
         "reward.normalise": "total",
     }
 

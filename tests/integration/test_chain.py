@@ -72,6 +72,7 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     of_others |= {"curriculum/solved", "curriculum/unsolved", "curriculum/in_reach"}
     of_others |= {"critic/loss", "critic/explained_variance", "critic/learning_rate", "critic/eval_explained_variance"}
     of_others |= {"reward_std/<component>"}  # `test_normalised_components.py` has it
+    of_others |= {"reward/disagreement"}  # `test_combined_rewards.py` has it
     of_others |= {"eval/judge_gap", "eval/judge_gap_p", "eval/judge_gap_prompts"}  # of rewards with few values
     of_others |= {key for key in documented if key.startswith("eval/reference_")}  # `test_recipes.py` has them
     of_others |= {"eval/since_best_exploits", "eval/since_best_exported"}  # of `evaluation.on_exploitation`
