@@ -575,7 +575,8 @@ def test_lists_and_groups_become_json_and_single_values_keep_their_name():
     }
     assert flattened("number", 3) == {"number": "3"}
     assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == {
-        "reward.components": '[{"type": "model", "weight": 1.0, "path": null, "function": null, "llm": null, "name": null}]',
+        "reward.components": '[{"type": "model", "weight": 1.0, "path": null, "function": null, "llm": null, '
+        '"name": null}]',
         "reward.combine": "sum",
         "reward.normalise": "total",
     }

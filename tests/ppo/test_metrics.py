@@ -105,6 +105,7 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
     return SimpleNamespace(
         config=SimpleNamespace(**settings),
         device=torch.device("cpu"),
+        curriculum=None,
         accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
         clock=clock,
         kl_controller=FixedKLController(0.1),
