@@ -86,7 +86,7 @@ def test_checkpoints_by_time_take_at_most_a_twentieth_of_the_time(monkeypatch):
 
 def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(make_run, monkeypatch, tmp_path):
     now, state = FakeClock(monkeypatch), make_run(save_interval=100, total_episodes=1200).state
-    scores = SimpleNamespace(total=torch.zeros(12), apart=None)
+    scores = SimpleNamespace(total=torch.zeros(12), measured=[])
 
     def due_after(seconds: float) -> bool:
         now.now += seconds
