@@ -10,7 +10,7 @@ import numpy as np
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.ppo.kl_alarms import WINDOW, WINDOW_RESPONSES
+from ppo_rlhf.ppo.kl_alarms import averaged_iterations
 from ppo_rlhf.rewards.combination import DISAGREEMENT
 
 GROWN, STANDARD_ERRORS = 1.25, 5.0
@@ -50,11 +50,10 @@ def disagreement_alarms(config: PPOConfig, history: Sequence[Mapping[str, float]
 def _grown(config: PPOConfig, history: Sequence[Mapping[str, float]]) -> DisagreementSituation | None:
     """Return the situation after the last iteration if the rule holds, else None.
 
-    Compare the means of the first and of the last `WINDOW` iterations, or of more iterations if the batch is so small
-    that they have fewer than `WINDOW_RESPONSES` responses.
+    Compare the means of the first and of the last `averaged_iterations`.
     """
     measured = np.array([row[METRIC] for row in history if METRIC in row])
-    window = max(WINDOW, math.ceil(WINDOW_RESPONSES / config.batch_size))
+    window = averaged_iterations(config)
     if len(measured) < 2 * window:
         return None
     first, last = measured[:window], measured[-window:]

@@ -145,6 +145,15 @@ WINDOW, WINDOW_RESPONSES = 10, 80
 History = Sequence[Mapping[str, float]]
 
 
+def averaged_iterations(config: PPOConfig) -> int:
+    """Return the number of iterations in a mean that an alarm reads.
+
+    There are `WINDOW` iterations, or more if the batch is so small that they have fewer than `WINDOW_RESPONSES`
+    responses.
+    """
+    return max(WINDOW, math.ceil(WINDOW_RESPONSES / config.batch_size))
+
+
 def kl_alarms(config: PPOConfig, history: History) -> list[str]:
     """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
     before, lines = _holding(config, history[:-1]), []
@@ -162,12 +171,12 @@ def kl_alarms(config: PPOConfig, history: History) -> list[str]:
 def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
     """Return the names of the KL rules that hold after the last iteration, each with the KL that it was checked on.
 
-    `alarm` and `warning` compare the last iteration's KL. The other rules compare the mean of the last `WINDOW`
-    iterations, or of more iterations if the batch is so small that they have fewer than `WINDOW_RESPONSES` responses.
+    `alarm` and `warning` compare the last iteration's KL. The other rules compare the mean of the last
+    `averaged_iterations`.
     """
     if not history:
         return {}
-    window = max(WINDOW, math.ceil(WINDOW_RESPONSES / config.batch_size))
+    window = averaged_iterations(config)
     kl, kl_coef = np.array([row["objective/kl"] for row in history]), history[-1]["objective/kl_coef"]
     situations = dict.fromkeys(("alarm", "warning"), KLSituation(config, kl[-1], math.nan, math.nan, kl_coef))
     if len(kl) >= window:
