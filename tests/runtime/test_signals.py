@@ -28,12 +28,17 @@ from ppo_rlhf.runtime.signals import (
 from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
 
 
+@pytest.fixture
+def hears_sighup():
+    """Let the process hear SIGHUP, which `nohup pytest` ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hears_sighup")
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
-def test_a_signal_is_raised_even_in_code_that_catches_exceptions_and_the_handlers_are_restored(
-    name: str, code: int, monkeypatch: pytest.MonkeyPatch
-):
-    if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        pytest.skip("this process ignores SIGHUP, as after nohup")
+def test_a_signal_is_raised_even_in_code_that_catches_exceptions_and_the_handlers_are_restored(name, code):
     before = [signal.getsignal(signum) for signum in signals.SIGNALS]
     with pytest.raises(TerminationSignal) as stopped, raising_on_signals():  # noqa: PT012
         try:
