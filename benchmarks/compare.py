@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from inputs import chat_ids, find_noise_seed, make_models, make_prompts, recipe, recipe_prompts
+from inputs import chat_ids, find_noise_seed, make_models, make_prompts, raw_rows, recipe
 from workload import LENGTHS, PRECISIONS, PRESETS, SAMPLED, Job
 
 HERE = Path(__file__).resolve().parent
@@ -260,7 +260,7 @@ def make_job(name: str, lengths: str, arguments: argparse.Namespace, folder: Pat
     preset, iterations = PRESETS[name], 1 + arguments.iterations
     work: dict[str, Any]
     if preset.chats:
-        policy, rows, settings = str(arguments.model), recipe_prompts(), recipe("obedience")["ppo"]
+        policy, rows, settings = str(arguments.model), raw_rows(), recipe("obedience")["ppo"]
         work = {"policy": policy, "reward": None, "prompt_ids": chat_ids(policy, rows), "rows": rows}
         work |= {name: settings[name] for name in RECIPE}
     else:

@@ -35,8 +35,8 @@ def recipe(environment: str, seed: int = 42) -> dict[str, Any]:
     return dict(loader["parameters"])
 
 
-def recipe_prompts(name: str = "obedience_prompts") -> list[dict[str, Any]]:
-    """Return the rows of a file of the recipe obedience."""
+def raw_rows(name: str = "obedience_prompts") -> list[dict[str, Any]]:
+    """Return the rows of a file of data/01_raw, by default the prompts of the recipe obedience."""
     lines = (PROJECT / f"data/01_raw/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

@@ -18,7 +18,7 @@ import pandas as pd
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from inputs import recipe_prompts
+from inputs import raw_rows
 from ppo_rlhf.recipes.obedience import copied, strict
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from workload import peak_memory_mib
@@ -49,7 +49,7 @@ def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=job["model"],
         reward_funcs=reward,
-        train_dataset=Dataset.from_list(recipe_prompts()),
+        train_dataset=Dataset.from_list(raw_rows()),
         args=GRPOConfig(
             output_dir=job["folder"],
             seed=job["seed"],
@@ -87,7 +87,7 @@ def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
 
 def evaluate(job: dict[str, Any], policy: str, samples: int = 1, each: int = 1) -> pd.DataFrame:
     """Return a policy's responses with their scores and KL from the model, `samples` to `each`-th held-out prompt."""
-    held_out = [row for row in recipe_prompts("obedience_held_out")[::each] for _ in range(samples)]
+    held_out = [row for row in raw_rows("obedience_held_out")[::each] for _ in range(samples)]
     config = PPOConfig(**{**job["config"], "value_model": "shared"})
     trainer = PPOTrainer(config, policy, job["model"], reward=strict, evaluation_prompts=held_out)
     _, responses = trainer.evaluate()

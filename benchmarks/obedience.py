@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from inputs import recipe_prompts
+from inputs import raw_rows
 from intervals import with_interval
 
 ROWS = {
@@ -72,7 +72,7 @@ def table(runs: dict[str, list[Path]]) -> str:
 
 def examples(data: Path) -> str:
     """Return a few held-out requests, drawn by a seed, with both policies' answers, as a Markdown table."""
-    rows, sides = recipe_prompts("obedience_held_out"), [responses(data, side) for side in ("sft", "ppo")]
+    rows, sides = raw_rows("obedience_held_out"), [responses(data, side) for side in ("sft", "ppo")]
     lines = [["request", "SFT", "PPO"], ["---"] * 3]
     for number in sorted(random.Random(0).sample(range(len(rows)), EXAMPLES)):
         request = rows[number]["prompt"][0]["content"]

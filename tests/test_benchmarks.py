@@ -148,8 +148,8 @@ def method_job(chat_model, monkeypatch, tmp_path):
     """Of 16 responses in two iterations; four prompts are held out."""
     import methods_side
 
-    rows = methods_side.recipe_prompts
-    monkeypatch.setattr(methods_side, "recipe_prompts", lambda *name: rows(*name)[:4])
+    rows = methods_side.raw_rows
+    monkeypatch.setattr(methods_side, "raw_rows", lambda *name: rows(*name)[:4])
     monkeypatch.setattr(methods_side, "strict", various)
     config = {
         "total_episodes": 16,
@@ -217,9 +217,9 @@ def finished_run(folder, reward, requests):
 def test_finished_runs_of_obedience_become_tables_and_a_picture(tmp_path, monkeypatch, capsys):
     """By hand: 0.5 and 0.7 have a standard error of 0.1; eight iterations of 30 s are 4 minutes."""
     import obedience
-    from inputs import recipe_prompts
+    from inputs import raw_rows
 
-    requests = [row["prompt"][0]["content"] for row in recipe_prompts("obedience_held_out")]
+    requests = [row["prompt"][0]["content"] for row in raw_rows("obedience_held_out")]
     folders = [str(finished_run(tmp_path / str(reward), reward, requests)) for reward in (0.5, 0.7)]
     svg = tmp_path / "curves.svg"
     monkeypatch.setattr(sys, "argv", ["obedience.py", "--strict", ",".join(folders), "--svg", str(svg)])
