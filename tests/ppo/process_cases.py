@@ -30,6 +30,7 @@ from ppo_rlhf.runtime.processes import (
     process_count,
     wait_for_all,
 )
+from tests.ppo.short_memory import ShortMemory
 from tests.ppo.vllm_stand_in import SERVER, StandIn
 from tests.ppo_runs import MEASURED, Run, build_model, build_prompts, build_run, first_letters, weight_sums
 from tests.supervised import process_case
@@ -164,6 +165,25 @@ def settled() -> dict[str, Any]:
     return {"tokens": run.state.micro_batch_tokens, "weights": weight_sums(run)}
 
 
+SHORT = {
+    **{"sampling": 3, "reference": 3, "policy's passes": 4, "critic's passes": 4},
+    **{"policy's update": 4},
+}
+"""Phases in which the memory of process 1 runs out, and how many responses fit; a process has 8 of 16 responses."""
+
+
+def short_memory(phase: str) -> dict[str, Any]:
+    """Return the results of a run in which only the memory of process 1 runs out, and how often it halved."""
+    with pytest.MonkeyPatch.context() as patch:
+        if own_rank() == 1:
+            ShortMemory(patch, phase, SHORT[phase])
+        run = build({"num_mini_batches": 1, "local_rollout_forward_batch_size": 6})
+        metrics = [run.iteration() for _ in range(ITERATIONS)]
+    kept = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in metrics]
+    halvings = {name: halving.count for name, halving in run.state.halvings.items()}
+    return {"metrics": kept, "weights": weight_sums(run), "halvings": halvings}
+
+
 def check_gathers() -> None:
     """Gather rows of each supported type from unequal shards; each row holds its index."""
     for count in (1, 2, 5, 8):
@@ -185,6 +205,7 @@ def main(path: Path, folder: Path) -> None:
         actual["evaluation"] = evaluation(build({}))
         actual["resumed"] = resumed(folder)
         actual["settled"] = settled()
+        actual["short memory"] = {phase: short_memory(phase) for phase in SHORT}
         actual["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
         actual["supervised"] = process_case.results(folder)
         process_case.check_several()

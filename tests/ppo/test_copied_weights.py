@@ -144,13 +144,13 @@ def test_without_copies_a_block_of_passes_casts_each_weight_once(make_run, monke
 
     cast: list[int] = []
     run = make_run("gpt2", dtype="bfloat16", cuda_graphs=False, per_device_train_batch_size=2, num_mini_batches=1)
-    rollouts = run.rollouts()
+    run.rollouts()
     plan = run.state.plan
     assert len(plan.first_inputs) > 1
     with Casts():
         if part == "values":
-            ppo_rollouts.critic_values(run.state, plan)
+            ppo_rollouts.critic_values(run.state)
         else:
-            ppo_rollouts.policy_passes(run.state, plan, rollouts.mask, None)
+            ppo_rollouts.policy_passes(run.state, plan, None)
     assert cast
     assert len(set(cast)) == len(cast)

@@ -106,6 +106,7 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
         config=SimpleNamespace(**settings),
         device=torch.device("cpu"),
         curriculum=None,
+        halvings={},
         accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
         clock=clock,
         kl_controller=FixedKLController(0.1),

@@ -72,6 +72,28 @@ def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by
     assert not differences(actual, {"tokens": 20, "weights": weight_sums(on_one)})
 
 
+@pytest.mark.parametrize("phase", process_cases.SHORT)
+def test_the_process_whose_memory_runs_out_halves_alone_and_then_all_do(by_two, phase):
+    actual, expected = by_two["short memory"][phase], process_cases.short_memory(phase)
+    of_rollouts = phase in ("sampling", "reference")
+    assert actual.pop("halvings") == {"rollout_halvings": of_rollouts, "update_halvings": not of_rollouts}
+    expected.pop("halvings")
+    assert not differences(actual, json.loads(json.dumps(expected)))
+
+
+@pytest.mark.parametrize(
+    "phase", ["policy's backward pass", pytest.param("policy's gradient", marks=pytest.mark.slow), "critic's update"]
+)
+def test_memory_that_runs_out_while_processes_exchange_gradients_ends_the_run_in_one_line(tmp_path, phase):
+    """A second backward pass would exchange the gradients twice."""
+    answer = tmp_path / "answer"
+    with pytest.raises(AssertionError):  # torchrun's status is not 0
+        launch("tests.ppo.short_memory_case", phase, str(answer), processes=2, folder=REPOSITORY)
+    line = answer.read_text()
+    assert line.startswith("process 1 ran out of memory with 8 responses at a time: CUDA out of memory.")
+    assert line.endswith("it cannot begin again: lower ppo.per_device_train_batch_size")
+
+
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
     assert not differences(by_two["evaluation"], process_cases.evaluation(process_cases.build({})))
 

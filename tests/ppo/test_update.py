@@ -160,9 +160,9 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     visited = []
     original = update._micro_batches
 
-    def spy(experience, plan, epoch):
-        visited.append(own_micro_batches(plan.epochs[epoch]))
-        return original(experience, plan, epoch)
+    def spy(experience, plan, groups, *inputs):
+        visited.append(groups)
+        return original(experience, plan, groups, *inputs)
 
     monkeypatch.setattr(update, "_micro_batches", spy)
     learn_from(run.state, experience)
@@ -173,11 +173,12 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
 def test_an_epochs_inputs_are_made_once_and_the_first_ones_before_the_update(make_run, monkeypatch):
     run, made = make_run(num_ppo_epochs=3, num_mini_batches=2), []
     inputs = UpdatePlan.inputs
-    monkeypatch.setattr(UpdatePlan, "inputs", lambda plan, epoch: (made.append(epoch), inputs(plan, epoch))[1])
+    monkeypatch.setattr(UpdatePlan, "inputs", lambda plan, groups: (made.append(groups), inputs(plan, groups))[1])
     experience = run.before_update()[-1]
-    assert made == [0]
+    epochs = [own_micro_batches(epoch) for epoch in run.state.plan.epochs]
+    assert made == epochs[:1]
     learn_from(run.state, experience)
-    assert made == [0, 1, 2]
+    assert made == epochs
 
 
 def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step(make_run, monkeypatch):

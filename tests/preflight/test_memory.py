@@ -20,6 +20,7 @@ from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import forward_passes, micro_batches, update
+from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.preflight.memory import COPIES, DECODING, MemoryPlan, RunShape, plan_memory, suggestions
 from tests.graph_on_cpu import graphs_on_cpu
@@ -126,7 +127,7 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     *_, experience = run.before_update()
     plan = run.state.plan
     assert plan is not None
-    pieces = update._micro_batches(experience, plan, 0)
+    pieces = update._micro_batches(experience, plan, own_micro_batches(plan.epochs[0]))
     rows, width = run.config.local_batch_size, run.config.response_length
     assert run.state.statistics_dtype == torch.float64  # bytes per number of the tests' float64 models; runs use four
     expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))

@@ -88,6 +88,10 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         for name in _COUNTERS:
             setattr(state, name, values[name])
     state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
+    for name, halving in state.halvings.items():
+        # A changed setting says anew how many responses fit
+        is_same = values["config"][halving.field] == getattr(state.config, halving.field)
+        halving.count = values.get(name, 0) if is_same else 0
     state.requests.restore_best = values.get("restore_best", False)
     state.best_evaluation, state.loaded_iteration = values.get("best_evaluation"), None
     state.history = history
@@ -183,6 +187,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         **({"restore_best": True} if state.requests.restore_best else {}),
         **({} if state.best_evaluation is None else {"best_evaluation": state.best_evaluation}),
         **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
+        **{name: halving.count for name, halving in state.halvings.items() if halving.count},
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
+from ppo_rlhf.ppo.halvings import Halving
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.config import Reference, check_metric_name
@@ -256,6 +258,7 @@ class Evaluator:
     seed: int  # seed of the sampling noise: two policies evaluated with the same seed get the same noise
     batch_size: int = 64
     samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with its own noise
+    halving: Halving = field(default_factory=partial(Halving, "evaluation.batch_size"))  # of `batch_size`
 
     def evaluate(
         self,
@@ -284,12 +287,12 @@ class Evaluator:
         uniforms_NT = episode_uniforms(self.seed, NOISE_STREAM, 0, len(prompts), self.sampling.response_length)
         device = device or policy.device
         with on_device(policy, device):
-            how: dict[str, Any] = {"batch_size": self.batch_size, "captures": captures}
+            how: dict[str, Any] = {"batch_size": self.batch_size, "captures": captures, "halving": self.halving}
             responses = sample_responses(policy, prompts, uniforms_NT, self.sampling, self.config, **how)
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
                 drawn = {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
-                how = {**drawn, "device": device, "batch_size": self.batch_size}
+                how = {**drawn, "device": device, "batch_size": self.batch_size, "halving": self.halving}
                 of_policy, of_reference = (
                     compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)

@@ -19,6 +19,7 @@ from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.engines import generate_responses
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
+from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
@@ -52,9 +53,15 @@ def sample_batch(
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(group_size)])
-        how: dict[str, Any] = {"batch_size": config.local_rollout_forward_batch_size, "captures": state.captures}
         return drawn, sample_responses(
-            state.policy, drawn, uniforms[_rows_of(groups, group_size)], state.sampling, config, **how
+            state.policy,
+            drawn,
+            uniforms[_rows_of(groups, group_size)],
+            state.sampling,
+            config,
+            batch_size=config.local_rollout_forward_batch_size,
+            captures=state.captures,
+            halving=state.rollout_halving,
         )
 
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
@@ -85,6 +92,7 @@ def sample_responses(
     *,
     batch_size: int | None,
     captures: Captures | None = None,
+    halving: Halving = NEVER,
 ) -> Responses:
     """Sample a response to each of N prompts. Each process samples its shard, and every process returns all responses.
 
@@ -96,6 +104,7 @@ def sample_responses(
         config: Hyperparameters.
         batch_size: Responses decoded at a time; None: as many as fit into memory.
         captures: The CUDA graphs of the policy's run.
+        halving: Halves `batch_size` when memory runs out; an engine that is not ours manages its own memory.
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)
@@ -108,7 +117,8 @@ def sample_responses(
             sample = partial(generate_responses, policy, local_prompts.prompt_ids)
         else:
             sample = partial(sample_episodes, policy, local_prompts)
-        local = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, captures=captures)
+        how: dict[str, Any] = {"batch_size": batch_size, "captures": captures, "halving": halving}
+        local = sample(noise, sampling, engine=config.rollout_engine, **how)
     gathered: Any = {name: rows if rows is None else gather_dealt(rows, shards) for name, rows in vars(local).items()}
     return Responses(**gathered)
 

@@ -24,6 +24,7 @@ from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
 from ppo_rlhf.ppo import captured_sampling
+from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, decode_packed, may_stop, responses_of, sample_step
 
 
@@ -36,6 +37,7 @@ def generate_responses(
     engine: str = "static",
     batch_size: int | None = 64,
     captures: Captures | None = None,
+    halving: Halving = NEVER,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
@@ -48,6 +50,7 @@ def generate_responses(
         batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
         captures: The CUDA graphs of the decoding steps of `static`, used if the model can be captured. With CUDA graphs
             the size of the decoding buffers limits the batch size, too.
+        halving: Halves `batch_size` when memory runs out; the prompts that were decoded before are not decoded again.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = compute_dtype(model)
@@ -66,11 +69,15 @@ def generate_responses(
             batch_size = sequences_at_a_time(model, len(prompt_ids), columns, **sizes)
         elif most is not None:
             batch_size = min(batch_size, most)
-        for start in range(0, len(prompt_ids), batch_size):
-            noise = uniforms[start : start + batch_size].to(model.device)
-            drawn, drawn_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
-            region = slice(start, start + batch_size), slice(drawn.shape[1])
-            tokens[region], logprobs[region] = drawn.cpu(), drawn_logprobs.cpu()
+        start = 0
+        while start < len(prompt_ids):
+            end = min(len(prompt_ids), start + halving.of(min(batch_size, len(prompt_ids))))
+            with halving.catching(end - start):
+                noise = uniforms[start:end].to(model.device)
+                drawn, drawn_logprobs = decode(model, prompt_ids[start:end], noise, settings)
+                region = slice(start, end), slice(drawn.shape[1])
+                tokens[region], logprobs[region] = drawn.cpu(), drawn_logprobs.cpu()
+                start = end
     return responses_of(tokens, logprobs, settings)
 
 

@@ -103,6 +103,7 @@ def iteration_metrics(state: TrainingState, experience: Experience, steps: list[
         **_speed(experience.rollouts, state.clock),
         **_utilisation(experience.rollouts, steps, state),
         "memory/peak_bytes": peak_memory_bytes(state.device),
+        **{f"memory/{name}": halving.count for name, halving in state.halvings.items() if halving.count},
     }
     return {name: float(value) for name, value in metrics.items()}
 

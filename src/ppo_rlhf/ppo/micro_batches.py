@@ -54,6 +54,11 @@ class Minibatch:
     shards: list[list[int]]  # for each process, the indices of the minibatch's rows that the process trains on
     with_policy: bool = True  # False in epochs that train only the critic, not the policy
 
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest of this process's micro-batches."""
+        return max(map(len, self.micro_batches), default=0)
+
 
 Epochs = list[list[Minibatch]]
 """The minibatches of each epoch."""
@@ -78,6 +83,7 @@ def cut_batch(
     most_tokens: int | None,
     *,
     padded: bool,
+    halvings: int = 0,
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
@@ -92,13 +98,14 @@ def cut_batch(
         response_lengths: Response tokens of every row of the batch.
         most_tokens: The token budget of a micro-batch (`token_budget`); None sets no limit.
         padded: Whether the policy or the critic computes padding; if True, padding counts towards `most_tokens`.
+        halvings: How many times each micro-batch is cut into two, because memory has run out.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
         shards = [[rows[index] for index in shard] for shard in dealt]
         limits = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
-        cuts = [micro_batches(shard, *limits, padded=padded) for shard in shards]
+        cuts = [_halved(micro_batches(shard, *limits, padded=padded), halvings) for shard in shards]
         rank_micro_batches = _split_to(cuts[own_rank()], max(map(len, cuts)))
         return Minibatch(rows, rank_micro_batches, shards, epoch < config.num_ppo_epochs)
 
@@ -144,6 +151,13 @@ def micro_batches(
         if not cut or len(cut[-1]) == micro_batch_size or tokens([*cut[-1], row]) > token_budget:
             cut.append([])
         cut[-1].append(row)
+    return cut
+
+
+def _halved(cut: list[list[int]], times: int) -> list[list[int]]:
+    """Cut each micro-batch of at least two rows into two, `times` times."""
+    for _ in range(times):
+        cut = [half for rows in cut for half in (rows[: -(-len(rows) // 2)], rows[-(-len(rows) // 2) :]) if half]
     return cut
 
 

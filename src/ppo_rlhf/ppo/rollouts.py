@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch_sampling import captured_by
 from ppo_rlhf.ppo.engines import generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
+from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_shards, own_micro_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses
@@ -34,6 +37,8 @@ from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank, process_count
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOGPROB_GAP = "policy/rollout_logprob_gap"
 MOST_AT_FIRST, ALWAYS_FINE, JUMP = 0.1, 0.01, 5.0
@@ -97,6 +102,7 @@ class UpdatePlan:
     pad_token_id: int
     common_shapes: bool  # whether the passes of policy and critic have shapes that CUDA graphs can replay
     fill: bool  # whether packed token rows are padded to a few common sizes (`precision.fills_rows`)
+    halvings: int = 0  # how many halvings (`TrainingState.update_halving`) are in `epochs`
 
     @cached_property
     def first_inputs(self) -> list[SequenceBatch]:
@@ -104,11 +110,15 @@ class UpdatePlan:
 
         Before the update they give log-probabilities and values, and the update repeats the same passes.
         """
-        return self.inputs(0)
+        return self.inputs(own_micro_batches(self.epochs[0]))
 
-    def inputs(self, epoch: int) -> list[SequenceBatch]:
-        """Make the inputs of policy and critic of this process's micro-batches of an epoch, counted from 0."""
-        groups = own_micro_batches(self.epochs[epoch])
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest of this process's micro-batches of the first epoch."""
+        return max(minibatch.most_rows for minibatch in self.epochs[0])
+
+    def inputs(self, groups: list[list[int]]) -> list[SequenceBatch]:
+        """Make the inputs of policy and critic of micro-batches, each a list of rows."""
         fill = self.fill and not self.common_shapes
         batches = sequences(self.prompts.prompt_ids, self.responses, groups, self.pad_token_id, fill=fill)
         columns = self.responses.response_ids.shape[1]
@@ -119,13 +129,33 @@ def plan_update(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
 ) -> UpdatePlan:
     """Return the plan of the next update, on these responses."""
-    config, lengths = state.config, (prompts.lengths, responses.lengths.tolist())
-    most_tokens = token_budget(state, max(prompts.lengths))
-    epochs = cut_batch(config, state.iteration + 1, *lengths, most_tokens, padded=state.computes_padding)
+    config, epochs = state.config, _cut(state, prompts, responses)
     reads_batches = frozen_dtype(config).itemsize == 2 or config.kl_estimator == "full"
     common_shapes = captures_update(state, reference_policy if reads_batches else None)
     fill = fills_rows(config, state.device)
-    return UpdatePlan(prompts, responses, epochs, state.sampling.pad_token_id, common_shapes, fill)
+    halvings = state.update_halving.count
+    return UpdatePlan(prompts, responses, epochs, state.sampling.pad_token_id, common_shapes, fill, halvings)
+
+
+def update_plan(state: TrainingState) -> UpdatePlan:
+    """Return the state's plan, which `plan_update` made for the responses of this iteration."""
+    assert state.plan is not None
+    return state.plan
+
+
+def halve_plan(state: TrainingState) -> UpdatePlan:
+    """Cut the state's plan into the smaller micro-batches of `TrainingState.update_halving`, and return the plan."""
+    plan = update_plan(state)
+    common_shapes = plan.common_shapes and state.captures.serves(UPDATE)  # only CUDA graphs need their padding
+    epochs, halvings = _cut(state, plan.prompts, plan.responses), state.update_halving.count
+    state.plan = replace(plan, epochs=epochs, common_shapes=common_shapes, halvings=halvings)
+    return state.plan
+
+
+def _cut(state: TrainingState, prompts: PromptDataset, responses: Responses) -> Epochs:
+    lengths, most_tokens = (prompts.lengths, responses.lengths.tolist()), token_budget(state, max(prompts.lengths))
+    padded, halvings = state.computes_padding, state.update_halving.count
+    return cut_batch(state.config, state.iteration + 1, *lengths, most_tokens, padded=padded, halvings=halvings)
 
 
 def measure(
@@ -137,11 +167,9 @@ def measure(
     """
     config = state.config
     with state.clock.timed(LOGPROBS), deterministic(config):
-        plan = state.plan = plan_update(state, reference_policy, prompts, responses)
-        reference = reference_policy if config.kl_estimator == "full" else None
-        if frozen_dtype(config).itemsize == 2:
-            reference_logprobs = reference_passes(state, reference_policy, plan, responses.mask)
-        else:
+        state.plan = plan_update(state, reference_policy, prompts, responses)
+        reads_batches = frozen_dtype(config).itemsize == 2
+        if not reads_batches:
             reference_logprobs = compute_logprobs(
                 reference_policy,
                 prompts.prompt_ids,
@@ -151,8 +179,23 @@ def measure(
                 device=state.device,
                 batch_size=config.local_rollout_forward_batch_size,
                 pad_token_id=state.sampling.pad_token_id,
+                halving=state.rollout_halving,
             )
-        old_logprobs, entropy, full_kl, values = policy_passes(state, plan, responses.mask, reference)
+
+        def passes(plan: UpdatePlan) -> tuple[list[Tensor], list[PolicyOutput]]:
+            of_reference = reference_passes(state, reference_policy, plan) if reads_batches else []
+            return of_reference, policy_passes(state, plan, reference_policy if config.kl_estimator == "full" else None)
+
+        def table(results: list[Tensor]) -> Tensor:
+            return torch.where(responses.mask, _gathered(state, results, responses.mask.shape[1]), 0.0)
+
+        of_reference, outputs = _in_memory(state, passes)
+        if reads_batches:
+            reference_logprobs = table(of_reference)
+        old_logprobs, entropy = (table([getattr(each, name) for each in outputs]) for name in ("logprobs", "entropy"))
+        kl, values = ([getattr(each, name) for each in outputs] for name in ("kl", "values"))
+        full_kl = table(kl) if config.kl_estimator == "full" else None
+        shared_values = _gathered(state, values, config.response_length + 1) if state.shares_trunk else None
     return Rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
@@ -160,9 +203,18 @@ def measure(
         old_logprobs=old_logprobs,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
-        values=critic_values(state, plan) if values is None else values,
+        values=critic_values(state) if shared_values is None else shared_values,
         full_kl=full_kl,
     )
+
+
+def _in_memory(state: TrainingState, compute: Callable[[UpdatePlan], T]) -> T:
+    """Return `compute` of the state's plan, whose micro-batches are cut into two for as long as memory runs out."""
+    plan = update_plan(state)
+    while True:
+        with state.update_halving.catching(plan.most_rows):
+            return compute(plan)
+        plan = halve_plan(state)
 
 
 def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
@@ -191,6 +243,7 @@ def compute_logprobs(
     device: torch.device,
     batch_size: int | None,
     pad_token_id: int,
+    halving: Halving = NEVER,
 ) -> Tensor:
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, and 0 on all other tokens.
 
@@ -206,6 +259,7 @@ def compute_logprobs(
         device: The device to compute on.
         batch_size: Responses per forward pass; None: as many as fit into memory.
         pad_token_id: Any token id, used for padding; no result depends on padding.
+        halving: Halves `batch_size` when memory runs out.
     """
     tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
     shards = dealt_rows(tokens)
@@ -213,10 +267,14 @@ def compute_logprobs(
     by_length = sorted(local_rows, key=lambda row: tokens[row])
     dtype = compute_dtype(model)
     with torch.no_grad(), on_device(model, device), autocast(config, device):
-        size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
-        groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-        batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
-        group_logprobs = [_logprobs(model, batch, temperature) for batch in to_device(batches, device)]
+        most = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
+        group_logprobs: list[Tensor] | None = None
+        while group_logprobs is None:
+            size = halving.of(min(most, max(1, len(by_length))))
+            groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+            batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
+            with halving.catching(size):
+                group_logprobs = [_logprobs(model, batch, temperature) for batch in to_device(batches, device)]
     logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, group_logprobs, dtype)
     return torch.where(responses.mask, gather_dealt(logprobs[local_rows], shards), 0.0)
 
@@ -263,8 +321,8 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
     return why is None
 
 
-def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: UpdatePlan, mask: Tensor) -> Tensor:
-    """Return the reference policy's log-probabilities `[B, T]`, computed from the policy's own batches.
+def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: UpdatePlan) -> list[Tensor]:
+    """Return the reference policy's log-probabilities of this process's micro-batches, the policy's own batches.
 
     In 16 bits the same tokens in another batch get other log-probabilities, because a matrix product of another size
     adds up in another order: by 0.04 nats a token in a model of 135 M parameters. In equal batches equal models give
@@ -272,23 +330,18 @@ def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: Upd
     """
     config, device = state.config, state.device
     with torch.no_grad(), on_device(reference, device), autocast(config, device):
-        batches = to_device(plan.first_inputs, device)
-        results = [_logprobs(reference, batch, config.temperature) for batch in batches]
-    return torch.where(mask, _gathered(plan.epochs, results, mask.shape[1], state.statistics_dtype), 0.0)
+        return [_logprobs(reference, batch, config.temperature) for batch in to_device(plan.first_inputs, device)]
 
 
-def policy_passes(
-    state: TrainingState, plan: UpdatePlan, mask: Tensor, reference: PreTrainedModel | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Run the policy's forward passes on the batch; return log-probabilities, entropies, KL and values.
+def policy_passes(state: TrainingState, plan: UpdatePlan, reference: PreTrainedModel | None) -> list[PolicyOutput]:
+    """Run the policy's forward passes on this process's micro-batches of the first epoch.
 
-    The first epoch of the update repeats the same forward passes. Shapes and units are the same as in `Rollouts`. KL is
-    None without a reference policy; values are None unless policy and critic share a trunk.
+    The first epoch of the update repeats the same forward passes. With a reference policy the outputs have the KL over
+    the whole vocabulary; with a shared trunk they have the values.
     """
     config, device = state.config, state.device
-    forward, width = PolicyForward(state.policy, state.critic, config.temperature), mask.shape[1]
+    forward = PolicyForward(state.policy, state.critic, config.temperature)
     reference_on_device = nullcontext() if reference is None else on_device(reference, device)
-    outputs: list[PolicyOutput] = []
     with (
         torch.no_grad(),
         on_device(forward, device),
@@ -297,23 +350,12 @@ def policy_passes(
         autocast(config, device),
         copied_weights(state.policy, captured_by(config, state.captures)),
     ):
-        for batch in to_device(plan.first_inputs, device):
-            outputs.append(forward(batch, with_entropy=True, reference=reference))
-
-    def gathered(name: str, columns: int) -> Tensor:
-        results = [getattr(output, name) for output in outputs]
-        return _gathered(plan.epochs, results, columns, state.statistics_dtype)
-
-    return (
-        torch.where(mask, gathered("logprobs", width), 0.0),
-        torch.where(mask, gathered("entropy", width), 0.0),
-        None if reference is None else torch.where(mask, gathered("kl", width), 0.0),
-        gathered("values", width + 1) if state.shares_trunk else None,
-    )
+        batches = to_device(plan.first_inputs, device)
+        return [forward(batch, with_entropy=True, reference=reference) for batch in batches]
 
 
-def critic_values(state: TrainingState, plan: UpdatePlan) -> Tensor:
-    """Return the values `[B, T + 1]` of a critic with its own backbone.
+def critic_values(state: TrainingState) -> Tensor:
+    """Return the values `[B, T + 1]` of a critic with its own backbone, on the responses of the state's plan.
 
     The first epoch of the update repeats the critic's forward passes.
     """
@@ -326,15 +368,16 @@ def critic_values(state: TrainingState, plan: UpdatePlan) -> Tensor:
         # One autocast context around all passes, so that autocast casts each weight only once
         autocast(config, device),
     ):
-        values = [forward(batch) for batch in to_device(plan.first_inputs, device)]
-        return _gathered(plan.epochs, values, config.response_length + 1, state.statistics_dtype)
+        values = _in_memory(state, lambda plan: [forward(batch) for batch in to_device(plan.first_inputs, device)])
+        return _gathered(state, values, config.response_length + 1)
 
 
-def _gathered(epochs: Epochs, results: list[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+def _gathered(state: TrainingState, results: list[Tensor], width: int) -> Tensor:
     """Gather a table `[B, width]` on the CPU from all processes.
 
     `results` holds this process's results, one tensor for each of the process's micro-batches of the first epoch.
     """
+    epochs = update_plan(state).epochs
     shards = first_shards(epochs)
-    local = filled_rows(sum(map(len, shards)), width, own_micro_batches(epochs[0]), results, dtype)
+    local = filled_rows(sum(map(len, shards)), width, own_micro_batches(epochs[0]), results, state.statistics_dtype)
     return gather_dealt(local[shards[own_rank()]], shards)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +27,12 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
+from ppo_rlhf.ppo.halvings import Halving
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import Scores
+from ppo_rlhf.runtime.processes import from_all
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.rollouts import UpdatePlan
@@ -123,6 +126,10 @@ class TrainingState:
     skipped_in_a_row: int = 0
     # Token budget of a micro-batch, computed from the free memory; None: the budget is not computed from the memory
     micro_batch_tokens: int | None = None
+    # Halvings of the responses that a process samples or scores at a time, and of the micro-batches of updates. Until
+    # `agree_on_halvings`, after each minibatch, they count what happened in this process
+    rollout_halving: Halving = field(default_factory=partial(Halving, "ppo.local_rollout_forward_batch_size"))
+    update_halving: Halving = field(default_factory=partial(Halving, "ppo.per_device_train_batch_size"))
     early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
     # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components
@@ -134,6 +141,8 @@ class TrainingState:
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
     # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
     plain_update: str | None = None
+    minibatches: int = 0  # minibatches of this process, which a resumed run counts anew
+    exchanged: bool = False  # True if the other processes wait for this process's gradients of the current minibatch
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
     requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
     # Iteration of the best evaluation so far (0: SFT's), whose checkpoint is kept; None unless
@@ -197,6 +206,16 @@ class TrainingState:
     def statistics_dtype(self) -> torch.dtype:
         """Dtype of log-probabilities, entropies and values: float64 with float64 weights, else float32."""
         return compute_dtype(self.policy)
+
+    @property
+    def halvings(self) -> dict[str, Halving]:
+        """The halvings by the name of their metric and of their key in a checkpoint."""
+        return {"rollout_halvings": self.rollout_halving, "update_halvings": self.update_halving}
+
+    def agree_on_halvings(self) -> None:
+        """Halve in every process as often as in the process whose memory ran out most often."""
+        for halving in self.halvings.values():
+            halving.count = max(from_all(halving.count))
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration: update counters, reward moments, KL controller and history, and log alarms.

@@ -40,10 +40,10 @@ from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.micro_batches import Minibatch, own_micro_batches
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
-from ppo_rlhf.ppo.rollouts import UpdatePlan
+from ppo_rlhf.ppo.rollouts import UpdatePlan, halve_plan, update_plan
 from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState
-from ppo_rlhf.runtime.processes import shards_models, together
+from ppo_rlhf.runtime.processes import process_count, shards_models, together
 
 log = logging.getLogger(__name__)
 
@@ -70,22 +70,23 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
     steps: list[StepSums] = []
     with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
-        plan = state.plan
-        assert plan is not None  # `measure` made the plan with these rollouts
+        plan = update_plan(state)  # `measure` made the plan with these rollouts
         assert plan.responses is rollouts.responses
         _warn_of_no_tokens(experience)
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers) if plan.common_shapes else None
-        epoch_micro_batches = _micro_batches(experience, plan, 0)
-        for number, epoch in enumerate(plan.epochs, 1):
+        epoch_micro_batches = _micro_batches(experience, plan, own_micro_batches(plan.epochs[0]), plan.first_inputs)
+        for epoch in range(len(plan.epochs)):
             # Copy all micro-batches of the epoch to the device in one transfer
-            on_device = iter(to_device(epoch_micro_batches, state.device))
-            for minibatch in epoch:
+            on_device, cut = iter(to_device(epoch_micro_batches, state.device)), plan
+            for number, minibatch in enumerate(cut.epochs[epoch]):
                 micro_batches = [next(on_device) for _ in minibatch.micro_batches]
-                step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
+                place = epoch, number
+                step = _gradients_in_memory(state, experience, place, cut, micro_batches, reference, passes)
                 steps.append(step)
                 # Prepare the next epoch's micro-batches while the device works, before the next device sync
-                if minibatch is epoch[-1] and number < len(plan.epochs):
-                    epoch_micro_batches = _micro_batches(experience, plan, number)
+                if minibatch is cut.epochs[epoch][-1] and epoch + 1 < len(cut.epochs):
+                    plan = update_plan(state)
+                    epoch_micro_batches = _micro_batches(experience, plan, own_micro_batches(plan.epochs[epoch + 1]))
                 state.updating = True
                 if _exceeds_target_kl(step, config):
                     _drop_gradients(state.optimizers)
@@ -116,10 +117,11 @@ class MicroBatch:
     positive: Tensor | None = None
 
 
-def _micro_batches(experience: Experience, plan: UpdatePlan, epoch: int) -> list[MicroBatch]:
-    """Return all micro-batches of an epoch, counted from 0, on the CPU."""
+def _micro_batches(
+    experience: Experience, plan: UpdatePlan, groups: list[list[int]], inputs: list[SequenceBatch] | None = None
+) -> list[MicroBatch]:
+    """Return the micro-batch of each group of rows on the CPU. `inputs` are the groups' inputs, if they exist."""
     rollouts, mask = experience.rollouts, experience.mask
-    groups, inputs = own_micro_batches(plan.epochs[epoch]), plan.inputs(epoch) if epoch else plan.first_inputs
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -131,7 +133,7 @@ def _micro_batches(experience: Experience, plan: UpdatePlan, epoch: int) -> list
     )
     return [
         MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch in zip(groups, inputs, strict=True)
+        for rows, batch in zip(groups, plan.inputs(groups) if inputs is None else inputs, strict=True)
     ]
 
 
@@ -155,6 +157,40 @@ class Factors(NamedTuple):
     denominator: float | Tensor  # divisor of the summed losses of policy and critic
     positives: float | Tensor  # divisor of the summed loss of positive examples
     kl_coef: float | Tensor  # coefficient of the KL term in the loss
+
+
+def _gradients_in_memory(
+    state: TrainingState,
+    experience: Experience,
+    place: tuple[int, int],
+    cut: UpdatePlan,
+    micro_batches: list[MicroBatch],
+    reference: Reference,
+    passes: CapturedPasses | None,
+) -> StepSums:
+    """Return `compute_gradients`; if memory runs out, begin the minibatch again with its micro-batches cut into two.
+
+    `place` is the minibatch's epoch and number in the epoch. Its `micro_batches` were made by the plan `cut`; they are
+    made anew if the micro-batches are smaller by now.
+    """
+    (epoch, number), plan = place, update_plan(state)
+    while True:
+        if cut is not plan:
+            micro_batches = _micro_batches(experience, plan, plan.epochs[epoch][number].micro_batches)
+            cut, micro_batches = plan, to_device(micro_batches, state.device)
+        minibatch = plan.epochs[epoch][number]
+        # In its second minibatch DDP rebuilds its buckets of policy and critic, which the processes must do in step
+        state.exchanged = process_count() > 1 and not state.shares_trunk and state.minibatches == 1
+        with state.update_halving.catching(minibatch.most_rows, lambda: state.exchanged):
+            step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
+            break
+        _drop_gradients(state.optimizers)
+        plan = halve_plan(state)
+    state.minibatches += 1
+    state.agree_on_halvings()
+    if plan.halvings < state.update_halving.count:
+        halve_plan(state)
+    return step
 
 
 def compute_gradients(
@@ -353,10 +389,15 @@ def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
     """Sum gradients over processes only in the backward pass of a minibatch's last micro-batch.
 
     FSDP2 sums gradients in every backward pass, so that no process holds the gradients of all weights.
+    DDP expects the backward pass of a forward pass that has returned: `state.exchanged` is True from then on.
     """
     with ExitStack() as stack:
         if is_last or shards_models():
             stack.enter_context(together())
+            if process_count() > 1:
+                for forward in state.forwards:
+                    hook = forward.register_forward_hook(lambda *_: setattr(state, "exchanged", True))
+                    stack.callback(hook.remove)
         else:
             for forward in state.forwards:
                 stack.enter_context(state.accelerator.no_sync(forward))

@@ -99,6 +99,7 @@ class QuerySampler:
                 config,
                 batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
                 captures=state.captures,
+                halving=state.rollout_halving,
             )
         self.rows += len(prompt_ids)
         responses = generated.token_lists()

@@ -133,7 +133,8 @@ def pretrain_critic(
             history.append({STEP: iteration, **logged})
             report(iteration, logged)
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
-    values = critic_values(state, plan_update(evaluating, reference, held_out.prompts, held_out.responses))
+    evaluating.plan = plan_update(evaluating, reference, held_out.prompts, held_out.responses)
+    values = critic_values(evaluating)
     history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
     return exported_critic(state), history
 

@@ -1,0 +1,77 @@
+"""Halves how many responses a pass computes at a time when memory runs out, so that the run goes on.
+
+The gradient of a minibatch does not depend on how the minibatch is cut into micro-batches, and a response does not
+depend on the responses that are sampled with it. So the run goes on with the numbers of a run that began with the
+smaller size, up to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from accelerate.utils.memory import should_reduce_batch_size
+
+from ppo_rlhf.core.errors import TrainingError, in_one_line
+from ppo_rlhf.runtime.processes import own_rank, process_count, shards_models
+
+log = logging.getLogger(__name__)
+
+_LESS = "ppo.gradient_checkpointing=true, ppo.use_peft=true and a smaller ppo.response_length take less memory"
+
+
+@dataclass
+class Halving:
+    """How often memory has run out in passes over as many responses as one setting says."""
+
+    setting: str | None  # the setting's name; None: memory that runs out is an error as any other
+    count: int = 0
+
+    @property
+    def field(self) -> str:
+        """The name of the setting in its group."""
+        return str(self.setting).rpartition(".")[2]
+
+    def of(self, rows: int) -> int:
+        """Return how many responses a pass computes at a time, where the setting alone would give `rows`."""
+        return max(1, rows >> self.count)
+
+    @contextmanager
+    def catching(self, rows: int, is_shared: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """If memory runs out in the block, with `rows` responses at a time, count a halving instead of raising.
+
+        The caller runs the block again, with half of the responses. Other processes do not: `is_shared` returns whether
+        the block has begun a collective, which a process cannot begin twice.
+
+        Raises:
+            TrainingError: Memory has run out with one response at a time, after the block has begun a collective, or in
+                passes of shards (FSDP2), which are collectives.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.setting is None or not should_reduce_batch_size(error):
+                raise
+            ran_out = f"ran out of memory with {rows} response{'s' * (rows > 1)} at a time"
+            if process_count() > 1:
+                ran_out = f"process {own_rank()} {ran_out}"
+            why = in_one_line(error).rstrip(".")
+            if rows == 1:
+                raise TrainingError(f"{ran_out}: {why}. {_LESS}") from error
+            if shards_models() or is_shared():
+                raise TrainingError(
+                    f"{ran_out}: {why}. The other processes wait for gradients or shards of this pass, so it cannot "
+                    f"begin again: lower {self.setting}"
+                ) from error
+            self.count += 1
+            left = -(-rows // 2)
+            log.warning(
+                "%s%s; from here on at most %d (%s=%d begins so): %s",
+                *(ran_out[0].upper(), ran_out[1:], left, self.setting, left, why),
+            )
+
+
+NEVER = Halving(None)
+"""The default of functions that sample or compute log-probabilities: memory that runs out is an error."""

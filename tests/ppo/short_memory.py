@@ -1,0 +1,66 @@
+"""Memory that runs out: passes of rollouts and updates raise torch's error if they compute too many responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_rlhf.ppo import engines, rollouts, update
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
+
+ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation for Memory Management"
+PHASES = (
+    *("sampling", "reference", "policy's passes", "critic's passes"),
+    *("policy's update", "policy's backward pass", "policy's gradient", "critic's update"),
+)
+
+
+class ShortMemory:
+    """Lets memory run out in one phase, if a pass there has more than `most` responses."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, phase: str, most: int) -> None:
+        assert phase in PHASES
+        self.most, self.tried = most, []  # responses of each pass of the phase
+        if phase == "sampling":
+            self._watch(patch, engines, "decode_packed", lambda model, prompt_ids, *_: len(prompt_ids))
+        elif phase == "reference":
+            self._watch(patch, rollouts, "_logprobs", lambda model, batch, *_: batch.shape[0])
+        elif phase == "policy's gradient":
+            # Memory runs out after gradients were added, which must not be added again
+            self._watch(patch, update, "_backward", lambda loss, _: self.rows, after=True)
+            self._note_rows(patch)
+        elif phase == "policy's backward pass":
+            self._watch(patch, update, "_backward", lambda loss, _: self.rows)
+            self._note_rows(patch)
+        else:
+            forward = PolicyForward if phase.startswith("policy") else CriticForward
+            self._watch(patch, forward, "forward", self._rows_in(training=phase.endswith("update")))
+
+    def _rows_in(self, *, training: bool) -> Any:
+        return lambda forward, batch, **_: batch.shape[0] if torch.is_grad_enabled() == training else 0
+
+    def _note_rows(self, patch: pytest.MonkeyPatch) -> None:
+        original = update.add_gradients
+
+        def noting(state, kind, micro_batch, factors):
+            self.rows = micro_batch.mask.shape[0]
+            return original(state, kind, micro_batch, factors)
+
+        patch.setattr(update, "add_gradients", noting)
+
+    def _watch(self, patch: pytest.MonkeyPatch, place: Any, name: str, rows_of: Any, *, after: bool = False) -> None:
+        original = getattr(place, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            rows = rows_of(*args, **kwargs)
+            if rows:
+                self.tried.append(rows)
+            if after:
+                original(*args, **kwargs)
+            if rows > self.most:
+                raise torch.OutOfMemoryError(ERROR)
+            return None if after else original(*args, **kwargs)
+
+        patch.setattr(place, name, watched)

@@ -1,0 +1,259 @@
+"""A run whose memory runs out computes half as many responses at a time, with the numbers of a run that began so."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.checkpoints.restore import restore
+from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
+from ppo_rlhf.models.captures import UPDATE
+from ppo_rlhf.ppo import captured_sampling, halvings, update
+from ppo_rlhf.ppo.halvings import NEVER, Halving
+from ppo_rlhf.ppo.micro_batches import cut_batch, own_micro_batches
+from ppo_rlhf.rewards.scoring import RewardScorer
+from tests.graph_on_cpu import graphs_on_cpu
+from tests.ppo.short_memory import ERROR, PHASES, ShortMemory
+from tests.ppo_runs import MEASURED, Run, build_run, first_letters
+
+__all__ = ["graphs_on_cpu"]  # a fixture
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "local_rollout_forward_batch_size": 6}
+"""16 responses an iteration, in minibatches of two micro-batches."""
+SMALLER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "local_rollout_forward_batch_size": 3}
+OF_ROLLOUTS = ("sampling", "reference")
+
+
+def build(**settings: Any) -> Run:
+    return build_run("gpt2", **{"total_episodes": 48, **SIZES, **settings})
+
+
+def train(run: Run) -> Run:
+    while not run.state.finished:
+        run.iteration()
+    return run
+
+
+def assert_same_run(actual: Run, expected: Run) -> None:
+    for row, other in zip(actual.state.history, expected.state.history, strict=True):
+        for name in other:
+            if not name.startswith(MEASURED):
+                assert row[name] == pytest.approx(other[name], rel=1e-10, abs=1e-10), name
+    for model in ("policy", "critic"):
+        wanted = getattr(expected.state, model).state_dict()
+        for name, tensor in getattr(actual.state, model).state_dict().items():
+            assert_close(tensor, wanted[name], rtol=0.0, atol=1e-10, msg=name)
+
+
+def lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == halvings.__name__]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["separate critic", "shared critic"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half(monkeypatch, caplog, phase, shared):
+    if shared and phase.startswith("critic"):
+        pytest.skip("a shared critic has no passes of its own")
+    settings = {"value_model": "shared"} if shared else {}
+    letters, scored = RewardScorer([("letters", 1.0, first_letters)]), []
+    expected = train(build(**SMALLER, **settings, scorer=letters))
+
+    def score(batch):
+        scored.append(len(batch.prompt_ids))
+        return first_letters(batch)
+
+    run = build(**settings, scorer=RewardScorer([("letters", 1.0, score)]))
+    memory = ShortMemory(monkeypatch, phase, most=3 if phase in OF_ROLLOUTS else 2)
+    train(run)
+    assert_same_run(run, expected)
+    assert scored == [16, 16, 16]
+    name = "rollout_halvings" if phase in OF_ROLLOUTS else "update_halvings"
+    assert {key: halving.count for key, halving in run.state.halvings.items() if halving.count} == {name: 1}
+    assert [row.get(f"memory/{name}") for row in run.state.history] == [1.0, 1.0, 1.0]
+    assert sum(rows > memory.most for rows in memory.tried) == 1
+    (line,) = lines(caplog)
+    assert line.startswith(f"Ran out of memory with {2 * memory.most} responses at a time; from here on at most ")
+    setting = "local_rollout_forward_batch_size=3" if phase in OF_ROLLOUTS else "per_device_train_batch_size=2"
+    assert f"{memory.most} (ppo.{setting} begins so): CUDA out of memory." in line
+    assert "\n" not in line
+
+
+def test_memory_that_suffices_leaves_no_trace(caplog, tmp_path):
+    run = build()
+    metrics = run.iteration()
+    assert not [name for name in metrics if "halvings" in name]
+    assert not lines(caplog)
+    assert "halvings" not in (write_checkpoint(tmp_path, run.state) / "state.json").read_text()
+
+
+def test_memory_may_run_out_more_than_once(monkeypatch, caplog):
+    run = build()
+    memory = ShortMemory(monkeypatch, "policy's update", most=1)
+    train(run)
+    assert run.state.update_halving.count == 2
+    assert [rows for rows in memory.tried if rows > 1] == [4, 2]
+    assert len(lines(caplog)) == 2
+    assert_same_run(run, train(build(per_device_train_batch_size=1, gradient_accumulation_steps=16)))
+
+
+def test_a_later_minibatch_is_halved_where_memory_ran_out_in_an_earlier_one(monkeypatch):
+    """Memory runs out in the second minibatch of the first epoch; the first one is not computed again."""
+    run, taken = build(num_mini_batches=2, num_ppo_epochs=2), []
+    sizes, original, calls = [], update.add_gradients, itertools.count(1)
+
+    def short(state, kind, micro_batch, factors):
+        sizes.append(micro_batch.mask.shape[0])
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError(ERROR)
+        return original(state, kind, micro_batch, factors)
+
+    monkeypatch.setattr(update, "add_gradients", short)
+    step = update.take_step
+    monkeypatch.setattr(update, "take_step", lambda state, sums: (taken.append(sums.tokens), step(state, sums)))
+    run.iteration()
+    assert sizes == [4, 4, 4, *[2] * 4, *[2] * 8]
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens_per_micro_batch": 40}, {"kl_in": "loss", "kl_estimator": "full"}])
+def test_other_plans_of_an_update_are_halved_too(monkeypatch, settings):
+    expected = train(build(**settings))
+    run = build(**settings)
+    memory = ShortMemory(monkeypatch, "policy's update", most=2)
+    train(run)
+    assert max(memory.tried) > 2
+    assert run.state.update_halving.count >= 1
+    assert_same_run(run, expected)
+
+
+def test_in_16_bits_the_reference_reads_the_policys_halved_batches(monkeypatch):
+    run = build(dtype="bfloat16")
+    ShortMemory(monkeypatch, "policy's passes", most=2)
+    metrics = run.iteration()
+    assert metrics["objective/kl"] == 0.0
+    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-2)
+    assert max(map(len, own_micro_batches(run.state.plan.epochs[0]))) == 2
+
+
+def test_an_environment_is_not_asked_again(monkeypatch):
+    turns = {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 2, "stop_token_id": 22}
+    expected, run = build(**turns), build(**turns)
+    wanted, asked = expected.rollouts(), []
+    environment = run.state.sampling.environment
+    run.state.sampling = replace(
+        run.state.sampling,
+        environment=lambda prompts, *turns: (asked.append(len(prompts)), environment(prompts, *turns))[1],
+    )
+    ShortMemory(monkeypatch, "sampling", most=3)
+    actual = run.rollouts()
+    assert torch.equal(actual.responses.response_ids, wanted.responses.response_ids)
+    assert run.state.rollout_halving.count == 1
+    assert len(asked) <= 2
+
+
+def test_a_captured_update_gives_its_graphs_up_and_then_halves(make_run, graphs_on_cpu, monkeypatch, caplog):
+    monkeypatch.setattr(captured_sampling, "why_not_captured", lambda model: "it is not asked for")
+    settings = {"total_episodes": 48, **SIZES, "learning_rate": 1e-3, "adam_epsilon": 1e-5}
+    expected = train(make_run("gpt2", **{**settings, **SMALLER}, cuda_graphs=False))
+    run = make_run("gpt2", **settings)
+    run.iteration()
+    assert graphs_on_cpu.replays
+    original = update.add_gradients
+
+    def short(state, kind, micro_batch, factors):
+        if micro_batch.mask.shape[0] > 2:
+            raise torch.OutOfMemoryError(ERROR)
+        return original(state, kind, micro_batch, factors)
+
+    monkeypatch.setattr(update, "add_gradients", short)
+    run.state.captures.release()
+    train(run)
+    assert UPDATE in run.state.captures.trouble
+    assert run.state.update_halving.count == 1
+    for row, other in zip(run.state.history, expected.state.history, strict=True):
+        assert row["loss/policy_avg"] == pytest.approx(other["loss/policy_avg"], abs=1e-9)
+
+
+def test_one_response_that_does_not_fit_ends_the_run_with_what_would_take_less(monkeypatch):
+    run = build()
+    ShortMemory(monkeypatch, "policy's update", most=0)
+    with pytest.raises(TrainingError, match=r"^ran out of memory with 1 response at a time: CUDA out.*checkpointing"):
+        run.iteration()
+
+
+def test_shards_end_the_run_with_the_setting_to_lower(monkeypatch):
+    monkeypatch.setattr(halvings, "shards_models", lambda: True)
+    run = build()
+    ShortMemory(monkeypatch, "sampling", most=3)
+    with pytest.raises(TrainingError, match=r"lower ppo\.local_rollout_forward_batch_size$"):
+        run.iteration()
+
+
+@pytest.mark.parametrize("halving", [Halving("ppo.x"), NEVER], ids=["of a run", "never"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: unspecified launch failure"), ValueError("out of memory.")]
+)
+def test_other_errors_are_raised_as_they_are(halving, error):
+    with pytest.raises(type(error)) as raised, halving.catching(4):
+        raise error
+    assert raised.value is error
+    assert halving.count == 0
+
+
+def test_without_a_setting_memory_that_runs_out_is_an_error_as_any_other():
+    with pytest.raises(torch.OutOfMemoryError), NEVER.catching(4):
+        raise torch.OutOfMemoryError(ERROR)
+
+
+def test_a_resumed_run_keeps_its_halvings_to_the_bit(tmp_path, monkeypatch, snapshot, same_tensors, caplog):
+    with monkeypatch.context() as patch:
+        run = build()
+        for phase, most in (("sampling", 3), ("policy's update", 2)):
+            ShortMemory(patch, phase, most)
+        run.iteration()
+    saved = write_checkpoint(tmp_path, run.state)
+    again = build()
+    with caplog.at_level(logging.INFO):
+        restore(again.state, saved)
+    assert "ppo.per_device_train_batch_size stays divided by 2" in caplog.text
+    for each in (run, again):
+        train(each)
+        assert [halving.count for halving in each.state.halvings.values()] == [1, 1]
+    assert same_tensors(snapshot(run.state.policy), snapshot(again.state.policy))
+    assert same_tensors(snapshot(run.state.critic), snapshot(again.state.critic))
+    changed = build(per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    restore(changed.state, saved)
+    assert [halving.count for halving in changed.state.halvings.values()] == [1, 0]
+
+
+def test_an_evaluation_halves_its_batches(monkeypatch, caplog):
+    run = build()
+    given = run.prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampling
+    plain, short = (Evaluator(run.state.tokenizer, *given, seed=1, batch_size=4) for _ in range(2))
+    expected = plain.evaluate(run.state.policy, run.reference)
+    ShortMemory(monkeypatch, "sampling", most=2)
+    actual = short.evaluate(run.state.policy, run.reference)
+    assert actual.completions == expected.completions
+    assert "evaluation.batch_size=2 begins so" in caplog.text
+
+
+@pytest.mark.parametrize("halved", [0, 1, 2, 3])
+def test_halved_micro_batches_have_the_same_rows_and_at_most_half_of_them(halved):
+    config = PPOConfig(per_device_train_batch_size=5, gradient_accumulation_steps=2, total_episodes=10)
+    lengths = [3] * 10, [4] * 10
+    (whole,), (cut,) = (cut_batch(config, 1, *lengths, None, padded=False, halvings=n)[0] for n in (0, halved))
+    assert [row for rows in cut.micro_batches for row in rows] == [row for rows in whole.micro_batches for row in rows]
+    most = 5
+    for _ in range(halved):
+        most = math.ceil(most / 2)
+    assert cut.most_rows == most
+    assert cut.shards == whole.shards
