@@ -1,4 +1,4 @@
-"""One reward model against three that may disagree (`reward.combine`), on the demo's policy. See docs/rewards.md.
+"""One reward model against three that may disagree (`reward.combine`), on the demo's policy. See docs/results.md.
 
 python benchmarks/ensembles.py --sft SFT --work FOLDER --svg docs/images/ensembles.svg
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,15 @@ def train(sft: str, models: Sequence[str], method: str, seed: int, iterations: i
 
 
 def summary(found: dict[str, list[Points]]) -> str:
-    """Return the judge's gain at its best and at the end, KL and seconds as a Markdown table."""
-    lines = [["", "gold judge's gain, best", "gain at the end", "KL at the end, nats", "scoring, s an iteration"]]
+    """Return the judge's gain at its best and at the end, by seed, KL and seconds as a Markdown table."""
+    lines = [["", "gold judge's gain at the end", "largest gain", "KL at the end, nats", "scoring, s an iteration"]]
     lines.append(["---"] * 5)
     for method, runs in found.items():
         gains = [[point["gold"] - point["sft"] for point in run] for run in runs]
-        cells = [[max(gain) for gain in gains], [gain[-1] for gain in gains], [run[-1]["kl"] for run in runs]]
-        cells.append([float(np.mean([point["score_s"] for point in run])) for run in runs])
-        lines.append([METHODS[method], *(with_interval(cell, 2) for cell in cells)])
+        cells = [", ".join(f"{pick(gain):.2f}" for gain in gains) for pick in (itemgetter(-1), max)]
+        cells.append(with_interval([run[-1]["kl"] for run in runs], 1))
+        cells.append(with_interval([float(np.mean([point["score_s"] for point in run])) for run in runs], 2))
+        lines.append([METHODS[method], *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -135,7 +137,7 @@ def draw(found: dict[str, list[Points]], file: Path) -> None:
         plot.set_title(title, fontsize=10)
         plot.set_xlabel(below)
         plot.grid(visible=True, alpha=0.25)
-    axes[0].legend(loc="lower right", frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(METHODS), frameon=False, fontsize=8)
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -145,7 +147,7 @@ def main() -> None:
     parser.add_argument("--sft", type=Path, required=True, help="the demo's SFT policy")
     parser.add_argument("--work", type=Path, required=True, help="folder for reward models and results")
     parser.add_argument("--iterations", type=int, default=80, help="of 64 responses each")
-    parser.add_argument("--kl-coef", type=float, default=0.02, help="the demo's is 0.08")
+    parser.add_argument("--kl-coef", type=float, default=0.005, help="the demo's is 0.08")
     parser.add_argument("--svg", type=Path, help="where to draw the curves")
     arguments = parser.parse_args()
     sft = PretrainedHandle(str(arguments.sft))
