@@ -107,6 +107,8 @@ def test_the_settings_of_a_run_keep_its_number_of_processes():
     assert dataclasses.asdict(config).keys() == {field.name for field in dataclasses.fields(PPOConfig)}
     with pytest.raises(ConfigError, match=r"^ppo\.world_size is not a parameter of this group"):
         PPOConfig(world_size=8)
+    with pytest.raises(ConfigError, match=r"^ppo\._processes=8: "):
+        PPOConfig(_processes=8)
     with pytest.raises(ConfigError, match=r"Did you mean `kl_coef`"):
         PPOConfig.of_run(8, {"kl_coeff": 0.1})
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import InitVar, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from ppo_rlhf.config import advice, ppo_rules
 from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
@@ -29,6 +29,10 @@ GRAPHS_BY_DEFAULT = False
 """What `cuda_graphs` of null means. It becomes True with a table of benchmarks/gpu_report.py from a GPU."""
 EIGHT_BIT = "adamw_8bit"
 VLLM_IMPORTANCE_CAP = 3.0
+
+
+class _Processes(int):
+    """A number of processes that no parameters file can give."""
 
 
 @settings_group("ppo", lives_elsewhere=LIVES_ELSEWHERE)
@@ -434,9 +438,11 @@ class PPOConfig:
     """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
     stops."""
 
-    _processes: InitVar[int | None] = None  # no setting: `of_run` gives the number, and `replace` passes it on
+    _processes: InitVar[InstanceOf[_Processes] | None] = (
+        None  # no setting: `of_run` gives the number, and `replace` passes it on
+    )
 
-    def __post_init__(self, _processes: int | None) -> None:
+    def __post_init__(self, _processes: _Processes | None) -> None:
         object.__setattr__(self, "_processes", _processes)
         if self.rollout_engine == "vllm" and self.importance_cap is None and not self.masks_tokens:
             # Set the default in the config itself, so that MLflow and checkpoints record the value in use
@@ -452,7 +458,7 @@ class PPOConfig:
     @classmethod
     def of_run(cls, processes: int, settings: Mapping[str, Any]) -> PPOConfig:
         """Return the settings of a run on `processes` processes, which need not be this launch's number."""
-        return cls(_processes=processes, **settings)
+        return cls(_processes=_Processes(processes), **settings)
 
     @property
     def world_size(self) -> int:
