@@ -10,7 +10,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 73, 7_000
+MOST_MODULES, MOST_LINES = 74, 7_100
 """The limits, in modules and lines of code, with room for settings. Raise one only for a feature of the loop itself."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 

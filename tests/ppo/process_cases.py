@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prompts without a signal": {"responses_per_prompt": 2, "drop_uniform_prompts": 3},
     # two prompts, eight solved responses to each: the second iteration draws with both set aside
     "prompts by difficulty": {"responses_per_prompt": 8, "curriculum": 0.0, "prompts": build_prompts((3, 5))},
+    "a critic that sees a column": {"critic_column": "wanted", "max_tokens_per_micro_batch": 24},
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},
@@ -80,6 +81,7 @@ BY_TWO = (
     "token budget",
     "components normalised",
     "prompts by difficulty",
+    "a critic that sees a column",
     "the lowest component",
     "turns",
 )

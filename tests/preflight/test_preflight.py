@@ -302,6 +302,7 @@ def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: U
             id="no judge module",
         ),
         pytest.param(ppo(value_model="reward_init"), "ppo.value_model", id="critic from no reward model"),
+        pytest.param(ppo(critic_column="answer"), "ppo.critic_column=answer", id="no such column for the critic"),
         pytest.param(ppo(sft_model_path="models/mine"), "conf/local/globals.yml", id="path in another group"),
         pytest.param(lambda user: setattr(user, "data_root", "~/d"), "data_root=~/d: ~ is not", id="home in data_root"),
         pytest.param(ppo(device="cuda:99"), "cuda:99", id="no such device"),

@@ -41,6 +41,7 @@ from tests.ppo_runs import MEASURED
 from tests.tiny_models import END, PAD, VOCABULARY, not_causal_models, save, tiny_model, word_tokenizer
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]
+TABLE = {"prompt": PROMPTS, "answer": PROMPTS[::-1]}
 SETTINGS = {
     "total_episodes": 12,
     "per_device_train_batch_size": 2,
@@ -102,7 +103,7 @@ def pipeline_run(
         "params:prompts": PromptsConfig(),
         "params:reward": RewardConfig(components=[reward]),
         "params:evaluation": EvaluationConfig(),
-        "raw_prompts": table_of({"prompt": PROMPTS}),
+        "raw_prompts": table_of(TABLE),
         "raw_evaluation_prompts": table_of({"prompt": ["q"]}),  # so that no training prompt is held out
         "sft_policy": PretrainedHandle(sft),
         "reward_model": reward_model and PretrainedHandle(reward_model),
@@ -122,6 +123,7 @@ OPTIONS = [
     {},
     {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
     {"use_peft": True, "lora_r": 2, "dtype": "bfloat16"},
+    {"critic_column": "answer"},
 ]
 FUNCTION = {"type": "function", "function": "tests.trainer.test_trainer:early_letters"}
 
@@ -140,7 +142,7 @@ def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, setting
     if not settings:
         given.append((PretrainedHandle(sft).causal_lm(), None, PretrainedHandle(sft).tokenizer()))
     for number, models in enumerate(given):
-        trainer = PPOTrainer(config(**settings), *models, reward=early_letters, prompts=PROMPTS)
+        trainer = PPOTrainer(config(**settings), *models, reward=early_letters, prompts=TABLE)
         assert repeatable(trainer.train()) == expected
         assert len(expected) == 3
         trainer.save_pretrained(tmp_path / str(number))
@@ -352,11 +354,16 @@ def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
     assert moved[9] < -0.01
 
 
-@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"curriculum": 1.0}])
-def test_a_step_with_given_prompts_cannot_draw_others(sft: str, setting: dict[str, Any]):
+@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"curriculum": 1.0}, {"critic_column": "answer"}])
+def test_a_step_with_given_prompts_refuses_settings_of_train_s_prompts(sft: str, setting: dict[str, Any]):
     trainer = PPOTrainer(config(responses_per_prompt=2, **setting), sft)
     with pytest.raises(ConfigError, match=rf"^step: ppo\.{next(iter(setting))}"):
         trainer.step(QUERIES, [torch.tensor([6, END])] * 4, [1.0] * 4)
+
+
+def test_a_column_for_the_critic_that_the_prompts_lack_is_refused_before_training(sft: str):
+    with pytest.raises(DataError, match=r"^ppo\.critic_column=answer: the prompts have no such column"):
+        trainer_of(sft, config(critic_column="answer"))
 
 
 def test_a_response_ends_at_its_first_stop_token_and_a_pad_that_stops_ends_none(sft: str):
@@ -815,7 +822,7 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     saved = config(**settings, save_interval=1, save_total_limit=3)
     pipelines = pipeline_run(sft, saved, FUNCTION, checkpoints=tmp_path / "checkpoints")["ppo_policy"].load()
     [run] = (tmp_path / "checkpoints").iterdir()
-    trainer = trainer_of(sft, saved)
+    trainer = trainer_of(sft, saved, prompts=TABLE)
     trainer.train(resume_from_checkpoint=run / "iteration_000001", output_dir=tmp_path / "run")
     resumed = pipeline_run(sft, saved, FUNCTION, resume=tmp_path / "run" / "iteration_000002")
     state, whole = resumed["checkpoint"].load(), read_back(sft, saved, run / "iteration_000003")

@@ -105,6 +105,7 @@ class MicroBatch:
     """
 
     batch: SequenceBatch
+    critic_batch: SequenceBatch | None  # the critic's own sequences of the same rows; None: the critic reads `batch`
     tokens: int  # number of the micro-batch's tokens that the losses count
     mask: Tensor  # [b, t] bool, True on the tokens that the losses count
     # [b, t], log-probabilities before the update; with `importance_low`, the sampler's log-probabilities
@@ -122,6 +123,7 @@ def _micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batch of each group of rows on the CPU. `inputs` are the groups' inputs, if they exist."""
     rollouts, mask = experience.rollouts, experience.mask
+    inputs, critic_inputs = plan.inputs(groups) if inputs is None else inputs, plan.critic_inputs(groups)
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -132,8 +134,8 @@ def _micro_batches(
         *(() if experience.positive is None else (experience.positive,)),
     )
     return [
-        MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch in zip(groups, plan.inputs(groups) if inputs is None else inputs, strict=True)
+        MicroBatch(batch, own, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
+        for rows, batch, own in zip(groups, inputs, critic_inputs, strict=True)
     ]
 
 
@@ -289,7 +291,7 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
         values = output.values
     if state.critic_forward is not None:
         with accelerator.autocast():
-            values = state.critic_forward(micro_batch.batch)
+            values = state.critic_forward(micro_batch.critic_batch or micro_batch.batch)
     value_terms = clipped_value_loss(
         values[:, :-1],
         micro_batch.values,

@@ -35,6 +35,7 @@ from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConf
 from ppo_rlhf.pipelines.sweep.grid import SweepConfig, plan_sweep
 from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
+from ppo_rlhf.ppo.critic_column import check_critic_column
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.judge_checks import check_judges
@@ -383,7 +384,8 @@ def check_preferences(run: RunRequest) -> None:
 def check_prompts(run: RunRequest) -> None:
     """Refuse prompts that are neither text nor chat, are too long, cannot be split, or that a reward model refuses.
 
-    A prompt and a full response must also fit into the context of each reward model.
+    A prompt and a full response must also fit into the context of each reward model, and `ppo.critic_column` before
+    them into the policy's.
     """
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
@@ -408,7 +410,11 @@ def check_prompts(run: RunRequest) -> None:
         prompts = min(len(held_out), evaluation.iteration_prompts)
         check_evaluated_prompts(prompts, ppo, evaluation.on_exploitation)
     if reader is not None:
-        check_room(run, reader, tokenised["raw_prompts"].select(trained))
+        training = tokenised["raw_prompts"].select(trained)
+        check_room(run, reader, training)
+        if ppo is not None and ppo.critic_column is not None and run.writes("prompt_dataset"):
+            fitting = PromptDataset.of_table(reader.fit(training, str(run.source("raw_prompts"))))
+            check_critic_column(fitting, ppo, reader.tokenizer, reader.context, reader.why)
 
 
 def _column(table: Dataset, name: str) -> Iterator[Any]:
