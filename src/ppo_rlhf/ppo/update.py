@@ -74,19 +74,15 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
         assert plan.responses is rollouts.responses
         _warn_of_no_tokens(experience)
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers) if plan.common_shapes else None
-        epoch_micro_batches = _micro_batches(experience, plan, own_micro_batches(plan.epochs[0]), plan.first_inputs)
-        for epoch in range(len(plan.epochs)):
-            # Copy all micro-batches of the epoch to the device in one transfer
-            on_device, cut = iter(to_device(epoch_micro_batches, state.device)), plan
-            for number, minibatch in enumerate(cut.epochs[epoch]):
-                micro_batches = [next(on_device) for _ in minibatch.micro_batches]
-                place = epoch, number
-                step = _gradients_in_memory(state, experience, place, cut, micro_batches, reference, passes)
+        batches = EpochBatches(state, experience)
+        for epoch, minibatches in enumerate(plan.epochs):
+            batches.start(epoch)
+            for number in range(len(minibatches)):
+                step = _gradients_in_memory(state, experience, batches, number, reference, passes)
                 steps.append(step)
                 # Prepare the next epoch's micro-batches while the device works, before the next device sync
-                if minibatch is cut.epochs[epoch][-1] and epoch + 1 < len(cut.epochs):
-                    plan = update_plan(state)
-                    epoch_micro_batches = _micro_batches(experience, plan, own_micro_batches(plan.epochs[epoch + 1]))
+                if number + 1 == len(minibatches) and epoch + 1 < len(plan.epochs):
+                    batches.prepare(epoch + 1)
                 state.updating = True
                 if _exceeds_target_kl(step, config):
                     _drop_gradients(state.optimizers)
@@ -116,6 +112,40 @@ class MicroBatch:
     returns: Tensor  # [b, t], returns that the critic learns
     # [b, t] bool, True on the tokens of positive examples; None if the loss has no term for positive examples
     positive: Tensor | None = None
+
+
+class EpochBatches:
+    """The micro-batches of an update: those of one epoch on the device, and those of the next epoch on the CPU.
+
+    They follow the state's plan: a minibatch whose micro-batches became smaller (`halve_plan`) is made anew.
+    """
+
+    def __init__(self, state: TrainingState, experience: Experience) -> None:
+        """Prepare the micro-batches of the first epoch."""
+        self._state, self._experience = state, experience
+        self._epoch = 0
+        self.prepare(0)
+
+    def prepare(self, epoch: int) -> None:
+        """Make the micro-batches of an epoch, counted from 0, on the CPU."""
+        plan = self._prepared_plan = update_plan(self._state)
+        inputs = plan.first_inputs if epoch == 0 else None
+        self._prepared = _micro_batches(self._experience, plan, own_micro_batches(plan.epochs[epoch]), inputs)
+
+    def start(self, epoch: int) -> None:
+        """Copy the epoch's micro-batches, which `prepare` made, to the device in one transfer."""
+        self._epoch, self._plan = epoch, self._prepared_plan
+        on_device = iter(to_device(self._prepared, self._state.device))
+        self._micro_batches = [[next(on_device) for _ in each.micro_batches] for each in self._plan.epochs[epoch]]
+
+    def of(self, number: int) -> tuple[Minibatch, list[MicroBatch]]:
+        """Return a minibatch of the epoch by its number, counted from 0, and this process's micro-batches of it."""
+        plan = update_plan(self._state)
+        minibatch = plan.epochs[self._epoch][number]
+        if plan is self._plan:
+            return minibatch, self._micro_batches[number]
+        micro_batches = _micro_batches(self._experience, plan, minibatch.micro_batches)
+        return minibatch, to_device(micro_batches, self._state.device)
 
 
 def _micro_batches(
@@ -164,33 +194,24 @@ class Factors(NamedTuple):
 def _gradients_in_memory(
     state: TrainingState,
     experience: Experience,
-    place: tuple[int, int],
-    cut: UpdatePlan,
-    micro_batches: list[MicroBatch],
+    batches: EpochBatches,
+    number: int,
     reference: Reference,
     passes: CapturedPasses | None,
 ) -> StepSums:
-    """Return `compute_gradients`; if memory runs out, begin the minibatch again with its micro-batches cut into two.
-
-    `place` is the minibatch's epoch and number in the epoch. Its `micro_batches` were made by the plan `cut`; they are
-    made anew if the micro-batches are smaller by now.
-    """
-    (epoch, number), plan = place, update_plan(state)
+    """Return `compute_gradients` of a minibatch; if memory runs out, begin it again with smaller micro-batches."""
     while True:
-        if cut is not plan:
-            micro_batches = _micro_batches(experience, plan, plan.epochs[epoch][number].micro_batches)
-            cut, micro_batches = plan, to_device(micro_batches, state.device)
-        minibatch = plan.epochs[epoch][number]
+        minibatch, micro_batches = batches.of(number)
         # In its second minibatch DDP rebuilds its buckets of policy and critic, which the processes must do in step
         state.exchanged = process_count() > 1 and not state.shares_trunk and state.minibatches == 1
         with state.update_halving.catching(minibatch.most_rows, lambda: state.exchanged):
             step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
             break
         _drop_gradients(state.optimizers)
-        plan = halve_plan(state)
+        halve_plan(state)
     state.minibatches += 1
     state.agree_on_halvings()
-    if plan.halvings < state.update_halving.count:
+    if update_plan(state).halvings < state.update_halving.count:
         halve_plan(state)
     return step
 
