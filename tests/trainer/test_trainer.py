@@ -31,7 +31,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.models.tokenizers import continuations, train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -224,7 +224,8 @@ def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str):
         answers = whole.generate(queries, return_prompt=False)
         single = [one_by_one.generate(query[0], return_prompt=False) for query in queries]
         assert [row[0].tolist() for row in single] == [row.tolist() for row in answers]
-        scores = early_letters([], whole.tokenizer.batch_decode(answers, skip_special_tokens=True))
+        tokens = [row[0].tolist() for row in queries], [row.tolist() for row in answers]
+        scores = early_letters([], continuations(whole.tokenizer, *tokens))  # with the space after the prompt
         whole.step(queries, answers, scores)
         one_by_one.step(queries, single, [torch.tensor(score, dtype=torch.float64) for score in scores])
     without = ("reward/", "policy/rollout_logprob_gap")
