@@ -82,7 +82,9 @@ def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half
     assert sum(rows > memory.most for rows in memory.tried) == 1
     (line,) = lines(caplog)
     assert line.startswith(f"Ran out of memory with {2 * memory.most} responses at a time; from here on at most ")
-    setting = "local_rollout_forward_batch_size=3" if phase in OF_ROLLOUTS else "per_device_train_batch_size=2"
+    setting = "local_rollout_forward_batch_size=3"
+    if phase not in OF_ROLLOUTS:
+        setting = "per_device_train_batch_size=2 with more ppo.gradient_accumulation_steps"
     assert f"{memory.most} (ppo.{setting} begins so): CUDA out of memory." in line
     assert "\n" not in line
 

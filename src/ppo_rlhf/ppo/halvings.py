@@ -27,6 +27,7 @@ class Halving:
     """How often memory has run out in passes over as many responses as one setting says."""
 
     setting: str | None  # the setting's name; None: memory that runs out is an error as any other
+    beside: str = ""  # what to change with the setting, for the message
     count: int = 0
 
     @property
@@ -68,8 +69,8 @@ class Halving:
             self.count += 1
             left = -(-rows // 2)
             log.warning(
-                "%s%s; from here on at most %d (%s=%d begins so): %s",
-                *(ran_out[0].upper(), ran_out[1:], left, self.setting, left, why),
+                "%s%s; from here on at most %d (%s=%d%s begins so): %s",
+                *(ran_out[0].upper(), ran_out[1:], left, self.setting, left, self.beside, why),
             )
 
 

@@ -129,7 +129,11 @@ class TrainingState:
     # Halvings of the responses that a process samples or scores at a time, and of the micro-batches of updates. Until
     # `agree_on_halvings`, after each minibatch, they count what happened in this process
     rollout_halving: Halving = field(default_factory=partial(Halving, "ppo.local_rollout_forward_batch_size"))
-    update_halving: Halving = field(default_factory=partial(Halving, "ppo.per_device_train_batch_size"))
+    update_halving: Halving = field(
+        default_factory=partial(
+            Halving, "ppo.per_device_train_batch_size", " with more ppo.gradient_accumulation_steps"
+        )
+    )
     early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
     # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components
@@ -214,8 +218,9 @@ class TrainingState:
 
     def agree_on_halvings(self) -> None:
         """Halve in every process as often as in the process whose memory ran out most often."""
-        for halving in self.halvings.values():
-            halving.count = max(from_all(halving.count))
+        counts = from_all([halving.count for halving in self.halvings.values()])
+        for halving, by_process in zip(self.halvings.values(), zip(*counts, strict=True), strict=True):
+            halving.count = max(by_process)
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration: update counters, reward moments, KL controller and history, and log alarms.
