@@ -19,8 +19,8 @@ def ways_in(new_toy_project: Callable[[Path], Path], tmp_path_factory: pytest.Te
     environment = {name: value for name, value in os.environ.items() if not name.startswith(tested)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.hooks.ways_in", str(new_toy_project(folder / "toy"))],
-        env={**environment, "HOME": str(folder)},
-        cwd=REPOSITORY,
+        env={**environment, "HOME": str(folder), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
+        cwd=folder,  # MLflow may write its database here
         capture_output=True,
         text=True,
         check=False,
