@@ -26,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
@@ -101,14 +102,21 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
 def check_best(run_directory: Path, state: TrainingState) -> None:
     """Refuse to resume with `evaluation.on_exploitation=stop` a run whose best evaluation has no checkpoint.
 
+    An iteration is saved before its evaluation, so the checkpoint does not know that its own evaluation was the best;
+    the run's log does, and the state gets it from there.
+
     Raises:
         ConfigError: The run began without `stop`, or the checkpoint of its best evaluation is not in `run_directory`.
+        CheckpointError: The log of evaluations is damaged.
     """
     if state.best_evaluation is None:
         raise ConfigError(
             "on_exploitation=stop: the run began without it, so its best evaluation may have no checkpoint. Resume "
             "with the value that it began with, or start a new run"
         )
+    own = [row for row in read_evaluations(run_directory) if row["iteration"] == state.iteration]
+    if own and own[0].get("eval/since_best_score", 0.0) > 0.0:
+        state.best_evaluation = state.iteration
     if not (best := run_directory / checkpoint_name(state.best_evaluation)).is_dir():
         raise ConfigError(
             f"on_exploitation=stop: {best}, the checkpoint of the best evaluation, is missing. Resume in the folder "
