@@ -20,7 +20,7 @@ from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.datasets.checkpoints import RunDataset, run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.runtime import processes
-from ppo_rlhf.runtime.names import CHECKPOINT
+from ppo_rlhf.runtime.names import CHECKPOINT, NEXT_STATE
 from ppo_rlhf.runtime.paths import path_of
 from ppo_rlhf.runtime.whole_files import delete, written_whole
 
@@ -50,7 +50,7 @@ class RunCatalog:
         """Wrap `catalog` while `pipeline` runs. `outputs`, if given, records the run's datasets for a resumed run."""
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
-        self._outputs, self._checkpoint = outputs, None
+        self._outputs, self._state = outputs, None
         self._unpublished: set[str] = set()
         # Folder of this run's checkpoints; None: the run saves no checkpoints
         self.run_folder = None if outputs is None else outputs.folder
@@ -77,8 +77,10 @@ class RunCatalog:
 
     def save(self, name: str, data: Any) -> None:
         """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process."""
+        if name == NEXT_STATE:
+            self._state = data
         if name == CHECKPOINT:
-            self._checkpoint, self.is_checkpoint_saved = data, data.checkpoint_due
+            self.is_checkpoint_saved = data.checkpoint_due
         dataset = self._catalog.get(name)
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
@@ -153,11 +155,12 @@ class RunCatalog:
             raise DatasetError(f"{name} cannot be copied to its usual path") from error
 
     def save_checkpoint(self) -> None:
-        """Save the training state of the last iteration, whose `checkpoint_due` must be True; before any iteration do
-        nothing.
+        """Save the training state of the last iteration, whose `checkpoint_due` must be True.
+
+        In a resumed run that may be the iteration that it was resumed from. Before any iteration do nothing.
         """
-        if self._checkpoint is not None:
-            self.save(CHECKPOINT, self._checkpoint)
+        if self._state is not None and CHECKPOINT in self:
+            self.save(CHECKPOINT, self._state)
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog
