@@ -174,6 +174,24 @@ def test_the_table_of_samples_shows_a_chat_as_its_turns(run_id: str):
     assert [data[table["columns"].index("prompt")] for data in table["data"]] == ["User: Hi\n\nAssistant: ", "plain"]
 
 
+@pytest.mark.parametrize("outputs", [["evaluation_metrics"], ["evaluation_metrics", "evaluation_summary"]])
+@pytest.mark.parametrize("is_finished", [False, True], ids=["in the run that it ends", "repeated after a kill"])
+def test_an_evaluation_that_stops_a_run_is_logged_alike_when_a_resumed_run_repeats_it(
+    run_id: str, outputs: list[str], is_finished: bool
+):
+    """SFT's values, which do not change, come with the run's last evaluation only."""
+    pipeline = Pipeline([Node(lambda: {}, None, name, name=name) for name in outputs])
+    state = SimpleNamespace(
+        iteration=7, policy_iteration=7, finished=is_finished, requests=SimpleNamespace(restore_best=is_finished)
+    )
+    log = RunLog(run_id, pipeline, DataCatalog({}))
+    row = {"iteration": 7.0, "eval/reward": 0.5, "eval/reward_sft": 0.25, "eval/since_best_exported": 4.0}
+    log.node_ran({"next_training_state": state}, {"evaluation_metrics": row})
+    assert log.close(is_finished=True)
+    assert points(run_id, "eval/reward") == [(7, 0.5)]
+    assert points(run_id, "eval/reward_sft") == ([(7, 0.25)] if len(outputs) == 1 else [])
+
+
 def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):
     MlflowClient().log_metric(run_id, "objective/scores", 0.25, step=1)
     evaluations = EvaluationLogDataset(str(tmp_path))

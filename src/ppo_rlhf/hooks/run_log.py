@@ -102,7 +102,10 @@ class RunLog:
         if outputs.get(EVALUATION_METRICS):
             row = outputs[EVALUATION_METRICS]
             measured = _evaluations(row, SINCE_BEST if is_superseded and EXPORTED not in row else "eval/")
-            self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
+            # `_conclude` logs the last values of a run that evaluates its policy. The run ends after an evaluation that
+            # stops it, so only a resumed run, which repeats the evaluation, has a finished state here
+            is_last = FINAL_METRICS not in self._outputs and (EXPORTED in row or inputs[NEXT_STATE].finished)
+            self._measured(measured, self._iteration, is_last=is_last)
         # The evaluation is the last node of an iteration that calls judges, so log the counts of the judges' calls
         # here. `close` logs the counts of the judges' calls in the final evaluation.
         if EVALUATION_METRICS in outputs and not is_superseded:
