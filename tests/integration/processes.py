@@ -4,7 +4,8 @@ Both have one thread, so that sums are rounded alike in all of them.
 
     python -m tests.integration.processes SIGKILL ppo.optimise_policy 2 --env test
 
-runs `kedro run --env test` and sends itself SIGKILL when the node begins for the second time.
+runs `kedro run --env test` and sends itself SIGKILL when the node begins for the second time. With the name of a
+dataset in place of the node's it does so when the dataset has been saved for the second time.
 
     python -m tests.integration.processes IN_STEP folder a --env test
 
@@ -36,8 +37,8 @@ def kedro_run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `kedro run` with these arguments to its end.
 
-    `interrupted` is a signal, a node, and which of its runs; `in_step` an empty folder in which two runs meet, and the
-    name of this one there.
+    `interrupted` is a signal, a node or a dataset, and which of its runs or its saves; `in_step` an empty folder in
+    which two runs meet, and the name of this one there.
     """
     command = ["kedro", "run"]
     if interrupted or in_step:
@@ -56,15 +57,22 @@ def kedro_run(
 
 
 class Interruption:
-    """A Kedro hook that sends its process a signal when a node begins."""
+    """A Kedro hook that sends its process a signal when a node begins, or when a dataset has been saved."""
 
-    def __init__(self, name: str, node: str, occurrence: str) -> None:
-        self._signum, self._node, self._left = signal.Signals[name], node, int(occurrence)
+    def __init__(self, name: str, moment: str, occurrence: str) -> None:
+        self._signum, self._moment, self._left = signal.Signals[name], moment, int(occurrence)
 
     @hook_impl
     def before_node_run(self, node: Any) -> None:
-        self._left -= node.name == self._node
-        if node.name == self._node and self._left == 0:
+        self._reach(node.name)
+
+    @hook_impl
+    def after_dataset_saved(self, dataset_name: str) -> None:
+        self._reach(dataset_name)
+
+    def _reach(self, name: str) -> None:
+        self._left -= name == self._moment
+        if name == self._moment and self._left == 0:
             os.kill(os.getpid(), self._signum)
 
 
