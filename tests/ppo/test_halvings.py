@@ -81,11 +81,12 @@ def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half
     assert [row.get(f"memory/{name}") for row in run.state.history] == [1.0, 1.0, 1.0]
     assert sum(rows > memory.most for rows in memory.tried) == 1
     (line,) = lines(caplog)
-    assert line.startswith(f"Ran out of memory with {2 * memory.most} responses at a time; from here on at most ")
-    setting = "local_rollout_forward_batch_size=3"
+    passes, like = "a rollout", ""
     if phase not in OF_ROLLOUTS:
-        setting = "per_device_train_batch_size=2 with more ppo.gradient_accumulation_steps"
-    assert f"{memory.most} (ppo.{setting} begins so): CUDA out of memory." in line
+        like = ", as with half of ppo.per_device_train_batch_size and twice ppo.gradient_accumulation_steps"
+        passes = "an update"
+    begin = f"Ran out of memory in {passes} with {2 * memory.most} responses at a time; from here on half of them{like}"
+    assert line.startswith(f"{begin}: CUDA out of memory.")
     assert "\n" not in line
 
 
@@ -188,7 +189,7 @@ def test_a_captured_update_gives_its_graphs_up_and_then_halves(make_run, graphs_
 def test_one_response_that_does_not_fit_ends_the_run_with_what_would_take_less(monkeypatch):
     run = build()
     ShortMemory(monkeypatch, "policy's update", most=0)
-    with pytest.raises(TrainingError, match=r"^ran out of memory with 1 response at a time: CUDA out.*checkpointing"):
+    with pytest.raises(TrainingError, match=r"^ran out of memory in an update with 1 response at .*checkpointing"):
         run.iteration()
 
 
@@ -196,11 +197,11 @@ def test_shards_end_the_run_with_the_setting_to_lower(monkeypatch):
     monkeypatch.setattr(halvings, "shards_models", lambda: True)
     run = build()
     ShortMemory(monkeypatch, "sampling", most=3)
-    with pytest.raises(TrainingError, match=r"lower ppo\.local_rollout_forward_batch_size$"):
+    with pytest.raises(TrainingError, match=r"lower local_rollout_forward_batch_size$"):
         run.iteration()
 
 
-@pytest.mark.parametrize("halving", [Halving("ppo.x"), NEVER], ids=["of a run", "never"])
+@pytest.mark.parametrize("halving", [Halving("a pass", "x"), NEVER], ids=["of a run", "never"])
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: unspecified launch failure"), ValueError("out of memory.")]
 )
@@ -245,7 +246,7 @@ def test_an_evaluation_halves_its_batches(monkeypatch, caplog):
     ShortMemory(monkeypatch, "sampling", most=2)
     actual = short.evaluate(run.state.policy, run.reference)
     assert actual.completions == expected.completions
-    assert "evaluation.batch_size=2 begins so" in caplog.text
+    assert "Ran out of memory in an evaluation with 4 responses" in caplog.text
 
 
 @pytest.mark.parametrize("halved", [0, 1, 2, 3])

@@ -24,16 +24,12 @@ _LESS = "ppo.gradient_checkpointing=true, ppo.use_peft=true and a smaller ppo.re
 
 @dataclass
 class Halving:
-    """How often memory has run out in passes over as many responses as one setting says."""
+    """How often memory has run out in passes of one kind."""
 
-    setting: str | None  # the setting's name; None: memory that runs out is an error as any other
-    beside: str = ""  # what to change with the setting, for the message
+    passes: str  # what the passes are part of
+    field: str  # the setting of how many responses a pass computes; empty: memory that runs out is an error
+    like: str = ""  # what would begin with half as many
     count: int = 0
-
-    @property
-    def field(self) -> str:
-        """The name of the setting in its group."""
-        return str(self.setting).rpartition(".")[2]
 
     def of(self, rows: int) -> int:
         """Return how many responses a pass computes at a time, where the setting alone would give `rows`."""
@@ -53,9 +49,9 @@ class Halving:
         try:
             yield
         except RuntimeError as error:
-            if self.setting is None or not should_reduce_batch_size(error):
+            if not self.field or not should_reduce_batch_size(error):
                 raise
-            ran_out = f"ran out of memory with {rows} response{'s' * (rows > 1)} at a time"
+            ran_out = f"ran out of memory in {self.passes} with {rows} response{'s' * (rows > 1)} at a time"
             if process_count() > 1:
                 ran_out = f"process {own_rank()} {ran_out}"
             why = in_one_line(error).rstrip(".")
@@ -64,15 +60,12 @@ class Halving:
             if shards_models() or is_shared():
                 raise TrainingError(
                     f"{ran_out}: {why}. The other processes wait for gradients or shards of this pass, so it cannot "
-                    f"begin again: lower {self.setting}"
+                    f"begin again: lower {self.field}"
                 ) from error
             self.count += 1
-            left = -(-rows // 2)
-            log.warning(
-                "%s%s; from here on at most %d (%s=%d%s begins so): %s",
-                *(ran_out[0].upper(), ran_out[1:], left, self.setting, left, self.beside, why),
-            )
+            like = f", as with {self.like}" if self.like else ""
+            log.warning("%s%s; from here on half of them%s: %s", ran_out[0].upper(), ran_out[1:], like, why)
 
 
-NEVER = Halving(None)
+NEVER = Halving("a pass", "")
 """The default of functions that sample or compute log-probabilities: memory that runs out is an error."""
