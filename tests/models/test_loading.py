@@ -198,6 +198,13 @@ def _weight(tensor: torch.Tensor) -> Callable[[Path], None]:
     return damage
 
 
+def _into_a_version(folder: Path) -> None:
+    version = folder / "2026-01-01T00.00.00.000Z"
+    version.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).rename(version / name)
+
+
 NESTED = "[" * 100_000  # deeper than Python's json parser can read
 INDEX = json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
@@ -211,6 +218,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert pickled weights"),
+        (_into_a_version, r"holds 1 models?. Name one, such as 2026-01-01T00\.00\.00\.000Z\.$"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "damaged"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "damaged"),
         (lambda f: (f / "model.safetensors").write_text(POINTER), "git lfs pull"),

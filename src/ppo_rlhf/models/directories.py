@@ -107,6 +107,8 @@ def check_model_directory(source: str | Path) -> None:
             raise ModelError(
                 f"{source}: {len(files)} GGUF files and no whole model. Give one, such as {files[0].name}."
             )
+        if versions := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
+            raise ModelError(f"{source}: this folder holds {len(versions)} models. Name one, such as {versions[-1]}.")
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):
