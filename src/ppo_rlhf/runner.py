@@ -335,7 +335,11 @@ def _iterate(
     epilogue = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
     epilogue.begin(is_resumed=is_resumed)
     if is_complete:
-        say(f"Training is already complete ({state.iteration} of {state.total_iterations} iterations).")
+        done = f"{state.iteration} of {state.total_iterations} iterations"
+        if state.requests.restore_best:
+            say(f"evaluation.on_exploitation stopped this run ({done}): its best policy is exported again.")
+        else:
+            say(f"Training is already complete ({done}).")
         return
     epilogue.nodes = plan.after_update
     asked_again = _asked_again(state.config, catalog.load(REWARD) if REWARD in catalog else None)

@@ -37,7 +37,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.hooks import run_log, tracking_store
 from ppo_rlhf.hooks import tracking as mlflow_hook
-from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
+from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names, verdict_of
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import LoopSession
@@ -540,6 +540,14 @@ def test_the_run_and_its_model_version_are_described_by_the_verdict(tracked: Tra
     said = "Too few held-out prompts to tell PPO and SFT apart (win rate 75.0 %)."
     (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf-sft_policy-01234567'")
     assert tracked.run.data.tags["mlflow.note.content"] == version.description == said
+
+
+@pytest.mark.parametrize(("exported", "policy"), [(20, "that of iteration 20."), (0, "SFT's.")])
+def test_a_description_says_that_an_evaluation_stopped_the_run(exported: int, policy: str):
+    stop = {"stopped_after": 30, "exported_iteration": exported}
+    said = verdict_of({"verdict": "no_clear_difference", "eval/win_rate": 0.5, **stop})
+    stopped = "evaluation.on_exploitation stopped training after iteration 30; the policy is"
+    assert said.endswith(f"(win rate 50.0 %). {stopped} {policy}")
 
 
 @pytest.mark.slow

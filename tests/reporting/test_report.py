@@ -239,7 +239,12 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
         (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["exploits its reward"]),
         ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["iteration 30, because the policy exploited"]),
         ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["the one of iteration 20, its best evaluation"]),
-        ({"stopped_after": 30, "exported_iteration": 0}, {}, None, ["the one from before training"]),
+        (
+            {"stopped_after": 30, "exported_iteration": 0, "verdict": Verdict.NO_CLEAR_DIFFERENCE},
+            {},
+            None,
+            ["the one from before training, so PPO and SFT are the same policy here"],
+        ),
         (
             BLIND,
             {},
@@ -467,6 +472,17 @@ def test_settings_and_advice_are_those_of_the_policys_training_whatever_conf_say
     assert "ppo.gamma" in page
     assert "ppo.lam" not in page
     assert "Raise ppo.kl_coef" not in page
+
+
+def test_settings_say_how_rewards_are_combined():
+    models = [RewardComponentConfig(type="model", path=path, name=path[-1]) for path in ("models/a", "models/b")]
+    reward = RewardConfig(components=models, combine="min", normalise="component")
+    rows = nodes._settings(PPOConfig(), reward, EvaluationConfig(seed=1, prompts_path=None))
+    assert rows == [
+        ("reward.combine", "min", "sum"),
+        ("reward.normalise", "component", "total"),
+        *((f"reward.components: {name}", f"models/{name}", "–") for name in "ab"),
+    ]
 
 
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):

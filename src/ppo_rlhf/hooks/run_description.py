@@ -147,14 +147,20 @@ def _tag(value: Any) -> str:
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
-    """Return the verdict, the win rate and a change of the perplexity of `compare_policies` in one or two sentences.
+    """Return the verdict, the win rate, a change of the perplexity and a stop of `compare_policies` in a few sentences.
 
     The sentences describe a run or a model version.
     """
     from ppo_rlhf.reporting.wording import say_perplexity, say_verdict
 
     win_rate = f"win rate {100 * summary['eval/win_rate']:.1f} %"
-    return f"{say_verdict(summary['verdict'])} ({win_rate}).{say_perplexity(summary)}"
+    said = f"{say_verdict(summary['verdict'])} ({win_rate}).{say_perplexity(summary)}"
+    if (exported := summary.get("exported_iteration")) is not None:
+        said += (
+            f" evaluation.on_exploitation stopped training after iteration {summary['stopped_after']}; the policy is "
+        )
+        said += f"that of iteration {exported}." if exported else "SFT's."
+    return said
 
 
 def log_inputs(this: RunDescription) -> None:

@@ -201,13 +201,15 @@ def remarks(
     exploits = summary.get("exploits_reward") and verdict not in (Verdict.BETTER, Verdict.REWARD_ROSE)
     problems = []
     if (exported := summary.get("exported_iteration")) is not None:
-        policy = f"of iteration {exported}, its best evaluation" if exported else "from before training"
+        policy = f"of iteration {exported}, its best evaluation"
+        if not exported:
+            policy = "from before training, so PPO and SFT are the same policy here"
         problems.append(
             f"Training stopped after iteration {summary['stopped_after']}, because the policy exploited its reward: "
             "the judge's score had fallen since its best evaluation, and the reward had not. The policy of this report "
             f"is the one {policy}."
         )
-    if verdict == Verdict.NO_CLEAR_DIFFERENCE:
+    if verdict == Verdict.NO_CLEAR_DIFFERENCE and exported != 0:
         problems.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
             "prompts (prompts.held_out_share, prompts.max_held_out) make the interval narrower."

@@ -170,9 +170,13 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
             value, default = getattr(given, field.name), getattr(defaults, field.name)
             if value != default:
                 rows.append((f"{group}.{field.name}", str(value), str(default)))
+    for field in fields(reward):
+        if field.name != "components" and (value := getattr(reward, field.name)) != field.default:
+            rows.append((f"reward.{field.name}", str(value), str(field.default)))
     for component in reward.components:
-        source = component.function or component.llm or "the reward model"
-        rows.append((f"reward.components: {component.title}", f"{source}, weight {component.weight:g}", "–"))
+        source = component.function or component.llm or component.path or "the reward model"
+        weight = f", weight {component.weight:g}" if reward.combine == "sum" else ""
+        rows.append((f"reward.components: {component.title}", f"{source}{weight}", "–"))
     return rows
 
 
