@@ -50,7 +50,7 @@ class RunCatalog:
         """Wrap `catalog` while `pipeline` runs. `outputs`, if given, records the run's datasets for a resumed run."""
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
-        self._outputs, self._state = outputs, None
+        self._outputs, self._checkpoint = outputs, None
         self._unpublished: set[str] = set()
         # Folder of this run's checkpoints; None: the run saves no checkpoints
         self.run_folder = None if outputs is None else outputs.folder
@@ -77,10 +77,10 @@ class RunCatalog:
 
     def save(self, name: str, data: Any) -> None:
         """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process."""
-        if name == NEXT_STATE:
-            self._state = data
+        if name == NEXT_STATE and self._checkpoint is None:
+            self._checkpoint = data  # of a resumed run, which may stop before it trains
         if name == CHECKPOINT:
-            self.is_checkpoint_saved = data.checkpoint_due
+            self._checkpoint, self.is_checkpoint_saved = data, data.checkpoint_due
         dataset = self._catalog.get(name)
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
@@ -159,8 +159,8 @@ class RunCatalog:
 
         In a resumed run that may be the iteration that it was resumed from. Before any iteration do nothing.
         """
-        if self._state is not None and CHECKPOINT in self:
-            self.save(CHECKPOINT, self._state)
+        if self._checkpoint is not None and CHECKPOINT in self:
+            self.save(CHECKPOINT, self._checkpoint)
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog
