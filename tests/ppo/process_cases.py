@@ -30,7 +30,7 @@ from ppo_rlhf.runtime.processes import (
     process_count,
     wait_for_all,
 )
-from tests.ppo.short_memory import ShortMemory
+from tests.ppo.short_memory import FIRST_BACKWARD, ShortMemory
 from tests.ppo.vllm_stand_in import SERVER, StandIn
 from tests.ppo_runs import MEASURED, Run, build_model, build_prompts, build_run, first_letters, weight_sums
 from tests.supervised import process_case
@@ -169,7 +169,7 @@ def settled() -> dict[str, Any]:
 
 SHORT = {
     **{"sampling": 3, "reference": 3, "policy's passes": 4, "critic's passes": 4},
-    **{"policy's update": 4},
+    **{"policy's update": 4, FIRST_BACKWARD: 1},
 }
 """Phases in which the memory of process 1 runs out, and how many responses fit; a process has 8 of 16 responses."""
 
@@ -179,7 +179,9 @@ def short_memory(phase: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if own_rank() == 1:
             ShortMemory(patch, phase, SHORT[phase])
-        run = build({"num_mini_batches": 1, "local_rollout_forward_batch_size": 6})
+        # Only before the last micro-batch of a minibatch can a backward pass be repeated
+        several = {"max_tokens_per_micro_batch": 40} if phase == FIRST_BACKWARD else {}
+        run = build({"num_mini_batches": 1, "local_rollout_forward_batch_size": 6, **several})
         metrics = [run.iteration() for _ in range(ITERATIONS)]
     kept = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in metrics]
     halvings = {name: halving.count for name, halving in run.state.halvings.items()}

@@ -16,12 +16,15 @@ PHASES = (
     *("policy's update", "policy's backward pass", "policy's gradient", "critic's update"),
 )
 
+FIRST_BACKWARD = "first backward pass"
+"""The phase of a run's first backward pass, whatever its responses are."""
+
 
 class ShortMemory:
     """Lets memory run out in one phase, if a pass there has more than `most` responses."""
 
     def __init__(self, patch: pytest.MonkeyPatch, phase: str, most: int) -> None:
-        assert phase in PHASES
+        assert phase in (*PHASES, FIRST_BACKWARD)
         self.most, self.tried = most, []  # responses of each pass of the phase
         if phase == "sampling":
             self._watch(patch, engines, "decode_packed", lambda model, prompt_ids, *_: len(prompt_ids))
@@ -34,6 +37,8 @@ class ShortMemory:
         elif phase == "policy's backward pass":
             self._watch(patch, update, "_backward", lambda loss, _: self.rows)
             self._note_rows(patch)
+        elif phase == FIRST_BACKWARD:
+            self._watch(patch, update, "_backward", lambda loss, _: 1 if self.tried else most + 1)
         else:
             forward = PolicyForward if phase.startswith("policy") else CriticForward
             self._watch(patch, forward, "forward", self._rows_in(training=phase.endswith("update")))
