@@ -174,15 +174,29 @@ SHORT = {
 """Phases in which the memory of process 1 runs out, and how many responses fit; a process has 8 of 16 responses."""
 
 
+LATER = "policy's passes, one update after the first"
+"""The phase before the second minibatch of a run, in which DDP rebuilds its buckets."""
+
+
 def short_memory(phase: str) -> dict[str, Any]:
     """Return the results of a run in which only the memory of process 1 runs out, and how often it halved."""
+    if phase == LATER:
+        run = build({"num_mini_batches": 1, "num_ppo_epochs": 1, "total_episodes": 48})
+        metrics = [run.iteration()]
+        with pytest.MonkeyPatch.context() as patch:
+            if own_rank() == 1:
+                ShortMemory(patch, "policy's passes", 4)
+            return _short_results(run, [*metrics, run.iteration()])
     with pytest.MonkeyPatch.context() as patch:
         if own_rank() == 1:
             ShortMemory(patch, phase, SHORT[phase])
         # Only before the last micro-batch of a minibatch can a backward pass be repeated
         several = {"max_tokens_per_micro_batch": 40} if phase == FIRST_BACKWARD else {}
         run = build({"num_mini_batches": 1, "local_rollout_forward_batch_size": 6, **several})
-        metrics = [run.iteration() for _ in range(ITERATIONS)]
+        return _short_results(run, [run.iteration() for _ in range(ITERATIONS)])
+
+
+def _short_results(run: Run, metrics: list[dict[str, float]]) -> dict[str, Any]:
     kept = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in metrics]
     halvings = {name: halving.count for name, halving in run.state.halvings.items()}
     return {"metrics": kept, "weights": weight_sums(run), "halvings": halvings}
@@ -209,7 +223,7 @@ def main(path: Path, folder: Path) -> None:
         actual["evaluation"] = evaluation(build({}))
         actual["resumed"] = resumed(folder)
         actual["settled"] = settled()
-        actual["short memory"] = {phase: short_memory(phase) for phase in SHORT}
+        actual["short memory"] = {phase: short_memory(phase) for phase in (*SHORT, LATER)}
         actual["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
         actual["supervised"] = process_case.results(folder)
         process_case.check_several()

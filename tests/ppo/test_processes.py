@@ -72,7 +72,7 @@ def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by
     assert not differences(actual, {"tokens": 20, "weights": weight_sums(on_one)})
 
 
-@pytest.mark.parametrize("phase", process_cases.SHORT)
+@pytest.mark.parametrize("phase", [*process_cases.SHORT, process_cases.LATER])
 def test_the_process_whose_memory_runs_out_halves_alone_and_then_all_do(by_two, phase):
     actual, expected = by_two["short memory"][phase], process_cases.short_memory(phase)
     of_rollouts = phase in ("sampling", "reference")

@@ -127,7 +127,7 @@ class TrainingState:
     # Token budget of a micro-batch, computed from the free memory; None: the budget is not computed from the memory
     micro_batch_tokens: int | None = None
     # Halvings of the responses that a process samples or scores at a time, and of the micro-batches of updates. Until
-    # `agree_on_halvings`, after each minibatch, they count what happened in this process
+    # `agree_on_halvings`, before an update and after each minibatch, they count what happened in this process
     rollout_halving: Halving = field(default_factory=partial(Halving, "a rollout", "local_rollout_forward_batch_size"))
     update_halving: Halving = field(
         default_factory=partial(

@@ -70,7 +70,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     reference = reference_policy if config.kl_estimator == "full" and config.kl_in == "loss" else None
     steps: list[StepSums] = []
     with state.clock.timed(UPDATE), deterministic(config), recomputing(*state.forwards):
-        plan = update_plan(state)  # `measure` made the plan with these rollouts
+        plan = _agreed_plan(state)  # `measure` made the plan with these rollouts
         assert plan.responses is rollouts.responses
         _warn_of_no_tokens(experience)
         passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers) if plan.common_shapes else None
@@ -210,10 +210,15 @@ def _gradients_in_memory(
         _drop_gradients(state.optimizers)
         halve_plan(state)
     state.minibatches += 1
-    state.agree_on_halvings()
-    if update_plan(state).halvings < state.update_halving.count:
-        halve_plan(state)
+    _agreed_plan(state)
     return step
+
+
+def _agreed_plan(state: TrainingState) -> UpdatePlan:
+    """Return the state's plan, with the micro-batches of the process whose memory ran out most often."""
+    state.agree_on_halvings()
+    plan = update_plan(state)
+    return halve_plan(state) if plan.halvings < state.update_halving.count else plan
 
 
 def compute_gradients(
