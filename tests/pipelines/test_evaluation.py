@@ -245,6 +245,13 @@ def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
     assert (summary["stopped_after"], summary["exported_iteration"]) == (2, 1)
 
 
+def test_memory_that_ran_out_while_training_reaches_the_summary(inputs, outputs):
+    rows = {"iteration": [1, 2], "memory/update_halvings": [None, 2.0]}
+    summary = summary_of(outputs, inputs, training_history=pd.DataFrame(rows))
+    assert summary["update_halvings"] == 2
+    assert "rollout_halvings" not in summary
+
+
 def test_summary_holds_the_metrics_and_who_decided(outputs):
     summary = outputs["evaluation_summary"]
     assert set(summary) == COLUMNS["evaluation_summary"]

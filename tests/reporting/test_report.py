@@ -253,6 +253,8 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
         ),  # beside a win, too
         (BLIND | {"eval/judge_gap_p": 0.02}, {}, None, []),
         ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["trained on 12 of the 1,512"]),
+        ({"update_halvings": 3}, {}, None, ["training: updates computed 1/8 of their responses at a time."]),
+        ({"rollout_halvings": 1, "update_halvings": 2}, {}, None, ["rollouts computed 1/2 and updates computed 1/4"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],

@@ -243,6 +243,12 @@ def remarks(
             f"evaluation: even a fall on every prompt would happen by chance with probability {least:.2g}. Each "
             "further held-out prompt (evaluation.iteration_prompts, prompts.held_out_share) halves this probability."
         )
+    passes = {"rollouts": summary.get("rollout_halvings"), "updates": summary.get("update_halvings")}
+    if halved := [f"{name} computed 1/{2**count}" for name, count in passes.items() if count]:
+        problems.append(
+            f"Memory ran out while training: {' and '.join(halved)} of their responses at a time. The next run can "
+            "begin so (docs/memory.md)."
+        )
     if trained := summary.get("trained_prompts"):
         problems.append(
             f"PPO trained on {trained:,} of the {summary['prompts']:,} evaluation prompts: they are not held-out."

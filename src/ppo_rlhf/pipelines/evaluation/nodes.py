@@ -215,6 +215,7 @@ def compare_policies(
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
         the win rate), `exploits_reward` and `exploits_since_best` (results of the functions with these names),
         `stopped_after` and `exported_iteration` (only of a run that an evaluation stopped, see `stopped_at`),
+        `rollout_halvings` and `update_halvings` (only where memory ran out while training),
         `since_best_p_min` (the lowest value of `eval/since_best_p` that the last evaluation could have given),
         `trained_prompts` (the number of evaluation prompts that PPO trained on), `reference_texts` (their number, if
         there are any), and `conditions` (two runs' win rates
@@ -231,6 +232,7 @@ def compare_policies(
         "exploits_reward": exploits_reward(policy, sft),
         "exploits_since_best": not stopped and exploits_since_best(training_history),
         **stopped,
+        **_halvings(training_history),
         "since_best_p_min": least_since_best_p(training_history),
         "trained_prompts": trained_prompts,
         **({} if reference_losses.empty else {"reference_texts": len(reference_losses)}),
@@ -371,6 +373,13 @@ def _code(reference: str | LLMJudgeConfig | None) -> str:
     if isinstance(reference, LLMJudgeConfig):
         return _digest(reference.opinion.encode())
     return "" if reference is None else _digest(Path(str(sys.modules[reference.split(":")[0]].__file__)).read_bytes())
+
+
+def _halvings(history: pd.DataFrame) -> dict[str, int]:
+    """Return how often memory ran out while training, in rollouts and in updates; nothing where it never did."""
+    names = ("rollout_halvings", "update_halvings")
+    counts = {name: history[f"memory/{name}"].max() for name in names if f"memory/{name}" in history}
+    return {name: int(count) for name, count in counts.items() if count > 0}
 
 
 def _digest(content: bytes) -> str:
