@@ -201,5 +201,5 @@ def test_a_column_that_the_critic_cannot_read_is_refused_in_one_line(make_run, a
 
 def test_a_column_that_the_prompts_lack_is_refused_with_those_that_they_have(make_run):
     config = make_run(critic_column="reference").config
-    with pytest.raises(DataError, match=r"^ppo\.critic_column=reference: .* columns .* are wanted$"):
+    with pytest.raises(DataError, match=r"^ppo\.critic_column=reference: .* no such column; .*: wanted$"):
         check_critic_column(build_prompts(), config, build_tokenizer(), 64)

@@ -42,7 +42,9 @@ def longest_critic_prompt(prompts: PromptDataset, config: PPOConfig, tokenizer: 
         return 0
     if column not in prompts.columns:
         names = ", ".join(prompts.columns) or "none"
-        raise DataError(f"ppo.critic_column={column}: the prompts' columns beside the prompt are {names}")
+        raise DataError(
+            f"ppo.critic_column={column}: the prompts have no such column; their columns beside the prompt: {names}"
+        )
     longest, is_known = 0, False
     for first in range(0, len(prompts), ROWS):
         part = prompts.select(range(first, min(first + ROWS, len(prompts))))
