@@ -115,6 +115,11 @@ class UpdatePlan:
         """
         return self.inputs(own_micro_batches(self.epochs[0]))
 
+    @cached_property
+    def first_critic_inputs(self) -> Sequence[SequenceBatch | None]:
+        """The critic's own inputs of the same micro-batches as `first_inputs`, on the CPU; see `critic_inputs`."""
+        return self.critic_inputs(own_micro_batches(self.epochs[0]))
+
     @property
     def most_rows(self) -> int:
         """The rows of the largest of this process's micro-batches of the first epoch."""
@@ -196,9 +201,11 @@ def measure(
                 halving=state.rollout_halving,
             )
 
+        reference = reference_policy if config.kl_estimator == "full" else None
+
         def passes(plan: UpdatePlan) -> tuple[list[Tensor], list[PolicyOutput]]:
             of_reference = reference_passes(state, reference_policy, plan) if reads_batches else []
-            return of_reference, policy_passes(state, plan, reference_policy if config.kl_estimator == "full" else None)
+            return of_reference, policy_passes(state, plan, reference)
 
         def table(results: list[Tensor]) -> Tensor:
             return torch.where(responses.mask, _gathered(state, results, responses.mask.shape[1]), 0.0)
@@ -206,10 +213,10 @@ def measure(
         of_reference, outputs = _in_memory(state, passes)
         if reads_batches:
             reference_logprobs = table(of_reference)
-        old_logprobs, entropy = (table([getattr(each, name) for each in outputs]) for name in ("logprobs", "entropy"))
-        kl, values = ([getattr(each, name) for each in outputs] for name in ("kl", "values"))
-        full_kl = table(kl) if config.kl_estimator == "full" else None
-        shared_values = _gathered(state, values, config.response_length + 1) if state.shares_trunk else None
+        of = {name: [getattr(output, name) for output in outputs] for name in ("logprobs", "entropy", "kl", "values")}
+        old_logprobs, entropy = table(of["logprobs"]), table(of["entropy"])
+        full_kl = None if reference is None else table(of["kl"])
+        shared_values = _gathered(state, of["values"], config.response_length + 1) if state.shares_trunk else None
     return Rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
@@ -377,9 +384,9 @@ def critic_values(state: TrainingState) -> Tensor:
     """
     forward, config, device = CriticForward(state.critic), state.config, state.device
 
-    def first_inputs(plan: UpdatePlan) -> list[SequenceBatch]:
-        own = plan.critic_inputs(own_micro_batches(plan.epochs[0]))
-        return [batch or same for batch, same in zip(own, plan.first_inputs, strict=True)]
+    def passes(plan: UpdatePlan) -> list[Tensor]:
+        inputs = [own or same for own, same in zip(plan.first_critic_inputs, plan.first_inputs, strict=True)]
+        return [forward(batch) for batch in to_device(inputs, device)]
 
     with (
         state.clock.timed(VALUES),
@@ -389,8 +396,7 @@ def critic_values(state: TrainingState) -> Tensor:
         # One autocast context around all passes, so that autocast casts each weight only once
         autocast(config, device),
     ):
-        values = _in_memory(state, lambda plan: [forward(batch) for batch in to_device(first_inputs(plan), device)])
-        return _gathered(state, values, config.response_length + 1)
+        return _gathered(state, _in_memory(state, passes), config.response_length + 1)
 
 
 def _gathered(state: TrainingState, results: list[Tensor], width: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +129,7 @@ class EpochBatches:
     def prepare(self, epoch: int) -> None:
         """Make the micro-batches of an epoch, counted from 0, on the CPU."""
         plan = self._prepared_plan = update_plan(self._state)
-        inputs = plan.first_inputs if epoch == 0 else None
+        inputs = (plan.first_inputs, plan.first_critic_inputs) if epoch == 0 else None
         self._prepared = _micro_batches(self._experience, plan, own_micro_batches(plan.epochs[epoch]), inputs)
 
     def start(self, epoch: int) -> None:
@@ -149,11 +149,14 @@ class EpochBatches:
 
 
 def _micro_batches(
-    experience: Experience, plan: UpdatePlan, groups: list[list[int]], inputs: list[SequenceBatch] | None = None
+    experience: Experience,
+    plan: UpdatePlan,
+    groups: list[list[int]],
+    inputs: tuple[Sequence[SequenceBatch], Sequence[SequenceBatch | None]] | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batch of each group of rows on the CPU. `inputs` are the groups' inputs, if they exist."""
     rollouts, mask = experience.rollouts, experience.mask
-    inputs, critic_inputs = plan.inputs(groups) if inputs is None else inputs, plan.critic_inputs(groups)
+    policy_inputs, critic_inputs = inputs or (plan.inputs(groups), plan.critic_inputs(groups))
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -165,7 +168,7 @@ def _micro_batches(
     )
     return [
         MicroBatch(batch, own, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch, own in zip(groups, inputs, critic_inputs, strict=True)
+        for rows, batch, own in zip(groups, policy_inputs, critic_inputs, strict=True)
     ]
 
 
