@@ -30,6 +30,7 @@ from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.ppo.epilogue import is_best
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
@@ -114,8 +115,7 @@ def check_best(run_directory: Path, state: TrainingState) -> None:
             "on_exploitation=stop: the run began without it, so its best evaluation may have no checkpoint. Resume "
             "with the value that it began with, or start a new run"
         )
-    own = [row for row in read_evaluations(run_directory) if row["iteration"] == state.iteration]
-    if own and own[0].get("eval/since_best_score", 0.0) > 0.0:
+    if any(is_best(row) for row in read_evaluations(run_directory) if row["iteration"] == state.iteration):
         state.best_evaluation = state.iteration
     if not (best := run_directory / checkpoint_name(state.best_evaluation)).is_dir():
         raise ConfigError(

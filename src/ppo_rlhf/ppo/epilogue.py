@@ -23,6 +23,11 @@ UPDATE_S = "time/optimise_s"
 """The metric with the seconds of an iteration's update."""
 
 
+def is_best(row: Mapping[str, Any]) -> bool:
+    """Return whether an evaluation, by its row of metrics, is the best of its run so far."""
+    return bool(row.get("eval/since_best_score", 0.0) > 0.0)
+
+
 class Epilogue(ABC):
     """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run on request.
 
@@ -107,13 +112,12 @@ class Epilogue(ABC):
         if not self._keeps_best or state.requests.restore_best:
             return
         now = row if row and row["iteration"] == state.iteration else {}
-        is_best = now.get("eval/since_best_score", 0.0) > 0.0
-        is_best, ends, is_saved = processes.from_main((is_best, EXPORTED in now, self.callbacks.is_saved))
-        if is_best:
+        is_better, ends, is_saved = processes.from_main((is_best(now), EXPORTED in now, self.callbacks.is_saved))
+        if is_better:
             state.best_evaluation = state.iteration
         state.requests.end |= ends
         state.requests.restore_best = ends
-        if ends or (is_best and not is_saved):
+        if ends or (is_better and not is_saved):
             self.callbacks.save()
 
     @contextmanager
