@@ -151,16 +151,10 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
     The sentences describe a run or a model version.
     """
-    from ppo_rlhf.reporting.wording import say_perplexity, say_verdict
+    from ppo_rlhf.reporting.wording import say_perplexity, say_stop, say_verdict
 
     win_rate = f"win rate {100 * summary['eval/win_rate']:.1f} %"
-    said = f"{say_verdict(summary['verdict'])} ({win_rate}).{say_perplexity(summary)}"
-    if (exported := summary.get("exported_iteration")) is not None:
-        said += (
-            f" evaluation.on_exploitation stopped training after iteration {summary['stopped_after']}; the policy is "
-        )
-        said += f"that of iteration {exported}." if exported else "SFT's."
-    return said
+    return f"{say_verdict(summary['verdict'])} ({win_rate}).{say_perplexity(summary)}{say_stop(summary)}"
 
 
 def log_inputs(this: RunDescription) -> None:

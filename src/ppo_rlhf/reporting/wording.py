@@ -187,6 +187,15 @@ def say_perplexity(summary: Mapping[str, Any]) -> str:
     )
 
 
+def say_stop(summary: Mapping[str, Any]) -> str:
+    """Return a sentence, after a space, on the evaluation that stopped a run; "" if none did."""
+    if (exported := summary.get("exported_iteration")) is None:
+        return ""
+    policy = f"that of iteration {exported}" if exported else "SFT's"
+    after = summary["stopped_after"]
+    return f" evaluation.on_exploitation stopped training after iteration {after}; the policy is {policy}."
+
+
 def remarks(
     summary: Mapping[str, Any], before_after: pd.DataFrame, reward_model_accuracy: float | None = None
 ) -> list[str]:
