@@ -442,9 +442,8 @@ class PPOConfig:
     """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
     stops."""
 
-    _processes: InitVar[InstanceOf[_Processes] | None] = (
-        None  # no setting: `of_run` gives the number, and `replace` passes it on
-    )
+    # No setting: `of_run` gives the number, and `replace` passes it on
+    _processes: InitVar[InstanceOf[_Processes] | None] = None
 
     def __post_init__(self, _processes: _Processes | None) -> None:
         object.__setattr__(self, "_processes", _processes)
