@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from inputs import chat_ids, find_noise_seed, make_models, make_prompts, raw_rows, recipe
+from tables import markdown
 from workload import LENGTHS, PRECISIONS, PRESETS, SAMPLED, Job
 
 HERE = Path(__file__).resolve().parent
@@ -204,7 +205,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             found = [row[f"{side}_{name}"] for side in ("ours", "trl") if f"{side}_{name}" in row]
             line.append(" / ".join(f"{figure:.{digits}f}" for figure in found))
         lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def curve_rows(pairs: Sequence[tuple[Result, ...]]) -> list[dict[str, Any]]:
@@ -225,7 +226,7 @@ def curves_table(curves: list[dict[str, Any]]) -> str:
         blocks = [row["scores"][start : start + 4] for start in starts]
         means = [f"{sum(block) / len(block):.3f}" if block else "" for block in blocks]
         lines.append([f"{row['precision']}, {row['side']}, run {row['pair']}", *means])
-    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n" + markdown(lines)
 
 
 def machine(peer_python: str | None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.recipes.random_walks import optimality
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOConfig, PPOTrainer
+from tables import markdown
 
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("randomwalks", {}),
@@ -82,7 +83,7 @@ def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
         reached = ["–" if (at := walks.first_at(curve)) is None else str(at) for curve in curves]
         means = [f"{fmean(point[name] for curve in curves for point in curve):.3f}" for name in SHOWN]
         lines.append([side, with_interval(lasts), ", ".join(reached), *means])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def main() -> None:

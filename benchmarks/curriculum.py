@@ -29,6 +29,7 @@ from ppo_rlhf.recipes import calculator, random_walks
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, split_demonstrations
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, train_sft_policy
 from ppo_rlhf.training import PPOConfig, PPOTrainer
+from tables import markdown
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def table(found: dict[str, list[Curve]], targets: Sequence[float]) -> str:
     pairs = list(zip(*found.values(), strict=True))
     differences = [with_interval([mean(other) - mean(plain) for plain, other in pairs]) for mean in means.values()]
     lines.append(["difference", *[""] * len(targets), *differences])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.preferences import sample_preferences
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig, train_reward_model
+from tables import markdown
 
 SEEDS = (1, 2, 3)
 PAIRS, HELD_OUT, INTERVAL = 2_000, 256, 8
@@ -117,7 +118,7 @@ def summary(found: dict[str, list[Points]]) -> str:
         cells.append(with_interval([run[-1]["kl"] for run in runs], 1))
         cells.append(with_interval([float(np.mean([point["score_s"] for point in run])) for run in runs], 2))
         lines.append([METHODS[method], *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def draw(found: dict[str, list[Points]], file: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from inputs import make_models, make_prompts
+from tables import markdown
 from workload import Preset
 
 SHAPE = Preset(2, 32, 2, 200, batch=8, minibatch=8, prompt_length=8, response_length=12)
@@ -109,7 +110,7 @@ def table(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     words = {True: "holds", False: "**does not hold**", None: "–"}
     lines = [("rule", "", "measured"), ("---",) * 3, *((rule, words[holds], text) for rule, holds, text in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def _recorded(functions: dict[str, Callable[..., Tensor]]) -> Iterator[Row]:

@@ -23,6 +23,7 @@ from compare import ENVIRONMENT, machine, run_side
 from inputs import recipe
 from intervals import with_interval
 from ppo_rlhf.config import PPOConfig
+from tables import markdown
 from workload import QUIET_PEER
 
 HERE = Path(__file__).resolve().parent
@@ -71,7 +72,7 @@ def table(results: Results) -> str:
             line.append(f"{mean(row['cpu_s'] for row in rows) / 60:.0f}")
             line.append(f"{max(row['memory_mib'] for row in rows) / 1024:.1f}")
         lines.append(line + [""] * (len(head) - len(line)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def main() -> None:

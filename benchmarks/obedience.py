@@ -20,6 +20,7 @@ from matplotlib import pyplot as plt
 
 from inputs import raw_rows
 from intervals import with_interval
+from tables import markdown
 
 ROWS = {
     "reward": "reward",
@@ -67,7 +68,7 @@ def table(runs: dict[str, list[Path]]) -> str:
         line = [words, f"{np.mean(of_sft):.{digits}f}" if of_sft else ""]
         line += [with_interval([figure[name][1] for figure in of_form], digits) for of_form in found.values()]
         lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def examples(data: Path) -> str:
@@ -81,7 +82,7 @@ def examples(data: Path) -> str:
         answers = (" ".join(side["response"][number].split()).replace("|", "\\|") for side in sides)
         scores = (f" ({side['reward'][number]:.0f})" for side in sides)
         lines.append([request, *(answer + score for answer, score in zip(answers, scores, strict=True))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def draw(runs: dict[str, list[Path]], file: Path) -> None:

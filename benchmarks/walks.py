@@ -25,6 +25,7 @@ from inputs import PROJECT, recipe
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, split_demonstrations
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, train_sft_policy
+from tables import markdown
 from workload import QUIET_PEER
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +65,7 @@ def curves_table(curves: dict[str, list[Curve]], seeds: Sequence[int]) -> str:
         for seed, curve in zip(seeds, found, strict=True):
             scores = (f"{curve[number - 1]['score']:.3f}" if number <= len(curve) else "" for number in SHOWN)
             lines.append([f"{side}, seed {seed}", *scores])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def summary_table(curves: dict[str, list[Curve]]) -> str:
@@ -87,7 +88,7 @@ def summary_table(curves: dict[str, list[Curve]]) -> str:
                 ", ".join(f"{last:.3f}" for last in lasts),
             ]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def draw(curves: dict[str, list[Curve]], file: Path) -> None:
