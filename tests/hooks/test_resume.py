@@ -563,6 +563,21 @@ def test_each_setting_is_refused_or_a_change(before: dict[str, str], after: dict
     assert list(changes) == ([changed] if changed else [])
 
 
+def test_the_batch_may_be_divided_otherwise_and_another_batch_is_refused_before_anything_is_written():
+    def sizes(micro: int, accumulation: int) -> dict[str, str]:
+        return {"ppo.per_device_train_batch_size": f"{micro}", "ppo.gradient_accumulation_steps": f"{accumulation}"}
+
+    before = earlier(sizes(8, 4), **{"launch.processes": "1"})
+    refused, changes = differences(now(sizes(8, 2), **{"launch.processes": "2"}), before)
+    assert not refused
+    assert changes == {"gradient_accumulation_steps": ("4", "2"), "launch.processes": ("1", "2")}
+    refused, _ = differences(now(sizes(4, 4), **{"launch.processes": "1"}), before)
+    assert refused == [
+        "the rollout batch, per_device_train_batch_size x gradient_accumulation_steps x processes (32 before, 16 now)"
+    ]
+    assert differences(now(sizes(4, 4), **{"launch.processes": "1"}), earlier({})) == ([], {})
+
+
 def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_processes_may_change():
     before = earlier(
         {}, **{"version.torch": "1", "launch.processes": "1", "data.prompts.fingerprint": "a", "seed": "1"}

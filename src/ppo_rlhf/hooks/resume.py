@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROJECT_PATH, RunDescription
+from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROCESSES, PROJECT_PATH, RunDescription
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
@@ -41,6 +42,8 @@ JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
 """MLflow params whose value may be a language model that judges. A resumed run may use another language model as judge,
 so that a judge that failed can be fixed."""
 TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
+BATCH = ("ppo.per_device_train_batch_size", "ppo.gradient_accumulation_steps", PROCESSES)
+"""Params and tag whose product, the rollout batch, stays the same on resume."""
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
@@ -300,7 +303,16 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
             refused.append(f"the data {setting.removesuffix('.fingerprint')} ({path})")
         else:
             refused.append(f"{name} ({was} before, {is_now} now)")
+    was_batch, is_batch = _batch(before), _batch(now)
+    if None not in (was_batch, is_batch) and was_batch != is_batch:
+        names = " x ".join(name.rpartition(".")[2] for name in BATCH)
+        refused.append(f"the rollout batch, {names} ({was_batch} before, {is_batch} now)")
     return refused, changes
+
+
+def _batch(settings: Mapping[str, str]) -> int | None:
+    """Return the responses of an iteration; None if the settings do not say it, as before a run has logged its own."""
+    return math.prod(int(settings[name]) for name in BATCH) if all(name in settings for name in BATCH) else None
 
 
 def _plain(text: str, judge: str | None = None) -> Any:
