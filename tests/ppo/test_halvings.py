@@ -198,7 +198,7 @@ def test_shards_end_the_run_with_the_setting_to_lower(monkeypatch):
     monkeypatch.setattr(halvings, "shards_models", lambda: True)
     run = build()
     ShortMemory(monkeypatch, "sampling", most=3)
-    with pytest.raises(TrainingError, match=r"lower local_rollout_forward_batch_size$"):
+    with pytest.raises(TrainingError, match=r"lower ppo\.local_rollout_forward_batch_size$"):
         run.iteration()
 
 

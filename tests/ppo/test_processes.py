@@ -91,7 +91,7 @@ def test_memory_that_runs_out_while_processes_exchange_gradients_ends_the_run_in
         launch("tests.ppo.short_memory_case", phase, str(answer), processes=2, folder=REPOSITORY)
     line = answer.read_text()
     assert line.startswith("process 1 ran out of memory in an update with 8 responses at a time: CUDA out of memory.")
-    assert line.endswith("it cannot begin again: lower per_device_train_batch_size")
+    assert line.endswith("it cannot begin again: lower ppo.per_device_train_batch_size")
 
 
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):

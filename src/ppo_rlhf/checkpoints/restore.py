@@ -106,5 +106,5 @@ def restore(state: TrainingState, directory: Path) -> None:
             )
         for halving in state.halvings.values():
             if halving.count:
-                log.info("Memory ran out before: ppo.%s stays divided by %d.", halving.field, 2**halving.count)
+                log.info("Memory ran out before: %s stays divided by %d.", halving.setting, 2**halving.count)
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

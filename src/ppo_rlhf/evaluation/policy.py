@@ -258,7 +258,7 @@ class Evaluator:
     seed: int  # seed of the sampling noise: two policies evaluated with the same seed get the same noise
     batch_size: int = 64
     samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with its own noise
-    halving: Halving = field(default_factory=partial(Halving, "an evaluation", "batch_size"))  # of `batch_size`
+    halving: Halving = field(default_factory=partial(Halving, "an evaluation", "evaluation.batch_size"))
 
     def evaluate(
         self,

@@ -27,9 +27,14 @@ class Halving:
     """How often memory has run out in passes of one kind."""
 
     passes: str  # what the passes are part of
-    field: str  # the setting of how many responses a pass computes; empty: memory that runs out is an error
+    setting: str  # says how many responses a pass computes, as ppo.x; empty: memory that runs out is an error
     like: str = ""  # what would begin with half as many
     count: int = 0
+
+    @property
+    def field(self) -> str:
+        """Name of the setting within its group."""
+        return self.setting.rpartition(".")[2]
 
     def of(self, rows: int) -> int:
         """Return how many responses a pass computes at a time, where the setting alone would give `rows`."""
@@ -49,7 +54,7 @@ class Halving:
         try:
             yield
         except RuntimeError as error:
-            if not self.field or not should_reduce_batch_size(error):
+            if not self.setting or not should_reduce_batch_size(error):
                 raise
             ran_out = f"ran out of memory in {self.passes} with {rows} response{'s' * (rows > 1)} at a time"
             if process_count() > 1:
@@ -60,7 +65,7 @@ class Halving:
             if shards_models() or is_shared():
                 raise TrainingError(
                     f"{ran_out}: {why}. The other processes wait for gradients or shards of this pass, so it cannot "
-                    f"begin again: lower {self.field}"
+                    f"begin again: lower {self.setting}"
                 ) from error
             self.count += 1
             like = f", as with {self.like}" if self.like else ""

@@ -128,12 +128,14 @@ class TrainingState:
     micro_batch_tokens: int | None = None
     # Halvings of the responses that a process samples or scores at a time, and of the micro-batches of updates. Until
     # `agree_on_halvings`, before an update and after each minibatch, they count what happened in this process
-    rollout_halving: Halving = field(default_factory=partial(Halving, "a rollout", "local_rollout_forward_batch_size"))
+    rollout_halving: Halving = field(
+        default_factory=partial(Halving, "a rollout", "ppo.local_rollout_forward_batch_size")
+    )
     update_halving: Halving = field(
         default_factory=partial(
             Halving,
             "an update",
-            "per_device_train_batch_size",
+            "ppo.per_device_train_batch_size",
             "half of ppo.per_device_train_batch_size and twice ppo.gradient_accumulation_steps",
         )
     )
