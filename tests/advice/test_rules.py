@@ -166,6 +166,7 @@ def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_
 
 HIGH, LOW = {"objective/kl": curve(12)}, {"objective/kl": curve(2)}
 CUT = {"response/truncated_fraction": curve(0.1, 0.8)}
+SHARED, USELESS = {"value_model": "shared", "learning_rate": 1e-5}, {"val/explained_variance": (0.0, 0.15)}
 
 # rule, settings, curves, the change
 BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
@@ -184,6 +185,12 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
     ("truncated", {"missing_eos_penalty": 1.0}, CUT, ("missing_eos_penalty", 1.0, 2.0)),
     ("truncated", {}, {"response/truncated_fraction": curve(0.9, 0.8)}, ("response_length", 36, 1.5)),
     ("truncated", {"truncated_responses": "mask"}, CUT, ("response_length", 36, 1.5)),  # excludes the penalty
+    ("critic_explains_nothing", {"value_learning_rate": None}, USELESS, ("value_learning_rate", None, None, 1.2e-3)),
+    ("critic_explains_nothing", SHARED | {"value_learning_rate": None}, USELESS,
+     ("value_learning_rate", None, None, 2e-4)),
+    ("critic_explains_nothing", SHARED | {"value_learning_rate": 3e-5}, USELESS,  # what conf/base sets
+     ("value_learning_rate", 3e-5, None, 2e-4)),
+    ("critic_explains_nothing", SHARED | {"value_learning_rate": 3e-4}, USELESS, ("value_learning_rate", 3e-4, 3.0)),
 ]  # fmt: skip
 
 

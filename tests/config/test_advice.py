@@ -3,6 +3,7 @@
 import pytest
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.advice import head_rate
 
 
 def test_changed_values_outside_the_typical_range_give_advice_and_defaults_never_do():
@@ -44,6 +45,11 @@ def test_the_head_of_a_shared_critic_has_a_range_of_its_own():
             found = [line for line in config.advice(parameters=135_000_000) if "value_learning_rate" in line]
             assert len(found) == objections, rate
     assert "0.0001 to 0.001 (for the head of a shared critic" in found[0]
+
+
+def test_the_rate_that_is_suggested_for_a_head_is_usual_and_never_below_the_policys():
+    rates = {1.5e-5: 3e-4, 1e-5: 2e-4, 1e-6: 1e-4, 1e-4: 1e-3, 4e-3: 4e-3}
+    assert {policy: head_rate(policy) for policy in rates} == rates
 
 
 @pytest.mark.parametrize(

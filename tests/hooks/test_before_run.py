@@ -214,6 +214,12 @@ def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
     (line,) = settings(conf).unusual_values(run)
     assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
+    # What conf/base sets for a whole critic is too slow for a head
+    entries["params:ppo"] = MemoryDataset(
+        PPOConfig(value_model="shared", value_learning_rate=3e-5, learning_rate=1e-5, response_length=36)
+    )
+    (line,) = settings(conf).unusual_values(RunRequest(pipeline, DataCatalog(entries), tmp_path))
+    assert line.startswith("ppo.value_learning_rate=3e-05 is outside its typical range 0.0001 to 0.001 (for the head")
 
 
 def test_a_path_that_begins_with_a_dot_is_no_name_on_the_hub(

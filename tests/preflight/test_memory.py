@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModel, LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models import free_memory
@@ -381,6 +382,8 @@ def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first(
     assert found[1].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     settings = [next(iter(each.changes)) for each in found]
     assert settings.index("offload_reference_policy") < settings.index("value_model") < settings.index("use_peft")
+    shared = next(each.changes for each in found if "value_model" in each.changes)
+    assert shared == {"value_model": "shared", "value_learning_rate": head_rate(config.learning_rate)}
     for each in found:
         assert each.needed == plan_memory(replace(config, **each.changes), shape).needed
         assert each.needed < plan_memory(config, shape).needed

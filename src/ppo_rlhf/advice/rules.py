@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ppo_rlhf.advice.curves import Run, in_digits
+from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.rules import Change, Rule
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.ppo import kl_alarms
@@ -33,8 +34,6 @@ FEW = 20
 EXPLAINS_NOTHING, EXPLAINS_LITTLE = 0.1, 0.2
 """Limits of val/explained_variance: of its median over the run, and of its mean over the last iterations. A linear fit
 of 384 responses' returns to SmolLM2's last hidden states explains 0.15 of other responses' variance."""
-HEAD_FACTOR = 20.0
-"""Factor from the policy's learning rate to that of a shared critic's head, which starts at 0: 3e-4 for 1.5e-5."""
 FELT = 0.1
 """A gap of the judge's score at equal reward counts from this share of the change of the judge's score on."""
 
@@ -153,11 +152,13 @@ def _rate_for_update(r: Run, now: float, size: float, least: float, most: float)
 
 
 def _faster_critic(r: Run) -> Change:
-    """Return a higher learning rate of the critic, or a rate of its own for the head of a shared critic."""
-    if r.config.value_learning_rate is not None:
-        return scaled(r, "value_learning_rate", 3.0)
-    factor = HEAD_FACTOR if r.config.value_model == "shared" else 3.0
-    return set_to(r, "value_learning_rate", factor * r.config.learning_rate)
+    """Return a higher learning rate of the critic; of a shared critic's head at least the rate that such heads need."""
+    now, policy = r.config.value_learning_rate, r.config.learning_rate
+    if r.config.value_model == "shared" and 3.0 * (now or policy) < head_rate(policy):
+        return set_to(r, "value_learning_rate", head_rate(policy))
+    if now is None:
+        return set_to(r, "value_learning_rate", float(f"{3.0 * policy:.3g}"))
+    return scaled(r, "value_learning_rate", 3.0)
 
 
 def _less_truncation(r: Run) -> Change:

@@ -130,7 +130,9 @@ class OwnSettings:
         # The model that PPO starts from; None: the policy is trained from scratch
         start = run.source(run.start) if run.reads(run.start) else None
         size = None if start is None else run.catalog[run.start].load().empty_causal_lm().num_parameters()
-        own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
+        own = {name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)}
+        if "value_model" in own and ppo.value_model == "shared":
+            own.add("value_learning_rate")  # what is shipped suits the critic that is shipped
         unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual

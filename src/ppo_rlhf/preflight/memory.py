@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
@@ -340,6 +341,11 @@ def _smaller_micro_batches(c: PPOConfig) -> Changes:
     return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": c.local_batch_size // rows}
 
 
+def _shared_critic(c: PPOConfig) -> Changes:
+    """Replace the critic by a value head on the policy, which needs a higher learning rate than a whole critic."""
+    return {"value_model": "shared", "value_learning_rate": head_rate(c.learning_rate)}
+
+
 _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     ("the same numbers except for rounding, slower", lambda c: {"cuda_graphs": False}),
     (
@@ -351,7 +357,7 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),
     ("frozen models and activations in 16 bits", lambda c: {} if c.dtype == "float16" else {"dtype": "bfloat16"}),
-    ("another critic: a value head on the policy", lambda c: {"value_model": "shared"}),
+    ("another critic: a value head on the policy", _shared_critic),
     (
         "adapters train instead of all weights, at higher learning rates",
         lambda c: {"use_peft": True, "offload_reference_policy": False},
