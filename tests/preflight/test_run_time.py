@@ -32,7 +32,7 @@ def work(layers=30, **changes):
 def times(monkeypatch):
     """Each pass takes 1 s, and each layer adds a share of it; bfloat16 halves everything."""
 
-    def fake(config, work, layers, device):
+    def fake(config, work, layers, device, deadline):
         half = 0.5 if config.dtype == "bfloat16" else 1.0
         return PassTimes(*(half * (1.0 + layers * share) for share in (0.1, 0.2, 0.3, 0.4)))
 
@@ -97,7 +97,24 @@ def test_what_cannot_be_timed_says_why(monkeypatch):
     assert "4-bit weights cannot" in line(PPOConfig(**SETTINGS, load_in_4bit=True, use_peft=True), work())
     assert line(config, work(prompt_length=-30)).startswith("not timed: ")
     monkeypatch.setattr(run_time, "MOST_SECONDS", 0.0)
-    assert line(config, work()) == "not timed: 6 layers alone take longer than 0 s here"
+    assert line(config, work()) == "not timed: a few layers alone take longer than 0 s here"
+
+
+def test_timing_ends_at_one_deadline_for_both_precisions(monkeypatch):
+    now, calls = [0.0], list[float]()
+    monkeypatch.setattr(run_time.time, "monotonic", lambda: now[0])
+
+    def seconds(call, device):
+        calls.append(now[0])
+        now[0] += taken
+        return 1.0
+
+    monkeypatch.setattr(run_time, "_seconds", seconds)
+    for taken, timed in ((3.0, 8 + 3), (2.0, 8 + 4), (1.0, 8 + 8), (5.0, 4), (20.0, 2)):
+        now[0] = 0.0
+        calls.clear()
+        list(run_time.describe(PPOConfig(**SETTINGS), work(), CPU))
+        assert (len(calls), max(calls) <= 30.0) == (timed, True), taken
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_peft": True}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}])

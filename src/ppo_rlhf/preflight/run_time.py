@@ -30,6 +30,7 @@ LAYERS = (2, 6)
 MOST_TOKENS = 512
 """Tokens of a pass, if one response with its prompt is not longer."""
 MOST_SECONDS = 30.0
+"""Both precisions together are timed for no longer, except for the call during which the time ends."""
 ENOUGH_S = 0.5
 FASTER = 1.25
 """bfloat16 is recommended if float32 takes this many times longer."""
@@ -60,9 +61,9 @@ class PassTimes(NamedTuple):
 
 def describe(config: PPOConfig, work: Work, device: torch.device) -> Iterator[tuple[Literal["ok", "advice"], str]]:
     """Yield in words how long the run takes here, and whether bfloat16 is faster where the run computes in float32."""
-    started = time.monotonic()
+    deadline = time.monotonic() + MOST_SECONDS
     try:
-        times = time_passes(config, work, device)
+        times = time_passes(config, work, device, deadline)
     except NotTimedError as reason:
         yield "ok", f"not timed: {reason}"
         return
@@ -74,26 +75,26 @@ def describe(config: PPOConfig, work: Work, device: torch.device) -> Iterator[tu
         f"{_range(*seconds)} an iteration, {_range(*whole)} for all {config.num_total_batches:,}, with responses of "
         f"{half} to {full} tokens; without the reward and evaluations",
     )
-    is_slow = time.monotonic() - started > MOST_SECONDS / 2
-    if device.type != "cpu" or config.dtype != "float32" or is_slow:
+    if device.type != "cpu" or config.dtype != "float32":
         return
     with contextlib.suppress(NotTimedError):
-        in_16_bits = time_passes(replace(config, dtype="bfloat16"), work, device)
+        in_16_bits = time_passes(replace(config, dtype="bfloat16"), work, device, deadline)
         faster = seconds[-1] / iteration_seconds(config, work, in_16_bits, full)
         if faster >= FASTER:
             yield "advice", f"this CPU is {faster:.1f} times faster in 16 bits: ppo.dtype=bfloat16 (other numbers)"
 
 
-def time_passes(config: PPOConfig, work: Work, device: torch.device) -> PassTimes:
+def time_passes(config: PPOConfig, work: Work, device: torch.device, deadline: float = math.inf) -> PassTimes:
     """Return how long passes through the policy take on this machine.
 
     Args:
         config: The run's settings, with the `dtype` to time.
         work: What else decides the work of an iteration.
         device: Where the run computes.
+        deadline: The value of `time.monotonic` at which timing ends.
 
     Raises:
-        NotTimedError: Timing would take longer than `MOST_SECONDS`, or the run computes in a way that is not timed.
+        NotTimedError: Timing would end after the deadline, or the run computes in a way that is not timed.
     """
     if config.rollout_engine == "vllm" or config.environment is not None or config.load_in_4bit:
         raise NotTimedError("vLLM, environments and 4-bit weights cannot be timed with random weights")
@@ -104,11 +105,12 @@ def time_passes(config: PPOConfig, work: Work, device: torch.device) -> PassTime
     few = LAYERS if layers > LAYERS[-1] else (layers,)
     for number in few:
         try:
-            found.append(_times(config, work, number, device))
+            found.append(_times(config, work, number, device, deadline))
+        except NotTimedError:
+            raise
         except Exception as error:  # architectures refuse a number of layers by many types of errors
             raise NotTimedError(in_one_line(error)) from error
-        if (time.monotonic() - started) * len(few) / len(found) > MOST_SECONDS:
-            raise NotTimedError(f"{few[-1]} layers alone take longer than {MOST_SECONDS:.0f} s here")
+        _check_time(deadline, (time.monotonic() - started) * (len(few) / len(found) - 1))
     times = found[0]
     if len(few) == 2:
         more = (layers - few[0]) / (few[1] - few[0])
@@ -130,7 +132,12 @@ def iteration_seconds(config: PPOConfig, work: Work, times: PassTimes, length: i
     return sampled + measured + epochs * rows * times.backward + steps * times.optimiser
 
 
-def _times(config: PPOConfig, work: Work, layers: int, device: torch.device) -> PassTimes:
+def _check_time(deadline: float, more_s: float = 0.0) -> None:
+    if time.monotonic() + more_s > deadline:
+        raise NotTimedError(f"a few layers alone take longer than {MOST_SECONDS:.0f} s here")
+
+
+def _times(config: PPOConfig, work: Work, layers: int, device: torch.device, deadline: float) -> PassTimes:
     """Return the times of passes through a model with `layers` layers."""
     policy, trusted = with_layers(work.policy, layers), {"trust_remote_code": work.trust_remote_code}
     with torch.random.fork_rng(devices=[]):
@@ -159,11 +166,15 @@ def _times(config: PPOConfig, work: Work, layers: int, device: torch.device) -> 
         with recomputing(model):
             loss(ids, config.response_length).backward()
 
+    def seconds(call: Callable[[], object]) -> float:
+        _check_time(deadline)
+        return _seconds(call, device)
+
     return PassTimes(
-        step=_seconds(lambda: forward(decoded, 1), device),
-        forward=_seconds(lambda: forward(ids, config.response_length), device) / rows,
-        backward=_seconds(backward, device) / rows,
-        optimiser=_seconds(optimiser.step, device),
+        step=seconds(lambda: forward(decoded, 1)),
+        forward=seconds(lambda: forward(ids, config.response_length)) / rows,
+        backward=seconds(backward) / rows,
+        optimiser=seconds(optimiser.step),
     )
 
 
