@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -76,10 +77,12 @@ def evaluate(tokenizer, prompts):
     scorer = build_reward_scorer(RewardConfig(components=[component]), None, tokenizer)
     judge = ResolvedJudge(count_words, {"wordy_rate": lambda prompts, completions: [1.0] * len(completions)}, "words")
 
-    def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1, temperature=None):
+    def run(
+        policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1, temperature=None, **how
+    ):
         sampling = EvaluationConfig(temperature=temperature).sampling(sampling_settings(ppo, tokenizer, policy))
         evaluator = Evaluator(tokenizer, prompts, scorer, judge, ppo, sampling, seed, batch_size, samples)
-        return evaluator.evaluate(policy, reference)
+        return evaluator.evaluate(policy, reference, **how)
 
     return run
 
@@ -166,6 +169,22 @@ def test_several_responses_to_a_prompt_stand_together_and_differ(evaluate, polic
     assert again.rates == {}
     assert again.judges.keys() == {"judge_score", "judge_score_again"}
     assert again.judges["judge_score_again"].tolist() == again.deciding_scores.tolist() == [len(row) for row in words]
+
+
+def test_processes_can_end_an_evaluation_together_after_each_of_its_parts(evaluate, policies):
+    for part in range(3):
+        met: list[int] = []
+
+        def meet(part: int = part, met: list[int] = met) -> None:
+            met.append(part)
+            if len(met) > part:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            evaluate(*policies, meet=meet)
+    met.clear()
+    evaluate(*policies, meet=partial(met.append, 0))
+    assert len(met) == 3
 
 
 def test_an_evaluation_without_prompts_and_a_judge_that_returns_nan_are_refused(evaluate, policies, prompts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL
+from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.evaluation.test_since_best import evaluation
 
 SFT = evaluation(np.zeros(8))
@@ -72,6 +74,15 @@ def test_a_row_has_the_verdict_of_the_final_evaluation_and_no_other(evaluate, mo
     row = evaluate(10, [], judge=judge)
     assert row["eval/win_rate_low"] > 0.5
     assert row["eval/verdict"] == level
+
+
+def test_an_evaluation_stops_where_the_processes_meet(evaluate, monkeypatch):
+    """`Epilogue.ask` promises it to a run of several processes."""
+    monkeypatch.setattr(RunRequests, "meet", lambda self: (_ for _ in ()).throw(StopBeforeUpdate(signal.SIGTERM)))
+    evaluator = SimpleNamespace(evaluate=lambda *_, meet, **__: meet())
+    monkeypatch.setattr(nodes, "evaluator_of", lambda *_, **__: evaluator)
+    with pytest.raises(StopBeforeUpdate):
+        evaluate(10, [])
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_evaluates_as_it_did_the_first_time(evaluate):

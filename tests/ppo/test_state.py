@@ -13,7 +13,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig, ppo
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import build, loop
+from ppo_rlhf.ppo import build, loop, update
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
 from ppo_rlhf.ppo.state import Clock
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
@@ -116,6 +116,28 @@ def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(ma
         assert stopped.value.signum == signal.SIGINT
     assert not run.state.updating
     assert_same(everything(run.state), before)
+
+
+def test_processes_stop_together_after_the_first_gradients_and_no_later(make_run, monkeypatch):
+    run = make_run(num_mini_batches=2, num_ppo_epochs=1)
+    experience, gradients = run.before_update()[-1], update._gradients_in_memory
+    before, asks_at = everything(run.state), 1
+    counted: list[int] = []
+
+    def asked(state, *given):
+        counted.append(1)
+        state.requests.signum = signal.SIGTERM if len(counted) == asks_at else None
+        return gradients(state, *given)
+
+    monkeypatch.setattr(update, "_gradients_in_memory", asked)
+    with pytest.raises(StopBeforeUpdate):
+        loop.optimise_policy(run.state, experience, run.reference)
+    assert not run.state.updating
+    assert_same(everything(run.state), before)
+    run.state.requests.signum, asks_at = None, 2
+    counted.clear()
+    loop.optimise_policy(run.state, experience, run.reference)
+    assert run.state.updating
 
 
 def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):

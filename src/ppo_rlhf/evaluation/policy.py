@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -268,12 +268,14 @@ class Evaluator:
         device: torch.device | None = None,
         captures: Captures | None = None,
         against: PolicyEvaluation | None = None,
+        meet: Callable[[], object] = lambda: None,
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy. Without a reference policy the KL is 0, as for SFT itself.
 
         The models compute on `device`; None uses the policy's device. `captures` are the CUDA graphs of the training
         run if the policy is in training. `against` is the evaluation of the reference policy, for judges that compare
-        two responses.
+        two responses. All processes call `meet` after sampling, after the log-probabilities and after scoring; it may
+        raise an exception to end the evaluation.
 
         Raises:
             DataError: There are no prompts.
@@ -289,6 +291,7 @@ class Evaluator:
         with on_device(policy, device):
             how: dict[str, Any] = {"batch_size": self.batch_size, "captures": captures, "halving": self.halving}
             responses = sample_responses(policy, prompts, uniforms_NT, self.sampling, self.config, **how)
+            meet()
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
                 drawn = {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
@@ -299,8 +302,10 @@ class Evaluator:
                 )
                 # the log-probabilities of padding are 0, so the sum over positions counts only response tokens
                 kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()
+                meet()
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
         scored, completions = self.scorer.score(batch), list(batch.completions)
+        meet()
 
         others: dict[str, list[Any]] = {} if against is None else {AGAINST: against.completions}
         others = {AGAINST: completions} if reference_policy is None else others

@@ -83,6 +83,8 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
                 # Prepare the next epoch's micro-batches while the device works, before the next device sync
                 if number + 1 == len(minibatches) and epoch + 1 < len(plan.epochs):
                     batches.prepare(epoch + 1)
+                if not state.updating:
+                    state.requests.meet()  # the last time before weights change
                 state.updating = True
                 if _exceeds_target_kl(step, config):
                     _drop_gradients(state.optimizers)
