@@ -21,7 +21,8 @@ from kedro.pipeline import Node, Pipeline
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.ppo.requests import RunRequests
-from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again
+from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError
 
@@ -282,8 +283,15 @@ def test_a_run_that_does_not_read_the_settings_of_ppo_has_no_max_time():
 def test_the_line_names_what_is_asked_again():
     config = PPOConfig(environment="rooms:reply", turn_length=4)
     assert _asked_again(config, None) == ["the environment rooms:reply"]
-    reward = SimpleNamespace(
-        components=[SimpleNamespace(llm=SimpleNamespace(model="judge-7b")), SimpleNamespace(llm=None)]
+    scored, judged = (
+        LLMJudgeConfig(model=name, base_url="http://localhost:8000/v1", cache=cache)
+        for name, cache in (("judge-7b", None), ("judge-70b", "answers.sqlite"))
     )
+    reward = SimpleNamespace(components=[SimpleNamespace(llm=scored), SimpleNamespace(llm=None)])
     assert _asked_again(PPOConfig(), reward) == ["the language model judge-7b"]
-    assert _asked_again(PPOConfig(), None) == []
+    assert _asked_again(PPOConfig(), None) == _asked_by_evaluation(config, None, None) == []
+    evaluation = SimpleNamespace(judge="mine:judge", judges={"strict": judged, "again": scored})
+    assert _asked_by_evaluation(PPOConfig(), reward, evaluation) == [
+        "the language model judge-7b",
+        "the language model judge-70b (answers in its cache are kept)",
+    ]

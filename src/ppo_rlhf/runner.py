@@ -46,6 +46,7 @@ from ppo_rlhf.runtime.stops import TerminationSignal
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.datasets.run_catalog import RunCatalog
+    from ppo_rlhf.evaluation.policy import EvaluationConfig
     from ppo_rlhf.ppo.callbacks import Callbacks
     from ppo_rlhf.ppo.state import TrainingState
     from ppo_rlhf.rewards.config import RewardConfig
@@ -342,11 +343,16 @@ def _iterate(
             say(f"Training is already complete ({done}).")
         return
     epilogue.nodes = plan.after_update
-    asked_again = _asked_again(state.config, catalog.load(REWARD) if REWARD in catalog else None)
+    reward, evaluation = (catalog.load(name) if name in catalog else None for name in (REWARD, EVALUATION))
+    ask = partial(
+        epilogue.ask,
+        asked_again=_asked_again(state.config, reward),
+        by_evaluation=_asked_by_evaluation(state.config, reward, evaluation),
+    )
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as show,
-        finishing_first(state.config.shutdown_grace_s, partial(epilogue.ask, asked_again=asked_again), say),
+        finishing_first(state.config.shutdown_grace_s, ask, say),
     ):
         epilogue.show = show
         while not state.finished:
@@ -362,10 +368,28 @@ def _iterate(
 
 def _asked_again(config: PPOConfig, reward: RewardConfig | None) -> list[str]:
     """Return what is asked outside of this process again if an iteration is repeated."""
-    names = ["vLLM"] if config.rollout_engine == "vllm" else []
-    names += [] if config.environment is None else [f"the environment {config.environment}"]
-    models = [] if reward is None else [term.llm.model for term in reward.components if term.llm is not None]
-    return [*names, *(f"the language model {model}" for model in models)]
+    environment = [] if config.environment is None else [f"the environment {config.environment}"]
+    return [*_sampler(config), *environment, *_language_models(reward, None)]
+
+
+def _asked_by_evaluation(
+    config: PPOConfig, reward: RewardConfig | None, evaluation: EvaluationConfig | None
+) -> list[str]:
+    """Return what is asked outside of this process again if an evaluation is repeated."""
+    return [*_sampler(config), *_language_models(reward, evaluation)]
+
+
+def _sampler(config: PPOConfig) -> list[str]:
+    return ["vLLM"] if config.rollout_engine == "vllm" else []
+
+
+def _language_models(reward: RewardConfig | None, evaluation: EvaluationConfig | None) -> list[str]:
+    """Return the language models that score and judge, in words. Answers in a cache are not asked for again."""
+    terms = [] if reward is None else [term.llm for term in reward.components]
+    judges = [getattr(evaluation, "judge", None), *getattr(evaluation, "judges", {}).values()]
+    models = [each for each in (*terms, *judges) if each is not None and not isinstance(each, str)]
+    words = (f"the language model {m.model}{' (answers in its cache are kept)' if m.cache else ''}" for m in models)
+    return list(dict.fromkeys(words))
 
 
 class _NodesAfterUpdate(Epilogue):

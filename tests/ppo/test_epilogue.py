@@ -154,6 +154,9 @@ def test_before_an_update_one_process_stops_at_once_and_several_where_they_meet(
     assert said.startswith(f"SIGTERM: stopping before the update of iteration {where} iteration 3 is saved; ")
     assert "asks vLLM and the language model m again" in said
     assert (stop is None) is goes_on
+    with epilogue.stoppable("in the evaluation of iteration 3"):
+        said, _ = epilogue.ask(signal.SIGTERM, ["the environment e"], ["the language model judge"])
+    assert "asks the language model judge again" in said
 
 
 def test_a_run_whose_updates_take_longer_than_the_grace_says_so_once(caplog: pytest.LogCaptureFixture):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.ppo.state import TrainingState
 
 
+EVALUATING = "in the evaluation of iteration"
 UPDATE_S = "time/optimise_s"
 """The metric with the seconds of an iteration's update."""
 
@@ -97,7 +98,7 @@ class Epilogue(ABC):
         self.show(self.state.iteration, metrics)
         self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
         self._stop_if_asked()
-        with self.stoppable(f"in the evaluation of iteration {self.state.iteration}"):
+        with self.stoppable(f"{EVALUATING} {self.state.iteration}"):
             row = self.evaluate()
         self._heed(row)
         self.callbacks.evaluated(row)
@@ -136,11 +137,13 @@ class Epilogue(ABC):
         finally:
             self._block = None
 
-    def ask(self, signum: int, asked_again: Sequence[str] = ()) -> tuple[str, StopBeforeUpdate | None]:
+    def ask(
+        self, signum: int, asked_again: Sequence[str] = (), by_evaluation: Sequence[str] = ()
+    ) -> tuple[str, StopBeforeUpdate | None]:
         """Request the end of the run; return the line to log, and the exception that stops the work.
 
         The exception is None if the work goes on until the run can be saved. The signal handler calls `ask`.
-        `asked_again` names what is asked anew when the iteration is repeated.
+        `asked_again` names what is asked anew when the iteration is repeated, `by_evaluation` when its evaluation is.
         """
         state, block = self.state, self._block
         state.requests.signum = signum
@@ -154,7 +157,8 @@ class Epilogue(ABC):
         is_alone = processes.process_count() == 1
         where = "" if is_alone else ", where the processes next meet"
         kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
-        again = f"; a resumed run asks {' and '.join(asked_again)} again" if asked_again else ""
+        names = by_evaluation if block[0].startswith(EVALUATING) else asked_again
+        again = f"; a resumed run asks {' and '.join(names)} again" if names else ""
         line = f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}"
         return line, StopBeforeUpdate(signum) if is_alone else None
 
