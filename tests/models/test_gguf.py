@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,34 @@ def test_weights_are_dequantised_once_and_read_from_the_kept_directory_afterward
         PretrainedHandle(str(copy), gguf_cache=kept).causal_lm()
 
 
+def test_a_process_that_waited_for_another_one_does_not_dequantise_again(written, tmp_path, monkeypatch):
+    handle = PretrainedHandle(str(written[0]), gguf_cache=tmp_path)
+    one_at_a_time, dequantised, times = module.one_at_a_time, module._dequantised, list[Path]()
+
+    @contextmanager
+    def after_another(folder: Path):
+        with one_at_a_time(folder):
+            if not times:
+                handle.gguf._add_weights(folder)
+            yield
+
+    def counted(path: Path, folder: Path):
+        times.append(folder)
+        return dequantised(path, folder)
+
+    monkeypatch.setattr(module, "one_at_a_time", after_another)
+    monkeypatch.setattr(module, "_dequantised", counted)
+    assert_close(handle.causal_lm().lm_head.weight, written[1].lm_head.weight, rtol=0.0, atol=0.0)
+    assert len(times) == 1
+
+
+def test_a_file_without_a_suffix_is_known_by_its_first_bytes_as_ollama_keeps_it(written, tmp_path):
+    blob = shutil.copy(written[0], tmp_path / "sha256-4711")
+    assert_close(PretrainedHandle(str(blob)).causal_lm().lm_head.weight, written[1].lm_head.weight, rtol=0.0, atol=0.0)
+    (tmp_path / "text").write_text("GGU")
+    assert "there is no such model directory" in refused(tmp_path / "text")
+
+
 def test_an_interrupted_write_is_not_read(written, tmp_path, monkeypatch):
     handle = PretrainedHandle(str(written[0]), gguf_cache=tmp_path)
 
@@ -147,6 +176,10 @@ def test_what_cannot_be_read_is_refused_in_one_line(written, tmp_path, monkeypat
     part = shutil.copy(written[0], tmp_path / "m-00001-of-00002.gguf")
     assert "llama-gguf-split --merge" in refused(part)
     assert "4 GGUF files and no whole model. Give one, such as half.gguf." in refused(tmp_path)
+    (tmp_path / "parts").mkdir()
+    for number in (1, 2):
+        shutil.copy(written[0], tmp_path / f"parts/m-0000{number}-of-00002.gguf")
+    assert refused(tmp_path / "parts").endswith("no whole model. Join the parts with llama-gguf-split --merge.")
     assert "a GGUF file has no score head, so it is no reward model" in refused(written[0], "check_reward_model")
     assert "so it is no critic" in refused(written[0], "check_critic")
     found = importlib.util.find_spec

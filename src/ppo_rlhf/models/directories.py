@@ -7,6 +7,7 @@ For a model on the hub, `find_file` reads single files from the hub or from the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -32,7 +33,8 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-GGUF = ".gguf"
+GGUF, MAGIC = ".gguf", b"GGUF"
+JOIN = "Join the parts with llama-gguf-split --merge."
 MEBIBYTE = 2**20
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_QUANTISATION = "quantization_config.json"
@@ -62,28 +64,35 @@ def is_local(source: str) -> bool:
 def gguf_file(source: str | Path) -> Path | None:
     """Return the GGUF file that `source` names: the file, or a folder with this one and no other kind of model.
 
-    The function returns None if `source` is anything else, for example a folder that also has safetensors.
+    The file is known by its suffix, or by its first bytes, as Ollama's files have no suffix. The function returns None
+    if `source` is anything else, for example a folder that also has safetensors.
     """
     place = Path(source).expanduser()
-    if place.suffix == GGUF and not os.path.isdir(place):
-        return place
-    files = list(place.glob(f"*{GGUF}")) if os.path.isdir(place) else []
+    if not os.path.isdir(place):
+        return place if place.suffix == GGUF or _begins_as_gguf(place) else None
+    files = list(place.glob(f"*{GGUF}"))
     return files[0] if len(files) == 1 and not any(place.glob("*.safetensors*")) else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:  # ValueError: a path with a null byte
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def check_gguf(path: Path) -> None:
     """Raise `ModelError` unless `path` is a whole GGUF file, and the package that reads GGUF files is installed."""
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic = file.read(len(MAGIC))
     except OSError as error:
         raise ModelError(f"{path}: this GGUF file cannot be read ({error.strerror}). Correct the path.") from None
-    if magic != b"GGUF":
+    if magic != MAGIC:
         raise ModelError(
             f"{path}: this is no GGUF file but perhaps a Git LFS pointer. Copy it again, or run git lfs pull."
         )
     if PART.search(path.stem):
-        raise ModelError(f"{path}: this is one part of a model. Join the parts with llama-gguf-split --merge.")
+        raise ModelError(f"{path}: this is one part of a model. {JOIN}")
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f'{path}: the package gguf, which reads GGUF files, is missing: pip install "ppo_rlhf[gguf]"')
 
@@ -104,9 +113,8 @@ def check_model_directory(source: str | Path) -> None:
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
     if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
         if files := sorted(folder.glob(f"*{GGUF}")):
-            raise ModelError(
-                f"{source}: {len(files)} GGUF files and no whole model. Give one, such as {files[0].name}."
-            )
+            fix = JOIN if PART.search(files[0].stem) else f"Give one, such as {files[0].name}."
+            raise ModelError(f"{source}: {len(files)} GGUF files and no whole model. {fix}")
         if versions := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
             raise ModelError(f"{source}: this folder holds {len(versions)} models. Name one, such as {versions[-1]}.")
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"

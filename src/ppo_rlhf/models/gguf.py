@@ -31,6 +31,7 @@ from transformers import (
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.directories import WEIGHTS, check_gguf, gguf_file
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
+from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.whole_files import drafted, publish, written_whole
 
 log = logging.getLogger(__name__)
@@ -105,14 +106,19 @@ class GGUFFile:
     def dequantise(self) -> None:
         """Add the file's weights to the directory as float32, unless they are there.
 
+        Of the processes that share the directory, one adds them.
+
         Raises:
             ModelError: The weights cannot be read or cannot be written.
         """
         folder = self.directory
         kept = "" if self.kept_in is None else f"; they are kept in {folder}"
         say_once(f"{self.path}: weights of the types {self.types} are dequantised to float32{kept}.")
-        if (folder / WEIGHTS).is_file():
-            return
+        with one_at_a_time(folder):
+            if not (folder / WEIGHTS).is_file():
+                self._add_weights(folder)
+
+    def _add_weights(self, folder: Path) -> None:
         with _errors_of(self.path, "weights"), drafted(folder / "weights") as draft:
             draft.mkdir()
             model = _dequantised(self.path, draft)

@@ -99,7 +99,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder / FOLDER_LOCK_FILE, os.O_RDWR | os.O_CREAT)
     else:
         descriptor = os.open(folder, os.O_RDONLY)
-    line = "Waiting for another process that has locked %s: a run that starts or registers its model, or `kedro clean`."
+    line = (
+        "Waiting for another process that has locked %s: a run that starts or registers its model, or that "
+        "dequantises a GGUF file, or `kedro clean`."
+    )
     waits = threading.Timer(SLOW_S, logger.warning, [line, folder])
     waits.daemon = True
     try:
