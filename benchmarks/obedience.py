@@ -33,6 +33,7 @@ ROWS = {
     "kl": "KL from SFT, nats a response",
     "explained_variance": "critic's explained variance, last 8 iterations",
     "minutes": "minutes of training",
+    "memory": "GiB while training",
 }
 EXAMPLES = 6
 
@@ -49,6 +50,7 @@ def figures(data: Path) -> dict[str, tuple[float | None, float]]:
     found["kl"], found["win_rate"] = (0.0, summary["eval/kl"]), (None, summary["eval/win_rate"])
     found["explained_variance"] = None, float(history["val/explained_variance"].tail(8).mean())
     found["minutes"] = None, float(history["time/iteration_s"].sum() / 60)
+    found["memory"] = None, float(history["memory/peak_bytes"].max() / 2**30)
     return found
 
 
@@ -61,12 +63,15 @@ def table(runs: dict[str, list[Path]]) -> str:
     """Return the means over seeds with their 95 % intervals as a Markdown table."""
     found = {form: [figures(data) for data in folders] for form, folders in runs.items()}
     everything = [figure for of_form in found.values() for figure in of_form]
-    lines = [["", "SFT", *(f"PPO, {form}" for form in runs)], ["---"] * (2 + len(runs))]
+    forms = [[f"PPO, {form}", f"{form} by seed"] for form in runs]
+    lines = [["", "SFT", *(name for names in forms for name in names)], ["---"] * (2 + 2 * len(runs))]
     for name, words in ROWS.items():
-        digits = 1 if name in ("kl", "minutes") else 3
+        digits = 1 if name in ("kl", "minutes", "memory") else 3
         of_sft = [sft for figure in everything if (sft := figure[name][0]) is not None]
         line = [words, f"{np.mean(of_sft):.{digits}f}" if of_sft else ""]
-        line += [with_interval([figure[name][1] for figure in of_form], digits) for of_form in found.values()]
+        for of_form in found.values():
+            values = [figure[name][1] for figure in of_form]
+            line += [with_interval(values, digits), ", ".join(f"{value:.{digits}f}" for value in values)]
         lines.append(line)
     return markdown(lines)
 

@@ -318,8 +318,8 @@ class PPOTrainer:
         Args:
             resume_from_checkpoint: Directory of the checkpoint to resume from; True takes the newest whole checkpoint
                 in `output_dir`.
-            output_dir: Directory for checkpoints, one every `save_interval` iterations and at the end; the newest
-                `save_total_limit` are kept. If an exception ends training, the last whole iteration is saved. None
+            output_dir: Directory for checkpoints, one every `save_interval` iterations, after `save_interval_minutes`
+                and at the end; the newest `save_total_limit` are kept. If an exception ends training, the last whole iteration is saved. None
                 saves no checkpoint.
 
         Raises:
