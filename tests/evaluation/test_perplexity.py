@@ -9,6 +9,7 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.perplexity import compare_perplexity, per_token, perplexity_row, text_losses
+from tests.ppo.short_memory import ShortMemory
 from tests.tiny_models import PAD, tiny_model
 
 TEXTS = [[6, 7, 8, 9, 10, 11], [8, 9], [12, 13, 14, 15]]
@@ -43,6 +44,14 @@ def measured(model, batch_size=2, counts=COUNTS, **settings):
 def test_a_texts_loss_is_that_of_a_loop_over_the_tokens_that_count_whatever_the_batch(kind, batch_size):
     model = tiny_model(kind).double()
     assert measured(model, batch_size) == pytest.approx(losses_by_a_loop(model), abs=1e-12)
+
+
+def test_memory_that_runs_out_halves_the_texts_in_a_pass(monkeypatch, caplog):
+    model = tiny_model().double()
+    expected, short = measured(model), ShortMemory(monkeypatch, "reference", most=1)
+    assert measured(model).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+    assert max(short.tried) == 2
+    assert "Ran out of memory in the perplexity of reference texts with 2 responses at a time" in caplog.text
 
 
 def test_the_sampling_temperature_does_not_count():

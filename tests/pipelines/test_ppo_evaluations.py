@@ -17,12 +17,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.pipelines.ppo import nodes
+from ppo_rlhf.ppo.halvings import Halving
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.evaluation.test_since_best import evaluation
 
+HALVING = Halving("an evaluation", "evaluation.batch_size")
 SFT = evaluation(np.zeros(8))
 REWARD = RewardConfig(components=[RewardComponentConfig(type="function", function="mine:reward")])
 SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
@@ -32,10 +34,12 @@ SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
 
-    def evaluator(*given: Any, **named: Any) -> SimpleNamespace:
+    def evaluator(*given: Any, halving: Any, **named: Any) -> SimpleNamespace:
+        halvings.append(halving)
         return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1])
 
     measured_now: list[Any] = []
+    halvings: list[Any] = []
     monkeypatch.setattr(nodes, "evaluator_of", evaluator)
     monkeypatch.setattr(nodes, "resolve_judge", lambda config: SimpleNamespace(reference=config.judge))
 
@@ -46,9 +50,11 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
         state.policy_iteration = iteration
         state.config, state.captures, state.requests = PPOConfig(), None, RunRequests()
+        state.evaluation_halving = HALVING
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
+        assert halvings[-1] is HALVING  # a smaller batch is kept
         return dict(json.loads(json.dumps(row)))  # as it is beside the checkpoints
 
     return evaluated

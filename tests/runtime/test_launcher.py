@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,25 @@ def test_a_collective_without_the_store_goes_on_only_if_the_launcher_has_ended(m
             pass
     finally:
         processes.launcher_has_ended.clear()
+
+
+def test_a_block_that_runs_out_of_memory_is_not_counted_since_it_runs_again(monkeypatch: pytest.MonkeyPatch):
+    reached = {"1": 0}
+
+    def add(place: str, more: int) -> int:
+        reached[place.rpartition("/")[2]] += more
+        return reached["1"]
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(processes, "join_processes", lambda: None)
+    monkeypatch.setattr(processes, "default_store", lambda: SimpleNamespace(add=add))
+    with pytest.raises(RuntimeError, match="memory"), processes.together():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    assert reached["1"] == 0
+    with pytest.raises(RuntimeError, match="other"), processes.together():
+        raise RuntimeError("another error")
+    assert reached["1"] == 1
 
 
 REWARD_HANGS = """

@@ -66,6 +66,13 @@ def test_a_text_without_a_token_that_counts_is_refused_in_one_line():
         tokenise_reference_texts(given(text=["a", "b", "a b"]), alone, None)
 
 
+def test_held_out_demonstrations_that_sft_leaves_out_are_left_out(caplog):
+    table = given(prompt=["a", "a b c d"], completion=[" b", " c"])
+    rows = tokenise_reference_texts(table, word_tokenizer(), 4, leaves_out=True)
+    assert len(rows.input_ids) == 1
+    assert "1 reference texts have no token to learn and are left out" in caplog.text
+
+
 def test_a_table_without_a_column_of_texts_is_refused_under_its_own_name():
     with pytest.raises(DataError, match=r"^reference texts: the columns are words; needed is `text`"):
         given(words=["a"])

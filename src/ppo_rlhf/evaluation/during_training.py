@@ -14,6 +14,7 @@ from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
 from ppo_rlhf.evaluation.exploitation import exploitation
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
+from ppo_rlhf.ppo.halvings import Halving, of_evaluations
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -38,11 +39,12 @@ def evaluator_of(
     trained: SamplingSettings,
     evaluation: EvaluationConfig,
     judge: ResolvedJudge,
+    halving: Halving | None = None,
 ) -> Evaluator:
     """Return the evaluator for evaluations during training: one response to each of the first held-out prompts.
 
     `trained` holds the sampling settings of training. `evaluation.temperature` may differ from the temperature of
-    training.
+    training. `halving` lasts longer than the evaluator: a smaller batch is kept from one evaluation to the next.
     """
     first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
     return Evaluator(
@@ -54,6 +56,7 @@ def evaluator_of(
         sampling=evaluation.sampling(trained),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
+        halving=of_evaluations() if halving is None else halving,
     )
 
 

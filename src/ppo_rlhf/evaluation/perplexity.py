@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.win_rate import CONFIDENCE
+from ppo_rlhf.ppo.halvings import Halving
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import Responses
 
@@ -67,6 +68,7 @@ def text_losses(
         device=device,
         batch_size=batch_size,
         pad_token_id=pad_token_id,
+        halving=Halving("the perplexity of reference texts", "evaluation.batch_size"),
     )
     return np.asarray(-logprobs.double().sum(dim=1).numpy())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +24,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.halvings import Halving
+from ppo_rlhf.ppo.halvings import Halving, of_evaluations
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.config import Reference, check_metric_name
@@ -258,7 +257,7 @@ class Evaluator:
     seed: int  # seed of the sampling noise: two policies evaluated with the same seed get the same noise
     batch_size: int = 64
     samples_per_prompt: int = 1  # number of responses to each prompt; each response is sampled with its own noise
-    halving: Halving = field(default_factory=partial(Halving, "an evaluation", "evaluation.batch_size"))
+    halving: Halving = field(default_factory=of_evaluations)
 
     def evaluate(
         self,

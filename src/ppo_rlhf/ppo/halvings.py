@@ -72,5 +72,10 @@ class Halving:
             log.warning("%s%s; from here on half of them%s: %s", ran_out[0].upper(), ran_out[1:], like, why)
 
 
+def of_evaluations() -> Halving:
+    """Return the halving of an evaluation's responses."""
+    return Halving("an evaluation", "evaluation.batch_size")
+
+
 NEVER = Halving("a pass", "")
 """The default of functions that sample or compute log-probabilities: memory that runs out is an error."""

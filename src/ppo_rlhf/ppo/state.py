@@ -27,7 +27,7 @@ from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
-from ppo_rlhf.ppo.halvings import Halving
+from ppo_rlhf.ppo.halvings import Halving, of_evaluations
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings
@@ -139,6 +139,8 @@ class TrainingState:
             "half of ppo.per_device_train_batch_size and twice ppo.gradient_accumulation_steps",
         )
     )
+    # Halvings of the responses of evaluations during training, in this process; a resumed run begins anew
+    evaluation_halving: Halving = field(default_factory=of_evaluations)
     early_stops: int = 0  # number of iterations whose update ended early because of `target_kl`
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
     # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components

@@ -200,11 +200,15 @@ def quick_group(backend: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Log a warning that names the processes which have not reached the `together` block after `SLOW_S` seconds."""
+    """Log a warning that names the processes which have not reached the `together` block after `SLOW_S` seconds.
+
+    A block that runs out of memory does not count as reached: the process runs it again, with less.
+    """
     if process_count() == 1:
         yield
         return
     import torch.distributed as dist
+    from accelerate.utils.memory import should_reduce_batch_size
 
     join_processes()
     try:
@@ -219,8 +223,13 @@ def together() -> Iterator[None]:
         if position and (late := _late_ranks(position)):
             logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
-    with _calling_after(SLOW_S, name_late):
-        yield
+    try:
+        with _calling_after(SLOW_S, name_late):
+            yield
+    except RuntimeError as error:
+        if position and should_reduce_batch_size(error):
+            _collectives_reached(os.environ["RANK"], -1)
+        raise
 
 
 def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from ppo_rlhf.supervised.demonstrations import (
     TokenisedDemonstrations,
     encode_demonstrations,
     read_demonstrations,
+    tokenise_demonstrations,
     training_template,
 )
 
@@ -50,18 +51,22 @@ def choose_reference_texts(
 
 
 def tokenise_reference_texts(
-    table: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+    table: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None, *, leaves_out: bool = False
 ) -> TokenisedDemonstrations:
     """Return the tokens of reference texts; the labels are those that SFT would have by default.
 
     So the tokens that count are a text's own, a completion's, or those of the assistant's turns of a chat if the chat
-    template marks them, else the whole chat's; and the end of text. Texts are cut to `max_length` tokens.
+    template marks them, else the whole chat's; and the end of text. Texts are cut to `max_length` tokens. With
+    `leaves_out` texts without a token that counts are left out, as SFT leaves them out.
 
     Raises:
-        DataError: As `encode_demonstrations`, or a text has no token that counts within `max_length`.
+        DataError: As `encode_demonstrations`, or a text (with `leaves_out` each text) has no token that counts within
+            `max_length`.
     """
     is_chats = "messages" in table and "prompt" not in table
     template = training_template(tokenizer, None) if is_chats else None
+    if leaves_out:
+        return tokenise_demonstrations(table, tokenizer, max_length, NAME, template)
     rows = encode_demonstrations(table, tokenizer, max_length, NAME, template)
     if unlearnt := rows.unlearnt:
         limit = "" if max_length is None else f" within the model's context of {max_length} tokens"

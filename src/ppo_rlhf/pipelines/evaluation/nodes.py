@@ -36,6 +36,7 @@ from ppo_rlhf.reporting.wording import headline, measure, remarks, result_sectio
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
+from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.supervised.demonstrations import IGNORED, DataPreparationConfig
 from ppo_rlhf.supervised.reference_texts import choose_reference_texts, tokenise_reference_texts
 
@@ -181,7 +182,8 @@ def measure_reference_texts(
     tokenizer, policies = sft_policy.tokenizer(), {SFT: sft_policy, PPO: ppo_policy}
     contexts = [usable_context(policy.config())[0] for policy in policies.values()]
     context = min((length for length in contexts if length is not None), default=None)
-    texts = tokenise_reference_texts(table, tokenizer, context)
+    is_held_out = evaluation.reference_texts == HELD_OUT_DEMONSTRATIONS
+    texts = tokenise_reference_texts(table, tokenizer, context, leaves_out=is_held_out)
     counts = [[label != IGNORED for label in labels] for labels in texts.labels]
     columns: dict[str, Any] = {TOKENS: [sum(row[1:]) for row in counts]}
     for name, policy in policies.items():

@@ -264,6 +264,7 @@ def evaluate_iteration(
         trained=state.sampling,
         evaluation=evaluation,
         judge=judge,
+        halving=state.evaluation_halving,
     )
     row, _ = during_training.evaluate_iteration(
         state,
