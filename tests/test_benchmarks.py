@@ -202,7 +202,7 @@ def finished_run(folder, reward, requests):
     names = ("reward", "judge_score", "obedient", "on_topic", "copied")
     summary = {f"eval/{name}": reward for name in names} | {f"eval/{name}_sft": 0.25 for name in names}
     history = {"iteration": range(1, 9), "objective/scores": reward, "eval/judge_score": reward}
-    history |= {"val/explained_variance": 0.5, "time/iteration_s": 30.0}
+    history |= {"val/explained_variance": 0.5, "time/iteration_s": 30.0, "memory/peak_bytes": 2.0**31}
     for part in ("08_reporting", "07_model_output/training_history"):
         (folder / part).mkdir(parents=True)
     text = json.dumps(summary | {"eval/kl": 2.0, "eval/win_rate": 0.75})
@@ -225,8 +225,9 @@ def test_finished_runs_of_obedience_become_tables_and_a_picture(tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["obedience.py", "--strict", ",".join(folders), "--svg", str(svg)])
     obedience.main()
     printed = capsys.readouterr().out.splitlines()
-    assert "| reward | 0.250 | 0.600 ± 1.271 |" in printed
-    assert "| minutes of training |  | 4.0 ± 0.0 |" in printed
+    assert "| reward | 0.250 | 0.600 ± 1.271 | 0.500, 0.700 |" in printed
+    assert "| minutes of training |  | 4.0 ± 0.0 | 4.0, 4.0 |" in printed
+    assert "| GiB while training |  | 2.0 ± 0.0 | 2.0, 2.0 |" in printed
     assert sum(line.endswith("| sft says \\| this (1) | ppo says \\| this (1) |") for line in printed) == 6
     assert svg.read_text().startswith("<?xml")
 

@@ -578,6 +578,18 @@ def test_the_batch_may_be_divided_otherwise_and_another_batch_is_refused_before_
     assert differences(now(sizes(4, 4), **{"launch.processes": "1"}), earlier({})) == ([], {})
 
 
+def test_a_run_that_compares_its_evaluations_keeps_judge_and_reward():
+    params = {"reward.components": '[{"function": "mine:reward"}]', "evaluation.judge": "other:judge"}
+    old, new = ({f"data.{name}.fingerprint": value for name in ("mine", "other", "rates")} for value in ("a", "b"))
+    params["evaluation.rates"] = '{"r": "rates:r"}'
+    for action, refused in (("off", []), ("stop", ["data.mine", "data.other"])):
+        given = params | {"evaluation.on_exploitation": action}
+        found, changes = differences(now(given, **new), earlier(given, **old))
+        assert [line.split(",")[0] for line in found] == refused
+        assert len(changes) == 3 - len(refused)
+    assert found[0].endswith("as evaluation.on_exploitation=stop compares the scores of all evaluations")
+
+
 def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_processes_may_change():
     before = earlier(
         {}, **{"version.torch": "1", "launch.processes": "1", "data.prompts.fingerprint": "a", "seed": "1"}

@@ -32,6 +32,7 @@ from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
 from ppo_rlhf.preflight.request import TABLES
+from ppo_rlhf.preflight.run_checks import check_exploitation
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
@@ -476,12 +477,25 @@ def test_a_reward_model_that_is_trained_and_that_nothing_reads_is_found_before_t
 
 def test_a_stop_at_exploitation_needs_a_judge_of_its_own_and_enough_prompts(user: User):
     (term,) = user.groups["reward"].components
+    user.made = [*user.made, "evaluation_metrics"]
     user.groups["evaluation"] = EvaluationConfig(judge=term.function, on_exploitation="stop")
     of_judge, of_prompts = [line for line in user.problems() if "on_exploitation=stop" in line]
     assert f"the judge {term.function} is part of the reward" in of_judge
     assert "with 1 held-out prompts" in of_prompts
     user.groups["evaluation"] = EvaluationConfig(judge=term.function)
     assert user.problems() == []
+
+
+def test_where_no_evaluation_is_compared_a_stop_at_exploitation_is_refused_or_not_checked(user: User):
+    (term,) = user.groups["reward"].components
+    user.groups["evaluation"] = EvaluationConfig(judge=term.function, on_exploitation="stop")
+    run = user.request()
+    for outputs, lines in (({"sweep_trainings"}, 1), ({"prompt_dataset"}, 0)):
+        run.pipeline = Pipeline([Node(lambda *_: 1, ["params:evaluation", "params:reward"], [*outputs], name="n")])
+        found = list(check_exploitation(run))
+        assert len(found) == lines
+    run.pipeline = Pipeline([Node(lambda *_: 1, ["params:evaluation"], ["sweep_trainings"], name="n")])
+    assert "are evaluated only at their end" in next(check_exploitation(run))
 
 
 def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):

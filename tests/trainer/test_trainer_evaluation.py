@@ -187,8 +187,47 @@ def test_a_problem_of_evaluation_prompts_names_them(prompts: Any):
         trainer_of(evaluation_prompts=prompts)
 
 
-@pytest.mark.parametrize(("judge", "is_reward"), [(None, True), (early_letters, True), (brevity, False)])
-def test_a_judge_that_is_the_reward_shows_only_a_higher_reward(monkeypatch, judge: Any, is_reward: bool):
+def test_a_resumed_run_keeps_the_evaluation_of_the_iteration_that_it_resumes(tmp_path: Path):
+    trainer_of(config=config(eval_interval=2, save_interval=1, total_episodes=12)).train(output_dir=tmp_path)
+    longer = config(eval_interval=2, save_interval=1, total_episodes=20)
+    resumed = trainer_of(config=longer)
+    resumed.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert [row["iteration"] for row in resumed.held_out.rows] == [2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
+
+
+def test_a_resumed_run_keeps_its_evaluation_prompts(tmp_path: Path):
+    trainer_of(config=config(eval_interval=2, save_interval=1, total_episodes=8)).train(output_dir=tmp_path)
+    other = trainer_of(config=config(eval_interval=2, save_interval=1), evaluation_prompts=HELD_OUT[:5])
+    with pytest.raises(ConfigError, match=r"^evaluation_prompts: differs from the run of"):
+        other.train(resume_from_checkpoint=True, output_dir=tmp_path)
+
+
+def test_scores_of_another_number_of_prompts_are_not_compared(tmp_path: Path):
+    """A run of the pipeline has its own prompts, and its checkpoint does not name them."""
+    rows = [{"iteration": 1.0, "scores": [0.5] * 3}, {"iteration": 2.0, "scores": [0.5] * len(HELD_OUT)}]
+    (tmp_path / "evaluations.json").write_text(json.dumps(rows))
+    held_out = trainer_of().held_out
+    held_out.resume(tmp_path, 2)  # type: ignore[union-attr]
+    assert held_out.rows == [{"iteration": 1.0}, rows[1]]  # type: ignore[union-attr]
+
+
+NAMED = f"{early_letters.__module__}:early_letters"
+OF_A_CONFIGURATION = {"reward": RewardConfig(components=[FUNCTION])}
+
+
+@pytest.mark.parametrize(
+    ("judge", "is_reward", "given"),
+    [
+        (None, True, {}),
+        (early_letters, True, {}),
+        (brevity, False, {}),
+        (NAMED, True, {}),
+        (NAMED, True, OF_A_CONFIGURATION),
+        (early_letters, True, OF_A_CONFIGURATION),
+        (brevity, False, OF_A_CONFIGURATION),
+    ],
+)
+def test_a_judge_that_is_the_reward_shows_only_a_higher_reward(monkeypatch, judge: Any, is_reward: bool, given: Any):
     told: list[bool] = []
 
     def conclude(*_: Any, by_trained_reward: bool) -> dict[str, float]:
@@ -196,5 +235,5 @@ def test_a_judge_that_is_the_reward_shows_only_a_higher_reward(monkeypatch, judg
         return {"eval/verdict": 0.0}
 
     monkeypatch.setattr(during_training, "conclude", conclude)
-    trainer_of(judge=judge).evaluate()
+    trainer_of(judge=judge, **given).evaluate()
     assert told == [is_reward]

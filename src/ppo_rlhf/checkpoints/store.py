@@ -136,8 +136,10 @@ def load_best(run_directory: Path, state: TrainingState) -> None:
         return
     directory = run_directory / checkpoint_name(state.best_evaluation)
     verify_checkpoint(directory)
+    state.updating = True  # until both models are read, the state is no checkpoint's
     with _naming(directory):
         read_models(directory, state)
+    state.updating = False
     state.loaded_iteration = state.best_evaluation
 
 

@@ -283,6 +283,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     here = this.tags.get(PROJECT_PATH, "")
     former = run.data.tags.get(PROJECT_PATH, here)
     refused, changes = [], {}
+    reason, compared = _compared_over_the_run(before, now)
     for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):
         was, is_now = before.get(name, "none"), now.get(name, "none")
         group, _, setting = name.partition(".")
@@ -296,7 +297,9 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
             continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         may_change |= name in JUDGED and _plain(was, judge="any") == _plain(is_now, judge="any")
-        if may_change or name.startswith(_OF_THE_MACHINE):
+        if name in compared:
+            refused.append(f"{name.removesuffix('.fingerprint')}, as {reason} compares the scores of all evaluations")
+        elif may_change or name.startswith(_OF_THE_MACHINE):
             changes[setting if group == "ppo" else name] = (was, is_now)
         elif group == "data":
             path = this.tags.get(name.replace(".fingerprint", ".path"), "not read by this run")
@@ -308,6 +311,17 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         names = " x ".join(name.rpartition(".")[2] for name in BATCH)
         refused.append(f"the rollout batch, {names} ({was_batch} before, {is_batch} now)")
     return refused, changes
+
+
+def _compared_over_the_run(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, set[str]]:
+    """Return the setting by which a run compares judge and reward of all its evaluations, and what it compares."""
+    setting = "evaluation.on_exploitation"
+    if now.get(setting, "off") == "off":
+        return "", set()
+    names = {"reward.components", "evaluation.judge"}
+    texts = [settings.get(name, "") for settings in (before, now) for name in names]
+    files = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
+    return f"{setting}={now[setting]}", names | files
 
 
 def _batch(settings: Mapping[str, str]) -> int | None:

@@ -156,7 +156,7 @@ def _with_rows(table: Any, other: Any, rows: list[int], other_rows: list[int]) -
     `table` and `other` are tensors, or dataclasses or dictionaries of tensors.
     """
     # A number is the weight of a reward component, and a text is how scores are combined
-    if table is None or isinstance(table, float | str):
+    if table is None or isinstance(table, int | float | str):
         return table
     if isinstance(table, dict):
         return {name: _with_rows(value, other[name], rows, other_rows) for name, value in table.items()}

@@ -155,8 +155,11 @@ class Epilogue(ABC):
                 what = f"finishing iteration {state.iteration + 1} and saving it {in_about(state, limit)}"
             return f"{name}: {what}, then stopping; {second}", None
         is_alone = processes.process_count() == 1
-        where = "" if is_alone else ", where the processes next meet"
+        where, limit = "", grace(signum, state.config.shutdown_grace_s)
         kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
+        if not is_alone:
+            where = ", where the processes next meet"
+            kept += f" if they meet within {limit:.0f} s" if limit is not None and state.iteration else ""
         names = by_evaluation if block[0].startswith(EVALUATING) else asked_again
         again = f"; a resumed run asks {' and '.join(names)} again" if names else ""
         line = f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}"

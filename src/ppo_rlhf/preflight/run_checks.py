@@ -56,7 +56,7 @@ from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scorers import below_project
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.runtime.names import HUMAN_EVALUATION, STATE
+from ppo_rlhf.runtime.names import EVALUATION_METRICS, HUMAN_EVALUATION, STATE, TRAININGS
 from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
@@ -207,11 +207,16 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 
 def check_exploitation(run: RunRequest) -> Iterator[str]:
-    """Find `evaluation.on_exploitation` in a run whose reward judges itself."""
+    """Find `evaluation.on_exploitation` in a run whose reward judges itself, or whose trainings are not evaluated."""
     evaluation = run.group("evaluation", EvaluationConfig)
-    if evaluation is None or evaluation.on_exploitation == "off" or not run.writes("prompt_dataset"):
+    if evaluation is None or evaluation.on_exploitation == "off":
         return
-    if any(reward.is_judge(evaluation.judge) for reward in run.rewards):
+    if run.writes(TRAININGS):
+        yield (
+            f"evaluation.on_exploitation={evaluation.on_exploitation}: trainings of a sweep or a study are evaluated "
+            "only at their end; set it to off."
+        )
+    elif run.writes(EVALUATION_METRICS) and any(reward.is_judge(evaluation.judge) for reward in run.rewards):
         yield (
             f"evaluation.on_exploitation={evaluation.on_exploitation}: the judge {evaluation.judge} is part of the "
             "reward, so it cannot show that the policy exploits the reward. Set evaluation.judge to another function."
@@ -406,7 +411,7 @@ def check_prompts(run: RunRequest) -> None:
         return
     trained, held_out = split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
     evaluation = run.group("evaluation", EvaluationConfig)
-    if ppo is not None and evaluation is not None and run.writes("prompt_dataset"):
+    if ppo is not None and evaluation is not None and run.writes(EVALUATION_METRICS):
         prompts = min(len(held_out), evaluation.iteration_prompts)
         check_evaluated_prompts(prompts, ppo, evaluation.on_exploitation)
     if reader is not None:

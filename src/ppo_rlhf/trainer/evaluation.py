@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,13 +18,24 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, OnExploitation, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.trainer.inputs import probe_batch
 
 log = logging.getLogger(__name__)
+
+
+def is_reward(judge: RewardFunction, reward: Any) -> bool:
+    """Return whether the judge is the reward function, or a component of the reward with a positive weight."""
+    if isinstance(reward, RewardConfig):
+        parts = [load_function(part.function) for part in reward.components if part.function and part.weight > 0.0]
+    else:
+        parts = [reward] if callable(reward) else []
+    return any(inspect.unwrap(part) is inspect.unwrap(judge) for part in parts)
 
 
 class Evaluated(NamedTuple):
@@ -128,6 +140,7 @@ class HeldOut:
             trained=state.sampling,
             evaluation=EvaluationConfig(iteration_prompts=len(prompts)),
             judge=ResolvedJudge(judge=judge, rates={}, description=description),
+            halving=state.evaluation_halving,
         )
         self._state, self._reference, self._by_reward = state, reference_policy, by_reward
         self.on_exploitation = on_exploitation
@@ -157,8 +170,15 @@ class HeldOut:
         return Evaluated(_metrics(row), evaluated.to_frame().assign(**sft_columns))
 
     def resume(self, directory: Path, iteration: int) -> None:
-        """Read the evaluations before `iteration` from the evaluation log in `directory` into `rows`."""
-        self.rows = [row for row in read_evaluations(directory) if row["iteration"] < iteration]
+        """Read the evaluations up to `iteration` from the evaluation log in `directory` into `rows`.
+
+        Scores that another number of prompts got, as in a run of the pipeline, are not compared.
+        """
+        rows = [row for row in read_evaluations(directory) if row["iteration"] <= iteration]
+        of_these = len(self._evaluator.prompts)
+        self.rows = [
+            {name: value for name, value in row.items() if name != SCORES or len(value) == of_these} for row in rows
+        ]
 
     def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:
         """Return a run's history; rows of evaluated iterations also have the `eval/*` metrics."""

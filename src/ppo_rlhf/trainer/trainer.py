@@ -25,7 +25,7 @@ from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card, render_critic_card
-from ppo_rlhf.checkpoints.restore import printed_date, restore
+from ppo_rlhf.checkpoints.restore import MENDABLE, printed_date, restore
 from ppo_rlhf.checkpoints.store import check_best, load_best, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
@@ -49,7 +49,7 @@ from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_
 from ppo_rlhf.runtime.progress import readings, say
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
-from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
+from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, is_reward, take_held_out
 from ppo_rlhf.trainer.output_folder import checkpoint_to_resume, claim, locked, say_where
 from ppo_rlhf.trainer.query_sampler import QuerySampler
 from ppo_rlhf.trainer.start_models import ModelSource, check_model_paths, context_of_all, take_critic, take_policies
@@ -154,17 +154,21 @@ class PPOTrainer:
                     trainer_inputs.try_functions(self._scorer, table, config)
                 check_chats(self._scorer, table)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        origin_prompts = trainer_inputs.origin_of_prompts(self._prompts, start.tokenizer)
-        data = {**trainer_inputs.origin_of(self._scorer), "prompts": origin_prompts}
+        data = trainer_inputs.origin_of(self._scorer) | {
+            name: trainer_inputs.origin_of_prompts(table, start.tokenizer)
+            for name, table in (("prompts", self._prompts), ("evaluation_prompts", held_out))
+        }
+        if on_exploitation != "off":
+            data["judge_and_reward"] = [judge_function, data.get(MENDABLE)]  # whose scores are compared over the run
         origin = {name: fingerprint(value) for name, value in {**models, **data}.items() if value is not None}
         tokens = None if self._prompts is None else self._prompts.prompt_ids[:]
-        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, prompt_tokens=tokens, **origin)
+        check_alike("PPOTrainer", config=config, prompt_tokens=tokens, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin | ({} if self._prompts is None else printed_date(self._prompts, start.tokenizer))
         self._folders: set[Path] = set()  # folders in which this run has saved checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
-            by_reward = judge_function is None or judge_function is reward
+            by_reward = judge_function is None or is_reward(judge_function, reward)
             self.held_out = HeldOut(
                 self.state,
                 self.reference_policy,
@@ -319,8 +323,8 @@ class PPOTrainer:
             resume_from_checkpoint: Directory of the checkpoint to resume from; True takes the newest whole checkpoint
                 in `output_dir`.
             output_dir: Directory for checkpoints, one every `save_interval` iterations, after `save_interval_minutes`
-                and at the end; the newest `save_total_limit` are kept. If an exception ends training, the last whole iteration is saved. None
-                saves no checkpoint.
+                and at the end; the newest `save_total_limit` are kept. If an exception ends training, the last whole
+                iteration is saved. None saves no checkpoint.
 
         Raises:
             ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
