@@ -92,7 +92,8 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
     for name, halving in state.halvings.items():
         # A changed setting says anew how many responses fit
-        is_same = values["config"][halving.field] == getattr(state.config, halving.field)
+        field = halving.setting.removeprefix("ppo.")
+        is_same = values["config"][field] == getattr(state.config, field)
         halving.count = values.get(name, 0) if is_same else 0
     state.requests.restore_best = values.get("restore_best", False)
     state.best_evaluation, state.loaded_iteration = values.get("best_evaluation"), None

@@ -31,11 +31,6 @@ class Halving:
     like: str = ""  # what would begin with half as many
     count: int = 0
 
-    @property
-    def field(self) -> str:
-        """Name of the setting within its group."""
-        return self.setting.rpartition(".")[2]
-
     def of(self, rows: int) -> int:
         """Return how many responses a pass computes at a time, where the setting alone would give `rows`."""
         return max(1, rows >> self.count)
