@@ -87,9 +87,9 @@ def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
 
 
 def evaluate(job: dict[str, Any], policy: str, samples: int = 1, each: int = 1) -> pd.DataFrame:
-    """Return a policy's responses, with scores and KL from the model, to a share 1/`each` of the held-out prompts."""
+    """Return a policy's responses, with scores and KL from the model: `samples` to each prompt of a share 1/`each`."""
     rows = raw_rows("obedience_held_out")
-    # The rows alternate the kinds of instructions, so every nth row would be of few kinds
+    # The kinds of instructions alternate by row: of every fourth row nearly all are of one kind
     chosen = rows if each == 1 else random.Random(0).sample(rows, len(rows) // each)
     held_out = [row for row in chosen for _ in range(samples)]
     config = PPOConfig(**{**job["config"], "value_model": "shared"})
