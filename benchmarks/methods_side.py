@@ -1,6 +1,6 @@
 """One process of `methods.py`: `methods_side.py JOB` trains and evaluates one policy and prints one line of JSON.
 
-JOB is a JSON file with `method` (grpo4, grpo8, best, ppo), `seed`, `model` (a directory), `policy` (of ppo: the trained
+JOB is a JSON file with `method` (grpo4, grpo8, ppo), `seed`, `model` (a directory), `policy` (of ppo: the trained
 policy's directory), `config` (the recipe's PPOConfig) and `folder` (where to write).
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -23,10 +21,6 @@ from inputs import raw_rows
 from ppo_rlhf.recipes.obedience import copied, strict
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from workload import peak_memory_mib
-
-BEST_OF = (4, 16)
-BEST_OF_EACH = 4
-"""Best of n is measured on a fourth of the held-out prompts, since it takes n responses to each."""
 
 
 def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
@@ -86,45 +80,22 @@ def train_grpo(job: dict[str, Any], group: int) -> dict[str, Any]:
     return {**taken, "memory_mib": peak_memory_mib("cpu"), "curve": scores, "tokens": sum(tokens)}
 
 
-def evaluate(job: dict[str, Any], policy: str, samples: int = 1, each: int = 1) -> pd.DataFrame:
-    """Return a policy's responses, with scores and KL from the model: `samples` to each prompt of a share 1/`each`."""
-    rows = raw_rows("obedience_held_out")
-    # The kinds of instructions alternate by row: of every fourth row nearly all are of one kind
-    chosen = rows if each == 1 else random.Random(0).sample(rows, len(rows) // each)
-    held_out = [row for row in chosen for _ in range(samples)]
+def evaluate(job: dict[str, Any], policy: str) -> dict[str, float]:
+    """Return a policy's means over its responses to the held-out prompts, with the KL from the model."""
+    held_out = raw_rows("obedience_held_out")
     config = PPOConfig(**{**job["config"], "value_model": "shared"})
     trainer = PPOTrainer(config, policy, job["model"], reward=strict, evaluation_prompts=held_out)
     _, responses = trainer.evaluate()
     chats, completions = [row["prompt"] for row in held_out], list(responses["response"])
-    numbers = [row // samples for row in range(len(held_out))]
-    return responses.assign(prompt_number=numbers, copied=copied(completions, completions, chats))
-
-
-def means(responses: pd.DataFrame) -> dict[str, float]:
-    """Return the means over held-out responses."""
-    found = {name: float(responses[name].mean()) for name in ("reward", "kl", "copied")}
-    return {**found, "cut_off": 1 - float(responses["terminated"].mean())}
-
-
-def best_of(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the mean reward of the best of n responses of the model itself, and the KL of choosing it.
-
-    The KL is at most ln n - (n - 1) / n nats (Stiennon et al. 2020, appendix G.3; a bound: Beirami et al. 2024).
-    """
-    found: dict[str, Any] = {"sft": means(evaluate(job, job["model"]))}
-    responses = evaluate(job, job["model"], max(BEST_OF), BEST_OF_EACH)
-    for many in BEST_OF:
-        blocks = responses.assign(block=responses.groupby("prompt_number").cumcount() // many)
-        best = blocks.loc[blocks.groupby(["prompt_number", "block"])["reward"].idxmax()]
-        found[f"best of {many}"] = {**means(best), "kl": math.log(many) - (many - 1) / many}
-    return found
+    means = {name: float(responses[name].mean()) for name in ("reward", "kl")}
+    copies = copied(completions, completions, chats)
+    return {**means, "copied": sum(copies) / len(copies), "cut_off": 1 - float(responses["terminated"].mean())}
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "grpo4": lambda job: {"grpo4": train_grpo(job, 4) | means(evaluate(job, job["folder"]))},
-    "grpo8": lambda job: {"grpo8": train_grpo(job, 8) | means(evaluate(job, job["folder"]))},
-    "ppo": lambda job: {"ppo": means(evaluate(job, job["policy"]))},
-    "best": best_of,
+    "grpo4": lambda job: {"grpo4": train_grpo(job, 4) | evaluate(job, job["folder"])},
+    "grpo8": lambda job: {"grpo8": train_grpo(job, 8) | evaluate(job, job["folder"])},
+    "ppo": lambda job: {"ppo": evaluate(job, job["policy"])},
 }
 
 

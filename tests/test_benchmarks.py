@@ -171,18 +171,16 @@ def test_grpo_samples_as_many_responses_as_ppo(method_job):
     assert methods_side.METHODS["ppo"](method_job)["ppo"]["kl"] == 0.0
 
 
-def test_the_best_of_n_responses_is_taken_in_blocks(monkeypatch):
-    """Of 16 responses to a prompt, by hand: two prompts, rewards of 1 in one of 4 blocks and in none."""
-    import methods_side
+def test_the_best_of_n_responses_is_measured_from_samples():
+    """By hand: one of 16 responses to the first of two prompts has reward 1; n of 16 hold it in a share of n / 16."""
+    import methods
 
     rewards = [0.0] * 5 + [1.0] + [0.0] * 26
-    frame = pd.DataFrame({"reward": rewards, "prompt_number": [0] * 16 + [1] * 16, "kl": 0.0})
-    frame = frame.assign(copied=frame["reward"], terminated=True)
-    monkeypatch.setattr(methods_side, "evaluate", lambda *_: frame)
-    found = methods_side.best_of({"model": ""})
-    assert [found[name]["reward"] for name in ("sft", "best of 4", "best of 16")] == [1 / 32, 1 / 8, 1 / 2]
+    samples = pd.DataFrame({"reward": rewards, "prompt_number": [0] * 16 + [1] * 16})
+    found = methods.best_of(samples.assign(copied=samples["reward"], terminated=samples["reward"] == 0.0))
+    assert [found[name]["reward"] for name in methods.BEST_OF] == pytest.approx([1 / 32, 1 / 8, 1 / 2])
     assert found["best of 4"]["kl"] == pytest.approx(math.log(4) - 3 / 4)
-    assert found["best of 4"]["copied"] == 1 / 8
+    assert [found["best of 4"][name] for name in ("copied", "cut_off")] == pytest.approx([1 / 8, 1 / 8])
 
 
 def test_methods_are_compared_by_their_means_over_seeds():
