@@ -75,7 +75,8 @@ def best_of(samples: pd.DataFrame) -> dict[str, dict[str, float]]:
     columns = {name: by_prompt(samples, name) for name in ("reward", "copied", "terminated")}
     for name, n in BEST_OF.items():
         means = {column: float(best_of_n_mean(rewards, values, n).mean()) for column, values in columns.items()}
-        found[name] = {**means, "cut_off": 1 - means.pop("terminated"), "kl": best_of_n_kl(n)}
+        cut_off = 1 - means.pop("terminated")
+        found[name] = {**means, "cut_off": cut_off, "kl": best_of_n_kl(n)}
     return found
 
 
