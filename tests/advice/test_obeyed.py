@@ -155,6 +155,18 @@ def test_a_faster_critic_explains_more(seed: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_heavier_value_loss_lets_a_shared_trunk_explain_more(seed: int):
+    shared = {"value_model": "shared", "learning_rate": 2e-3, "value_learning_rate": 2e-3}
+    light = train(worth, seed=seed, **shared)
+    change = light.advice()["critic_explains_nothing"].change
+    assert change is not None
+    assert change.setting == "vf_coef"
+    heavy = train(worth, seed=seed, **shared, **obeyed(change))
+    assert heavy.last("val/explained_variance") > light.last("val/explained_variance") + 0.1
+
+
+@pytest.mark.slow
 def test_a_reward_that_sees_what_the_judge_sees_is_not_exploited():
     settings = {"kl_coef": 0.01, "per_device_train_batch_size": 128, "local_rollout_forward_batch_size": 128}
     blind = train(answered, **settings)

@@ -167,6 +167,7 @@ def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_
 HIGH, LOW = {"objective/kl": curve(12)}, {"objective/kl": curve(2)}
 CUT = {"response/truncated_fraction": curve(0.1, 0.8)}
 SHARED, USELESS = {"value_model": "shared", "learning_rate": 1e-5}, {"val/explained_variance": (0.0, 0.15)}
+FAST_HEAD = SHARED | {"value_learning_rate": 3e-4}
 
 # rule, settings, curves, the change
 BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
@@ -190,7 +191,15 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
      ("value_learning_rate", None, None, 2e-4)),
     ("critic_explains_nothing", SHARED | {"value_learning_rate": 3e-5}, USELESS,  # what conf/base sets
      ("value_learning_rate", 3e-5, None, 2e-4)),
-    ("critic_explains_nothing", SHARED | {"value_learning_rate": 3e-4}, USELESS, ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD, USELESS, ("vf_coef", 0.1, None, 0.4)),  # 0.15 / the median 0.375
+    ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(0.05)}, ("vf_coef", 0.1, None, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(1e-3)}, ("vf_coef", 0.1, None, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(0.8)},
+     ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(0.0)},
+     ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD | {"vf_coef": 3.0}, USELESS | {"loss/value_avg": curve(1e-3)},
+     ("value_learning_rate", 3e-4, 3.0)),
 ]  # fmt: skip
 
 
