@@ -278,6 +278,23 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert "secret" not in result.output + caplog.text
 
 
+def test_a_store_that_takes_weights_gets_more_time_before_it_is_called_slow(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A copy of 0.5 GB on a busy machine was said to be a store that does not answer."""
+    saved = run_log.RunLog.saved
+
+    def slowly(log: run_log.RunLog, dataset: str) -> None:
+        time.sleep(1.0)
+        saved(log, dataset)
+
+    monkeypatch.setattr(run_log.RunLog, "saved", slowly)
+    monkeypatch.setattr(mlflow_hook, "UPLOAD_S", 0.9)
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert "has not answered for 1 s." in caplog.text
+    assert mlflow_hook.UPLOAD_S < tracking_store.SLOW_S < tracking_store.UPLOAD_S
+
+
 def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOY_FAIL_AT", "2")
     result = kedro(toy_project, "run", "--pipelines", "align")

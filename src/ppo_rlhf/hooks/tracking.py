@@ -41,6 +41,7 @@ from ppo_rlhf.hooks.run_description import (
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
+    UPLOAD_S,
     check_artifacts,
     end_active_run,
     log_store_errors,
@@ -271,7 +272,8 @@ class TrackingHook(MlflowHook):
         """Log the exported policy as a model. A signal may interrupt the wait for the metrics, but not the logging."""
         self._saving.close()
         if self._log is not None:
-            with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("did not take the model")):
+            is_slow = name_slow_store(self._uri(), UPLOAD_S)
+            with is_slow, store_errors_as_config_errors(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl

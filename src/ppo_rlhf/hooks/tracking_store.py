@@ -34,6 +34,8 @@ ARTIFACTS = "mlartifacts"
 SLOW_S = 5.0
 """After this number of seconds a log line names the tracking store that a call waits for; MLflow itself is silent for
 minutes."""
+UPLOAD_S = 60.0
+"""The same where weights are copied, which takes a busy machine some seconds for each GB."""
 
 
 def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
@@ -139,10 +141,10 @@ def make_database(database: Path) -> None:
                 SqlAlchemyStore(f"{SQLITE}{draft}", str(database.parent / ARTIFACTS)).engine.dispose()
 
 
-def name_slow_store(uri: str) -> AbstractContextManager[None]:
-    """Log the name of the tracking store if the `with` block takes more than `SLOW_S` seconds."""
+def name_slow_store(uri: str, seconds: float | None = None) -> AbstractContextManager[None]:
+    """Log the name of the tracking store if the `with` block takes more than `seconds`; None: SLOW_S."""
     advice = "MLflow keeps retrying; press Ctrl-C twice to stop at once."
-    return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
+    return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=seconds or SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
