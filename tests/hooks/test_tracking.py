@@ -282,13 +282,13 @@ def test_a_store_that_takes_weights_gets_more_time_before_it_is_called_slow(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """A copy of 0.5 GB on a busy machine was said to be a store that does not answer."""
-    saved = run_log.RunLog.saved
+    store_model = run_log.RunLog.store_model
 
-    def slowly(log: run_log.RunLog, dataset: str) -> None:
+    def slowly(log: run_log.RunLog, name: str, **options: Any) -> None:
         time.sleep(1.0)
-        saved(log, dataset)
+        store_model(log, name, **options)
 
-    monkeypatch.setattr(run_log.RunLog, "saved", slowly)
+    monkeypatch.setattr(run_log.RunLog, "store_model", slowly)
     monkeypatch.setattr(mlflow_hook, "UPLOAD_S", 0.9)
     assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
     assert "has not answered for 1 s." in caplog.text

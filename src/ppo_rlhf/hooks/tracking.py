@@ -272,9 +272,11 @@ class TrackingHook(MlflowHook):
         """Log the exported policy as a model. A signal may interrupt the wait for the metrics, but not the logging."""
         self._saving.close()
         if self._log is not None:
-            is_slow = name_slow_store(self._uri(), UPLOAD_S)
-            with is_slow, store_errors_as_config_errors(self._complaint("did not take the model")):
-                self._log.saved(dataset_name)
+            with store_errors_as_config_errors(self._complaint("did not take the model")):
+                with name_slow_store(self._uri()):
+                    has_metrics = self._log.saved(dataset_name)
+                with name_slow_store(self._uri(), UPLOAD_S):
+                    self._log.store_model(dataset_name, has_metrics=has_metrics)
 
     @hook_impl
     def after_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
