@@ -198,6 +198,11 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
      ("value_learning_rate", 3e-4, 3.0)),
     ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(0.0)},
      ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(math.nan)},
+     ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD | {"whiten_advantages": False}, USELESS, ("value_learning_rate", 3e-4, 3.0)),
+    ("critic_explains_nothing", FAST_HEAD | {"vf_coef": 1.5}, USELESS | {"loss/value_avg": curve(0.05)},
+     ("vf_coef", 1.5, None, 3.0)),
     ("critic_explains_nothing", FAST_HEAD | {"vf_coef": 3.0}, USELESS | {"loss/value_avg": curve(1e-3)},
      ("value_learning_rate", 3e-4, 3.0)),
 ]  # fmt: skip
