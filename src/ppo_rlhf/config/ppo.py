@@ -67,7 +67,7 @@ class PPOConfig:
     """Value clipping range, in units of the return. The value loss clips the critic's new values to a distance of at
     most cliprange_value from the critic's values at the rollout. With None the value loss is the plain squared error,
     without clipping."""
-    vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 3.0, f"{TUNING_GUIDE}; above 1: SmolLM2"), Use("taken")] = 0.1
+    vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 3.0, f"{TUNING_GUIDE}, SmolLM2"), Use("taken")] = 0.1
     """Weight of the value loss. With value_model=shared vf_coef weighs the value loss, which is in squared rewards,
     against the policy loss, whose whitened advantages have variance 1; in the recipe obedience, with rewards of 0 and
     1, the critic explains more with 3 than with 0.1. The optimiser step of a separate critic hardly depends on vf_coef,
