@@ -74,9 +74,9 @@ def test_a_policys_own_code_runs_just_where_the_catalog_trusts_it(
         log = RunLog(run.info.run_id, Pipeline([]), catalog)
         if not is_trusted:
             with pytest.raises(ValueError, match="trust_remote_code"):
-                log.store_model("ppo_policy", has_metrics=log.saved("ppo_policy"))
+                log.saved("ppo_policy")
         else:
-            log.store_model("ppo_policy", has_metrics=log.saved("ppo_policy"))
+            log.saved("ppo_policy")
         log.close(is_finished=False)
     models = mlflow.search_logged_models([experiment], output_format="list")
     assert sorted(model.name for model in models) == (["best_checkpoint", "ppo_policy"] if is_trusted else [])
@@ -106,8 +106,8 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         for critic in ({}, TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer())):
             dataset.save(critic)
-            for _ in range(2):  # as a resumed run may
-                log.store_model("ppo_critic", has_metrics=log.saved("ppo_critic"))
+            log.saved("ppo_critic")
+            log.saved("ppo_critic")  # as a resumed run may
             models = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
             names.append([model.name for model in models])
         log.close(is_finished=True)

@@ -156,8 +156,8 @@ def _rate_for_update(r: Run, now: float, size: float, least: float, most: float)
     return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
 
 
-def _faster_critic(r: Run) -> Change:
-    """Return a higher learning rate of the critic.
+def _stronger_critic(r: Run) -> Change:
+    """Return a higher learning rate of the critic, or a heavier value loss of a shared critic.
 
     A shared critic gets first the rate that its head needs, then the weight with which its trunk learns values.
     """
@@ -166,7 +166,7 @@ def _faster_critic(r: Run) -> Change:
         if 3.0 * (now or policy) < head_rate(policy):
             return set_to(r, "value_learning_rate", head_rate(policy))
         if r.config.whiten_advantages and (loss := r.typical(VALUE_LOSS)) > 0.0:
-            weight = round(min(VALUE_TERM / loss, MOST_VF_COEF), 9)
+            weight = round(min(VALUE_TERM / loss, MOST_VF_COEF), 9)  # 0.15 / 0.05 is 3, not 2.9999999999999996
             if weight >= 2.0 * r.config.vf_coef:
                 return set_to(r, "vf_coef", float(f"{weight:.1g}"))
     if now is None:
@@ -323,7 +323,7 @@ RULES: tuple[TuningRule, ...] = (
             f"{in_digits(r.last(EXPLAINED))} at the end"
         ),
         meaning="the critic has learnt next to nothing, so the advantages are as noisy as without a critic",
-        change=_faster_critic,
+        change=_stronger_critic,
     ),
     # Rules about epochs per batch and the clip range.
     TuningRule(

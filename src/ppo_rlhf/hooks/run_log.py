@@ -17,7 +17,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
-from ppo_rlhf.hooks.tracking_store import log_store_errors
+from ppo_rlhf.hooks.tracking_store import UPLOAD_S, log_store_errors, name_slow_store
 from ppo_rlhf.rewards.llm_judge import judge_counts, judges_in_words
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.names import (
@@ -126,27 +126,25 @@ class RunLog:
 
             self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
-    def saved(self, name: str) -> bool:
-        """Log the path of a written model. If MLflow stores the model, send the metrics that MLflow links with it.
+    def saved(self, name: str) -> None:
+        """Log the path of a written model. Log the exported policy and critic as MLflow models as well.
 
-        Return whether MLflow has the metrics. A signal may interrupt the wait for them.
+        The policy of the best checkpoint is logged, too, if it is not the exported policy. A signal may interrupt the
+        wait for the metrics, but not the logging of a model.
         """
-        if (version := self._written(name)) is not None:
-            with log_store_errors(f"the path of {name}"):
-                mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
-        return not self._is_stored(name) or self._log.flush(PATIENCE_AT_THE_END)
-
-    def store_model(self, name: str, *, has_metrics: bool) -> None:
-        """Log the exported policy or critic as a model of MLflow; `has_metrics` is what `saved` returned.
-
-        The policy of the best checkpoint is logged, too, if it is not the exported policy.
-        """
-        if not self._is_stored(name):
-            return
+        uri = mlflow.get_tracking_uri()
+        with name_slow_store(uri):
+            if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
+                with log_store_errors(f"the path of {name}"):
+                    mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
+            if name != POLICY and not (name == CRITIC and version is not None):
+                return
+            # MLflow links a logged model only with metrics that the MLflow run has, so send the metrics first
+            has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy
 
-        version = self._written(name)
-        with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
+        patience = nullcontext() if has_metrics else short_timeouts()
+        with name_slow_store(uri, UPLOAD_S), deferring_signals(), patience:
             if name == CRITIC and version is not None:
                 step = self._policy_iteration
                 log_critic(version, CRITIC, step, self._curves.get(step, {}))
@@ -169,14 +167,6 @@ class RunLog:
             best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
             if best is not None and best[1] != self._policy_iteration:
                 log(best[0], BEST, best[1])
-
-    def _written(self, name: str) -> Path | None:
-        """Return the directory of the version of a dataset that this run wrote; None: it wrote none."""
-        version: Path | None = getattr(self._catalog.get(name), "pinned", None)
-        return version
-
-    def _is_stored(self, name: str) -> bool:
-        return name == POLICY or (name == CRITIC and self._written(name) is not None)
 
     def close(self, *, is_finished: bool) -> bool:
         """Flush. For a finished run that was resumed, also log the curves of stages that the resumed run skipped.

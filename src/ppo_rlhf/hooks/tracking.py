@@ -41,7 +41,6 @@ from ppo_rlhf.hooks.run_description import (
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
-    UPLOAD_S,
     check_artifacts,
     end_active_run,
     log_store_errors,
@@ -273,10 +272,7 @@ class TrackingHook(MlflowHook):
         self._saving.close()
         if self._log is not None:
             with store_errors_as_config_errors(self._complaint("did not take the model")):
-                with name_slow_store(self._uri()):
-                    has_metrics = self._log.saved(dataset_name)
-                with name_slow_store(self._uri(), UPLOAD_S):
-                    self._log.store_model(dataset_name, has_metrics=has_metrics)
+                self._log.saved(dataset_name)
 
     @hook_impl
     def after_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
