@@ -11,7 +11,8 @@ SHA-256 of the weights in the exported policy and in the last checkpoint. `compa
 with 1. Record both trees on one machine: another processor rounds differently.
 
 Recipes on toy data take minutes and are recorded if they are named: `record . after.json demo calculator randomwalks`.
-They run with the checkout's own settings, but few episodes of PPO.
+They run with the checkout's own settings, but few episodes of PPO. `obedience` also needs the recipe's model, a folder
+or a GGUF file: `record . after.json obedience --model MODEL`.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ RECIPES = {
         *("--pipelines", "data_preparation,supervised_finetuning,align"),
         *("--params", "ppo.total_episodes=512"),
     ],
+    "obedience": ["--pipelines", "align", "--params", "ppo.total_episodes=128,sft_model_path={model}"],
 }
 TINY = [*ENVIRONMENTS, "trainer"]
 SHOWN = 10
@@ -170,8 +172,14 @@ def train_in_script(project: Path) -> None:
     trainer.save_pretrained(results / "ppo_policy" / "trainer")
 
 
-def record(tree: Path, names: list[str]) -> Record:
-    """Run the configurations of these names with a checkout's code, and return their numbers."""
+def record(tree: Path, names: list[str], model: Path | None = None) -> Record:
+    """Run the configurations of these names with a checkout's code, and return their numbers.
+
+    Args:
+        tree: Folder of the checkout.
+        names: Configurations to run.
+        model: Model of the recipe `obedience`.
+    """
     git = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
     described = subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip()
     versions = _run(
@@ -184,7 +192,7 @@ def record(tree: Path, names: list[str]) -> Record:
         found["configurations"] = {}
         for name in names:
             began = time.monotonic()
-            arguments = _arguments(name, project)
+            arguments = _arguments(name, project, model)
             failed, said = _run(tree, project, *arguments)
             outcome = {"not run": _reason(said)} if failed else results(project, name)
             found["configurations"][name] = outcome
@@ -192,12 +200,12 @@ def record(tree: Path, names: list[str]) -> Record:
     return found
 
 
-def _arguments(name: str, project: Path) -> list[str]:
+def _arguments(name: str, project: Path, model: Path | None) -> list[str]:
     if name == "trainer":
         return [__file__, "train-in-script", str(project)]
     run = ["-m", "kedro", "run", "--env", name]
     if name in RECIPES:
-        return [*run, *RECIPES[name]]
+        return [*run, *(argument.format(model=model) for argument in RECIPES[name])]
     processes = ENVIRONMENTS[name].get("processes", 1)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return [*(launcher if processes > 1 else []), *run, "--pipelines", "ppo,evaluation"]
@@ -303,6 +311,7 @@ def main() -> int:
     every = [*TINY, *RECIPES]
     names_help = f"configurations to run, of {', '.join(every)}; without any the first {len(TINY)}"
     recording.add_argument("names", nargs="*", metavar="NAME", help=names_help)
+    recording.add_argument("--model", type=Path, help="model of the recipe obedience: a folder or a GGUF file")
     comparing = commands.add_parser("compare", help="compare two files of `record`")
     comparing.add_argument("first", type=Path)
     comparing.add_argument("second", type=Path)
@@ -316,7 +325,10 @@ def main() -> int:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
         if not (given.tree / "src" / "ppo_rlhf").is_dir():
             parser.error(f"{given.tree} is no checkout of this project: it has no src/ppo_rlhf")
-        found = record(given.tree.resolve(), given.names or TINY)
+        if "obedience" in given.names and not (given.model and given.model.exists()):
+            parser.error("obedience runs with --model MODEL, the folder or the GGUF file of SmolLM2 (docs/recipes.md)")
+        model = given.model and given.model.resolve()
+        found = record(given.tree.resolve(), given.names or TINY, model)
         given.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         return int(any("not run" in each for each in found["configurations"].values()))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in (given.first, given.second)]
