@@ -66,6 +66,11 @@ def test_an_unmeasured_metric_has_no_level():
             assert math.isnan(level("val/nothing"))
 
 
+def test_the_critics_warm_up_is_no_planned_iteration_of_the_policy():
+    assert run(*[1.0] * 20, critic_warmup_iterations=8).planned == 40 - 8
+    assert run(*[1.0] * 60, critic_warmup_iterations=8).planned == 60 - 8  # the run was prolonged
+
+
 def test_rows_are_sorted_by_iteration_and_the_critics_warm_up_is_left_out():
     rows = [{"iteration": float(i), KEY: float(i)} for i in (3, 1, 2, 4)]
     assert Run(config(), rows).values(KEY).tolist() == [1.0, 2.0, 3.0, 4.0]

@@ -191,6 +191,7 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
      ("value_learning_rate", None, None, 2e-4)),
     ("critic_explains_nothing", SHARED | {"value_learning_rate": 3e-5}, USELESS,  # what conf/base sets
      ("value_learning_rate", 3e-5, None, 2e-4)),
+    ("critic_explains_nothing", SHARED | {"value_learning_rate": 1e-4}, USELESS, ("vf_coef", 0.1, None, 0.4)),
     ("critic_explains_nothing", FAST_HEAD, USELESS, ("vf_coef", 0.1, None, 0.4)),  # 0.15 / the median 0.375
     ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(0.05)}, ("vf_coef", 0.1, None, 3.0)),
     ("critic_explains_nothing", FAST_HEAD, USELESS | {"loss/value_avg": curve(1e-3)}, ("vf_coef", 0.1, None, 3.0)),
@@ -245,6 +246,13 @@ def test_a_first_large_update_does_not_turn_a_low_learning_rate_into_a_strong_pe
 def test_with_one_step_an_iteration_the_penalty_tells_because_the_updates_are_not_measured(kl_coef: float, rule: str):
     still = {"objective/kl": curve(0.001), "policy/approxkl_avg": curve(0.0), **FLAT_SCORE}
     assert list(fired({"num_ppo_epochs": 1, "kl_coef": kl_coef}, still)) == [rule]
+
+
+@pytest.mark.parametrize(("kl", "fires"), [(0.035, False), (0.03, True)])
+def test_early_in_a_run_the_kl_at_its_planned_end_decides_whether_updates_are_too_small(kl: float, fires: bool):
+    """Ten of forty iterations: KL grows with their square, so it ends at 16 times what it is, 0.56 or 0.48 nats."""
+    still = {"objective/kl": curve(kl), "policy/approxkl_avg": curve(1e-7), **FLAT_SCORE}
+    assert ("update_too_small" in fired({}, still, iterations=10)) is fires
 
 
 @pytest.mark.parametrize("batch", [96, 128])

@@ -67,6 +67,25 @@ class Told:
 SHOWN, ENDED, EVALUATED = f"show 3 {METRICS}", f"told {METRICS}", f"told {ROW}"
 
 
+BETTER, EQUAL, WORSE = ({"iteration": 3.0, "eval/since_best_score": change} for change in (0.1, 0.0, -0.1))
+EARLIER = {"iteration": 2.0, "eval/since_best_score": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("row", "best"), [(BETTER, 3), (EQUAL, 1), (WORSE, 1), (ROW, 1), (EARLIER, 1), (None, 1)], ids=str
+)
+def test_with_stop_only_an_evaluation_of_this_iteration_that_is_above_the_best_is_kept(
+    monkeypatch: pytest.MonkeyPatch, row: Mapping[str, Any] | None, best: int
+):
+    epilogue, saved = Noting(), []
+    epilogue._keeps_best, epilogue.state.best_evaluation = True, 1
+    epilogue.callbacks.save = lambda: saved.append(3)  # type: ignore[method-assign]
+    monkeypatch.setattr(epilogue, "evaluate", lambda: row)
+    epilogue.after_iteration(METRICS)
+    assert epilogue.state.best_evaluation == best
+    assert saved == [3] * (best == 3)
+
+
 def test_an_iteration_is_shown_saved_told_and_then_evaluated():
     epilogue = Noting(is_due=True)
     epilogue.after_iteration(METRICS)

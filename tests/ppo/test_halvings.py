@@ -16,11 +16,13 @@ from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import TrainingError
-from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
+from ppo_rlhf.evaluation.during_training import evaluator_of
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, ResolvedJudge
 from ppo_rlhf.models.captures import UPDATE
-from ppo_rlhf.ppo import captured_sampling, halvings, update
+from ppo_rlhf.ppo import captured_sampling, engines, halvings, update
 from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.micro_batches import cut_batch, own_micro_batches
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo.short_memory import ERROR, PHASES, ShortMemory
@@ -194,6 +196,43 @@ def test_one_response_that_does_not_fit_ends_the_run_with_what_would_take_less(m
         run.iteration()
 
 
+@pytest.mark.parametrize(("count", "rows"), [(0, 16), (1, 8), (2, 4), (4, 1), (9, 1)])
+def test_each_halving_halves_the_responses_down_to_one(count, rows):
+    assert Halving("a pass", "x", count=count).of(16) == rows
+
+
+def test_a_pass_that_has_begun_a_collective_is_not_begun_again():
+    halving = Halving("an update", "ppo.x")
+    refused = pytest.raises(TrainingError, match=r"with 4 responses .*cannot begin again: lower ppo\.x$")
+    with refused, halving.catching(4, is_shared=lambda: True):
+        raise torch.OutOfMemoryError(ERROR)
+    assert halving.count == 0
+
+
+def test_the_responses_there_are_and_not_the_setting_are_halved(make_model, monkeypatch):
+    """Six prompts with a setting of 64: half of six, not of 64, is tried next."""
+    memory, halving = ShortMemory(monkeypatch, "sampling", most=3), Halving("a rollout", "ppo.x")
+    how = SamplingSettings(response_length=2, temperature=1.0, top_k=0, top_p=1.0, stop_token_ids=(), pad_token_id=0)
+    uniforms = torch.full((6, 2), 0.5, dtype=torch.float64)
+    engines.generate_responses(make_model("gpt2"), [[3, 4]] * 6, uniforms, how, batch_size=64, halving=halving)
+    assert memory.tried == [6, 3, 3]
+    assert halving.count == 1
+
+
+def test_of_several_processes_the_second_minibatch_of_the_run_cannot_begin_again(monkeypatch):
+    """In it DDP rebuilds its buckets, which all processes must do together."""
+    monkeypatch.setattr(update, "process_count", lambda: 2)
+    run, shared = build(num_mini_batches=2, total_episodes=32), []
+    original = update.compute_gradients
+    monkeypatch.setattr(
+        update, "compute_gradients", lambda state, *rest: (shared.append(state.exchanged), original(state, *rest))[1]
+    )
+    run.iteration()
+    run.iteration()
+    assert shared == [False, True, *[False] * (len(shared) - 2)]
+    assert len(shared) >= 4
+
+
 def test_shards_end_the_run_with_the_setting_to_lower(monkeypatch):
     monkeypatch.setattr(halvings, "shards_models", lambda: True)
     run = build()
@@ -248,6 +287,16 @@ def test_an_evaluation_halves_its_batches(monkeypatch, caplog):
     actual = short.evaluate(run.state.policy, run.reference)
     assert actual.completions == expected.completions
     assert "Ran out of memory in an evaluation with 4 responses" in caplog.text
+
+
+def test_the_next_evaluation_of_a_run_begins_with_the_halved_batches(monkeypatch):
+    run, halving = build(), halvings.of_evaluations()
+    judge, evaluation = ResolvedJudge(None, {}, "the reward"), EvaluationConfig(batch_size=4)
+    memory = ShortMemory(monkeypatch, "sampling", most=2)
+    for _ in range(2):
+        given = run.prompts, run.scorer, run.config, run.state.sampling, evaluation, judge, halving
+        evaluator_of(run.state.tokenizer, *given).evaluate(run.state.policy, run.reference)
+    assert [rows for rows in memory.tried if rows > 2] == [4]
 
 
 @pytest.mark.parametrize("halved", [0, 1, 2, 3])

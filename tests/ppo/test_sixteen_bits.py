@@ -79,6 +79,7 @@ def gaps(run: Run) -> torch.Tensor:
     ("kind", "options", "settings"),
     [
         ("llama", {}, {"dtype": "bfloat16"}),
+        ("llama", {}, {"dtype": "bfloat16", "temperature": 0.7}),
         ("llama", {"tie_word_embeddings": True}, {"dtype": "bfloat16", "value_model": "shared"}),
         ("gpt2", {}, {"dtype": "bfloat16", "kl_estimator": "full"}),
         ("bitnet", {}, {"dtype": "bfloat16"}),

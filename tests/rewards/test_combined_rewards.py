@@ -29,7 +29,7 @@ from ppo_rlhf.trainer.inputs import origin_of
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import Run, build_run
-from tests.rewards.test_normalised_components import PLAIN, lengths, letters, rare
+from tests.rewards.test_normalised_components import PLAIN, always, lengths, letters, rare
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
 FUNCTIONS = {"length": lengths, "letters": letters, "rare": rare}
@@ -112,6 +112,14 @@ def test_a_weighted_sum_has_neither_the_metric_nor_the_column():
     assert run.state.extra_state().keys() == {"kl_controller", "reward_moments", "early_stops"}
 
 
+@pytest.mark.parametrize(("normalise", "lines"), [("total", 0), ("component", 1)])
+def test_a_component_that_does_not_vary_is_named_only_where_it_is_normalised_alone(normalise, lines, caplog):
+    components = [("rare", 1.0, rare), ("always", 1.0, always)]
+    scorer = RewardScorer(components, normalise=normalise, combine="mean")
+    build_run(scorer=scorer, **PLAIN, reward_normalisation="running").iteration()
+    assert len([line for line in caplog.messages if "reward/always" in line]) == lines
+
+
 def test_rewards_that_always_agree_are_one_reward():
     def of(combine: Any, names: str) -> Run:
         scorer = RewardScorer([(name, 1.0, letters) for name in names], normalise="component", combine=combine)
@@ -169,6 +177,11 @@ def function(reference: str, **settings: Any) -> dict[str, Any]:
             [function("len"), function("sum")],
             {"combine": "min"},
             r"^reward\.combine=min compares the components' scores, which need one scale: set reward\.normalise=comp",
+        ),
+        (
+            [function("len"), function("sum")],
+            {"combine": "mean_minus_std"},
+            r"^reward\.combine=mean_minus_std compares the components' scores, which need one scale",
         ),
         (
             [function("len"), function("sum", name="disagreement")],
