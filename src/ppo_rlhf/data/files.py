@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +21,16 @@ FORMATS = {
     ".txt": "text",
 }
 """Maps endings of files to the builder of `datasets` that reads the file."""
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+"""Endings of compressed files of the builders json, csv and text."""
 HUB = "hf://datasets/"
 HUB_NAME = re.compile(
     r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
-_ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
+_ENDINGS = f"{', '.join(FORMATS)}, texts also as {', '.join(COMPRESSIONS)}"
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
 _IN_FOLDER = re.compile(r"(?P<path>.+?)(#(?P<name>[\w.-]+))?(:(?P<split>[^/]+))?")
 _SPLIT = re.compile(r"(?P<name>\w[\w.-]*)(?P<part>\[[^]]*\])?")
-_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}\b.*")
 
 
 class Found(NamedTuple):
@@ -53,8 +54,20 @@ def is_hub_name(source: str) -> bool:
 
 
 def kind_of(file: Path) -> str:
-    """Return the ending of a file without the ending of a compression, in small letters."""
-    return (Path(file.stem) if file.suffix in COMPRESSIONS else file).suffix.lower()
+    """Return the ending of a file, of a compressed text the ending before `COMPRESSIONS`, in small letters."""
+    inner = Path(file.stem).suffix.lower()
+    is_packed = file.suffix in COMPRESSIONS and FORMATS.get(inner) in ("json", "csv", "text")
+    return inner if is_packed else file.suffix.lower()
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of a file, or of several files' SHA-256: the key of each cache of their table."""
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append(hashlib.file_digest(opened, "sha256"))
+    combined = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(each.digest() for each in digests))
+    return combined.hexdigest()
 
 
 def find(source: str, split: str | None = None) -> Found | None:
@@ -92,9 +105,8 @@ def find(source: str, split: str | None = None) -> Found | None:
         return None
     if not files:
         raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
-    named = {_keyword(file.name) for file in files} - {None}
-    if len(named) > 1:
-        _say(f"{source}: the files of the splits {', '.join(sorted(map(str, named)))} are read as one table.")
+    if len(files) > 1:
+        _say(f"{source}: read as one table: {_listed(files, path.parent)}.")
     return _of_files(source, files, split)
 
 
@@ -112,25 +124,23 @@ def _of_folder(source: str, folder: Path, configuration: str | None, split: str 
     inside = _data_files(folder)
     if not inside:
         raise DataError(f"{source}: this folder has no file of a supported kind. Give {_ENDINGS}.")
-    card = _configured(source, folder, inside, configuration)
-    splits = _splits(folder, inside) if card is None else card
+    splits = _splits(source, folder, configuration, inside)
     beside = [file for file in inside if not any(file in files for files in splits.values())]
-    names = ", ".join(splits)
     if wanted is None:
         wanted = "train" if "train" in splits else next(iter(splits))
-        if wanted != "train" and (len(splits) > 1 or (beside and card is None)):
+        if wanted != "train" and (len(splits) > 1 or beside):
             others = f", and files of no split: {_listed(beside, folder)}" if beside else ""
             raise DataError(
-                f"{source}: the folder has the splits {names}{others}. Name one split, as in {folder}:{wanted}, or "
-                "give a glob of the files."
+                f"{source}: the folder has the splits {', '.join(splits)}{others}. Name one split, as in "
+                f"{folder}:{wanted}, or give a glob of the files."
             )
     elif wanted not in splits:
-        raise DataError(f"{source}: the folder has no split `{wanted}`; its splits are {names}.")
+        raise DataError(f"{source}: the folder has no split `{wanted}`; its splits are {', '.join(splits)}.")
     files = _of_one_kind(source, splits[wanted])
-    if left := [file for file in inside if file not in files]:
-        _say(f"{source}: the split `{wanted}` is read; not read: {_listed(left, folder)}.")
-    if len(places := dict.fromkeys(str(file.parent.relative_to(folder)) for file in files)) > 1:
-        _say(f"{source}: the files of the folders {', '.join(places)} are read as one table.")
+    left = [file for file in inside if file not in files]
+    if left or len(files) > 1:
+        beyond = f"; not read: {_listed(left, folder)}" if left else ""
+        _say(f"{source}: the split `{wanted}` is read from {_listed(files, folder)}{beyond}.")
     return Found(files, part=part)
 
 
@@ -145,57 +155,41 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(filter(is_data, folder.rglob("*")))
 
 
-def _splits(folder: Path, inside: list[Path]) -> dict[str, list[Path]]:
-    """Return the splits of a folder by the names that `datasets` knows.
+def _splits(source: str, folder: Path, configuration: str | None, inside: list[Path]) -> dict[str, list[Path]]:
+    """Return the splits of a folder: those of a configuration in README.md, else those that `datasets` finds."""
+    from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
 
-    Names of shards count first, then names of sub-folders, then names of files. Without any such name all files of the
-    folder itself are `train`, or all files of the sub-folders if the folder itself has none.
-    """
-    places = {file: file.relative_to(folder) for file in inside}
-    shards = {file: match["split"] for file in inside if (match := _SHARD.fullmatch(file.name))}
-    keywords = {file: _keyword(file.name) for file in inside}
-    folders = {file: next(filter(None, map(_keyword, place.parent.parts)), None) for file, place in places.items()}
-    if any(keywords[file] or file.parent.name == "data" for file in shards):
-        named: dict[Path, str | None] = {**shards}
-    else:
-        named = folders if any(folders.values()) else keywords
-    splits: dict[str, list[Path]] = {}
-    for file, split in named.items():
-        if split is not None:
-            splits.setdefault(split, []).append(file)
-    return splits or {"train": [file for file in inside if file.parent == folder] or inside}
-
-
-def _keyword(name: str) -> str | None:
-    """Return the split that the name of a file or folder says by `datasets`' rules; None if the name says none."""
-    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
-
-    for split, keywords in SPLIT_KEYWORDS.items():
-        if re.fullmatch(
-            rf"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?", name, re.IGNORECASE
-        ):
-            return str(split)
-    return None
+    settings = _configured(source, folder, configuration)
+    base = glob.escape(str((folder / str(settings.get("data_dir") or "")).absolute()))
+    given = settings.get("data_files")
+    try:
+        patterns = sanitize_patterns(given) if given else get_data_patterns(base)
+        resolved = {str(split): files for split, files in DataFilesDict.from_patterns(patterns, base).items()}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source}: its splits cannot be found: {in_one_line(error)}") from error
+    by_path = {file.absolute(): file for file in inside}
+    if given:
+        if missing := [split for split, files in resolved.items() if not files]:
+            raise DataError(f"{source}: README.md names no file that exists for the split {missing[0]}.")
+        return {split: [by_path.get(Path(file), Path(file)) for file in files] for split, files in resolved.items()}
+    splits = {split: [by_path[path] for path in by_path if str(path) in files] for split, files in resolved.items()}
+    return {split: files for split, files in splits.items() if files} or {"train": inside}
 
 
-def _configured(
-    source: str, folder: Path, inside: list[Path], configuration: str | None
-) -> dict[str, list[Path]] | None:
-    """Return the splits that a configuration in the folder's README.md names; None without configurations."""
-    from datasets.data_files import resolve_pattern, sanitize_patterns
+def _configured(source: str, folder: Path, configuration: str | None) -> dict[str, Any]:
+    """Return the settings of a configuration in the folder's README.md; empty without configurations."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
 
     readme = folder / "README.md"
     try:
-        configurations = MetadataConfigs()
-        if readme.is_file():
-            configurations = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+        card = DatasetCard.load(readme).data if readme.is_file() else None
+        configurations = MetadataConfigs() if card is None else MetadataConfigs.from_dataset_card_data(card)
         default = configurations.get_default_config_name()
     except Exception as error:  # the YAML at the top of the file can be damaged in many ways
         raise DataError(f"{readme}: its configurations cannot be read: {in_one_line(error)}") from error
     if not configurations and configuration is None:
-        return None
+        return {}
     name = configuration or default
     if name not in configurations:
         has = f"has the configurations {', '.join(configurations)}" if configurations else "has no configurations"
@@ -206,19 +200,7 @@ def _configured(
             f"{source}: the configuration `{name}` in README.md sets {', '.join(sorted(unknown))}, which is not read. "
             "Give a glob of the files."
         )
-    base = folder / str(settings.get("data_dir") or "")
-    if "data_files" not in settings:
-        return _splits(base, [file for file in inside if file.is_relative_to(base)])
-    splits: dict[str, list[Path]] = {}
-    for split, patterns in sanitize_patterns(settings["data_files"]).items():
-        for pattern in patterns:
-            try:
-                found = resolve_pattern(pattern, glob.escape(str(base.absolute())))
-            except (OSError, ValueError) as error:
-                raise DataError(f"{source}: README.md names {pattern}: {in_one_line(error)}") from error
-            splits.setdefault(split, []).extend(map(Path, found))
-    by_path = {file.absolute(): file for file in inside}
-    return {split: [by_path.get(file, file) for file in dict.fromkeys(files)] for split, files in splits.items()}
+    return settings
 
 
 def _split_and_part(source: str, split: str | None) -> tuple[str | None, str]:

@@ -1,13 +1,12 @@
 """Read JSON files as one table without loss: every column, every key of nested objects and every digit is kept.
 
-The JSON builder of `datasets` takes the columns from the first 10 MB, reads a text such as "5" in a column of mixed
-types as a number, rounds the numbers of such a column, and reads dates as timestamps. So the types of this module's
-builder come from all rows, and its columns of mixed types are exact.
+The JSON builder of `datasets` is not used, even with the whole file as one chunk. It rounds floats to 10 digits in JSON
+arrays and beside a column of mixed types, reads "5" beside 5 as a number and dates as timestamps, and fills in keys
+that an object lacks if one number of the file has more than 64 bits.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import lzma
 import math
@@ -23,17 +22,18 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
-from datasets import ArrowBasedBuilder, Dataset, DatasetInfo, Features, Json, List, SplitGenerator, Value
+from datasets import ArrowBasedBuilder, Dataset, DatasetInfo, Features, Json, SplitGenerator, Value
 from datasets.builder import Key
 from datasets.features.features import register_feature
 
 from ppo_rlhf.core.errors import DataError, in_one_line
+from ppo_rlhf.data.files import digest
 
 NO_ROWS = "this data file has no rows; a data file needs at least one row."
-_VERSION = "1"  # part of the cache's key: raise it if the same files would give another table
+_VERSION = "2"  # part of the cache's key: raise it if the same files would give another table
 _BATCH = 1_000
-_DEEPEST = 16  # values below this depth are kept as JSON, because Arrow cannot nest types without end
 _EXACT = 2**53  # a float is exact for whole numbers up to this one
+_LONG = 2**63  # a whole number of Arrow is smaller than this one
 
 
 @dataclass(repr=False)
@@ -59,15 +59,14 @@ with warnings.catch_warnings(action="ignore"):  # `datasets` calls the function 
 def read_json(files: Sequence[Path], cache: str | None) -> Dataset:
     """Return the memory-mapped table of JSON files: objects, one a line or one after another, or lists of objects.
 
-    A column that some rows lack has None there. Whole numbers beside fractions are floats if floats are exact for them.
-    A column or a nested value whose types differ otherwise, or whose objects have different keys, is `ExactJson`.
+    A column that some rows lack has None there. A column of texts, of truth values or of numbers has the type of its
+    values; whole numbers beside fractions are floats if floats are exact for them. Every other column is `ExactJson`.
 
     Raises:
         DataError: A file is damaged, a value is not an object, an object has a key twice, a number is too
             large for a float, or no file has rows.
     """
-    patterns = [glob.escape(str(file)) for file in files]  # `datasets` reads the paths as glob patterns
-    builder = JsonTables(cache_dir=cache, hash=_VERSION, data_files=patterns)
+    builder = JsonTables(files, cache_dir=cache, dataset_name="json", config_name=digest(files), hash=_VERSION)
     builder.download_and_prepare()
     return builder.as_dataset(split="train")
 
@@ -75,148 +74,98 @@ def read_json(files: Sequence[Path], cache: str | None) -> Dataset:
 class JsonTables(ArrowBasedBuilder):
     """Writes the rows of JSON files into the cache of `datasets`, with types that fit all rows."""
 
+    def __init__(self, files: Sequence[Path], **settings: Any) -> None:
+        self._files = files
+        super().__init__(**settings)
+
     def _info(self) -> DatasetInfo:
         return DatasetInfo()
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
-        files = [Path(file) for file in self.config.data_files["train"]]
-        kinds: dict[str, Any] = {}
-        has_rows = False
-        for file in files:
-            for place, row in _rows(file):
-                has_rows = True
+        kinds: dict[str, set[str]] = {}
+        for file in self._files:
+            for row in _rows(file):
                 for name, value in row.items():
-                    try:
-                        kinds[name] = _widened(kinds.get(name), value)
-                    except OverflowError as error:
-                        raise DataError(f"{file}: {place}, column `{name}`: {error}.") from error
-        if not has_rows:
-            raise DataError(f"{files[0]}: {NO_ROWS}")
-        self.info.features = _features(kinds, ExactJson())
-        return [SplitGenerator(name="train", gen_kwargs={"files": files, "kinds": kinds})]
+                    kinds.setdefault(name, set()).add(_kind(value))
+        if not kinds:
+            raise DataError(f"{self._files[0]}: {NO_ROWS}")
+        self.info.features = Features({name: _feature(found) for name, found in kinds.items()})
+        return [SplitGenerator(name="train", gen_kwargs={"files": self._files})]
 
-    def _generate_shards(self, files: list[Path], kinds: dict[str, Any]) -> Iterator[str]:
+    def _generate_shards(self, files: Sequence[Path]) -> Iterator[str]:
         yield from map(str, files)
 
-    def _generate_tables(self, files: list[Path], kinds: dict[str, Any]) -> Iterator[tuple[Key, pa.Table]]:
-        stored, schema = _features(kinds, Value("string")).arrow_schema, self.info.features.arrow_schema
-        mixed = {name for name, kind in kinds.items() if _is_mixed(kind)}
+    def _generate_tables(self, files: Sequence[Path]) -> Iterator[tuple[Key, pa.Table]]:
+        features = self.info.features
         for number, file in enumerate(files):
-            rows = (row for _, row in _rows(file))
+            rows = _rows(file)
             for part in count():
                 if not (batch := list(islice(rows, _BATCH))):
                     break
-                columns = {name: [row.get(name) for row in batch] for name in kinds}
-                columns |= {name: [_stored(kinds[name], value) for value in columns[name]] for name in mixed}
-                yield Key(number, part), pa.table(columns, schema=stored).cast(schema)
+                columns = {
+                    name: [_stored(feature, row.get(name)) for row in batch] for name, feature in features.items()
+                }
+                yield Key(number, part), pa.table(columns, schema=features.arrow_schema)
 
 
-# --- the types of values: None, a name, a list of the items' type, a dictionary of the types of an object's keys
-
-_JSON, _TEXT, _BOOL, _WHOLE, _LONG, _FLOAT = "json", "string", "bool", "whole", "int64", "float64"
-_NAMES = {None: "null", _TEXT: "string", _BOOL: "bool", _WHOLE: "int64", _LONG: "int64", _FLOAT: "float64"}
-_NUMBERS = {frozenset((_WHOLE, _LONG)): _LONG, frozenset((_WHOLE, _FLOAT)): _FLOAT}
-
-
-def _nests(kind: Any) -> bool:
-    return isinstance(kind, dict | list)
+def _kind(value: Any) -> str:
+    """Return the type of Arrow that holds a value, and "whole" for whole numbers that a float holds, too."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "whole" if abs(value) <= _EXACT else "int64" if -_LONG <= value < _LONG else "json"
+    return {type(None): "null", str: "string", bool: "bool", float: "float64"}.get(type(value), "json")
 
 
-def _widened(kind: Any, value: Any, depth: int = 0) -> Any:
-    """Return the type of a column or nested value that has the type `kind` so far, with one more value."""
-    if value is None or kind == _JSON:
-        return kind
-    if isinstance(value, str):
-        own: Any = _TEXT
-    elif isinstance(value, dict):
-        if (
-            not value
-            or depth > _DEEPEST
-            or (kind is not None and (type(kind) is not dict or kind.keys() != value.keys()))
-        ):
-            return _JSON
-        kind = dict.fromkeys(value) if kind is None else kind
-        for name, item in value.items():
-            kind[name] = _widened(kind[name], item, depth + 1)
-        return kind
-    elif isinstance(value, list):
-        kind = [None] if kind is None else kind
-        if depth > _DEEPEST or not isinstance(kind, list):
-            return _JSON
-        for item in value:
-            kind[0] = _widened(kind[0], item, depth + 1)
-        return kind
-    elif isinstance(value, bool):
-        own = _BOOL
-    elif isinstance(value, float):
-        if math.isinf(value):
-            raise OverflowError("a number is too large")
-        own = _FLOAT
-    else:
-        own = _WHOLE if abs(value) <= _EXACT else _LONG if -(2**63) <= value < 2**63 else _JSON
-    if kind is None or kind == own:
-        return own
-    return _JSON if _nests(kind) else _NUMBERS.get(frozenset((kind, own)), _JSON)
+def _feature(kinds: set[str]) -> Any:
+    """Return the feature of a column with values of these kinds."""
+    kinds = kinds - {"null"} or kinds
+    for known in ({"null"}, {"string"}, {"bool"}, {"whole", "int64"}, {"whole", "float64"}):
+        if kinds <= known:
+            return Value(max(known - {"whole"}))
+    return ExactJson()
 
 
-def _features(kinds: dict[str, Any], mixed: Any) -> Features:
-    """Return the features of columns; `mixed` is the feature of values of several types."""
-
-    def feature(kind: Any) -> Any:
-        if isinstance(kind, dict):
-            return {name: feature(item) for name, item in kind.items()}
-        if isinstance(kind, list):
-            return List(feature(kind[0]))
-        return mixed if kind == _JSON else Value(_NAMES[kind])
-
-    return Features({name: feature(kind) for name, kind in kinds.items()})
-
-
-def _is_mixed(kind: Any) -> bool:
-    """Return whether values of a type are or contain values of several types."""
-    return any(map(_is_mixed, kind.values() if isinstance(kind, dict) else kind)) if _nests(kind) else kind == _JSON
-
-
-def _stored(kind: Any, value: Any) -> Any:
-    """Return a value as Arrow stores it: what has several types becomes JSON."""
-    if value is None or not _is_mixed(kind):
-        return value
-    if kind == _JSON:
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(kind, list):
-        return [_stored(kind[0], item) for item in value]
-    return {name: _stored(kind[name], item) for name, item in value.items()}
+def _stored(feature: Any, value: Any) -> Any:
+    return feature.encode_example(value) if isinstance(feature, ExactJson) else value
 
 
 # --- the rows of a file
 
 
-class _TwiceError(ValueError):
-    """An object has a key twice."""
+class _UnreadableError(ValueError):
+    """JSON that is valid has a value that cannot be kept as it is."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _TwiceError(f"an object has the key `{next(name for name in names if names.count(name) > 1)}` twice")
+        raise _UnreadableError(f"an object has the key `{next(name for name in names if names.count(name) > 1)}` twice")
     return found
 
 
+def _float(text: str) -> float:
+    """Return a number with a point or an exponent, or one of Python's constants NaN, Infinity and -Infinity."""
+    if math.isinf(value := float(text)):
+        raise _UnreadableError(f"the number {text[:40]} is too large for a float")
+    return value
+
+
 _NO_SPACE = re.compile(r"\S")
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_float)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place of a row in the file, as errors name it; row)."""
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
     for place, value in _values(file):
         if not isinstance(value, dict):
             raise DataError(f"{file}: {place} is not an object with named columns: {json.dumps(value)[:40]}")
-        yield place, value
+        yield value
 
 
 def _values(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file: line by line, or from the whole text if the first line alone is no value of a row."""
+    """Yield (place of a value, as errors name it; value).
+
+    Each line is a value, or the whole text is read if the first line alone is no row.
+    """
     lines = ((number, line) for number, line in _lines(file) if not line.isspace())
     first = next(lines, None)
     if first is not None and _is_row(first[1]):

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.csv_tables import decoded, read_csv
-from ppo_rlhf.data.files import FORMATS, HUB_NAME, find, kind_of
+from ppo_rlhf.data.files import FORMATS, HUB_NAME, digest, find, kind_of
 
 # Imported here only for type checkers: `datasets` takes two seconds to import, so functions that use it import it
 if TYPE_CHECKING:
@@ -193,7 +192,8 @@ def _load_files(
         with errors_only("datasets", logging.CRITICAL), bars(shown):
             return datasets.load_dataset(
                 builder,
-                **{**options, "split": "train", **load_args, **given},
+                # The name is part of the cache's key, which without the digest has only the files' paths and times
+                **{**options, "split": "train", **load_args, **given, "name": digest(files)},
                 # Escape the paths, because `datasets` reads them as glob patterns
                 data_files=[glob.escape(str(file)) for file in files],
                 cache_dir=cache,
@@ -241,14 +241,14 @@ def _joint_features(files: list[Path], builder: str) -> Features | None:
 
 def _schema(file: Path, builder: str) -> pa.Schema:
     try:
-        with fsspec.filesystem("file").open(str(file), "rb", compression="infer") as opened:
+        with file.open("rb") as opened:
             if builder == "parquet":
                 return pq.read_schema(opened).remove_metadata()
             try:
                 return pa.ipc.open_stream(opened).schema.remove_metadata()
             except pa.ArrowInvalid:
                 return pa.ipc.open_file(opened).schema.remove_metadata()
-    except (OSError, ValueError, EOFError) as error:  # pyarrow's ArrowInvalid is a ValueError
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{file}: cannot be loaded: {in_one_line(error)}") from error
 
 

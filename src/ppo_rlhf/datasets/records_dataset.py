@@ -10,7 +10,7 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError, kind_and_text
-from ppo_rlhf.data.files import HUB, Found, find, is_hub_name
+from ppo_rlhf.data.files import HUB, Found, digest, find, is_hub_name
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_tables
@@ -118,14 +118,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             assert self._answers is not None
             return hashlib.sha256(as_json(self._answers.to_list()).encode("utf-8", "surrogatepass")).hexdigest()
         found = self._found()
-        if found is None:
-            return None
-        digests = []
-        for file in found.files:
-            with file.open("rb") as opened:
-                digests.append(hashlib.file_digest(opened, "sha256"))
-        combined = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digest.digest() for digest in digests))
-        return combined.hexdigest()
+        return None if found is None else digest(found.files)
 
     def _exists(self) -> bool:
         return self._found() is not None

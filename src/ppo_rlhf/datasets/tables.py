@@ -1,7 +1,6 @@
 """Catalog entries for tables that the pipelines write, and the preview of a table in Kedro-Viz."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -51,13 +50,7 @@ class TrainingHistoryDataset(CSVDataset):
     def load(self) -> pd.DataFrame:
         if self._has_other_policy:
             return pd.DataFrame()
-        if not super()._exists() and (earlier := self._earlier()).is_file():
-            return pd.read_csv(earlier)
         return super().load() if super()._exists() else pd.DataFrame()
-
-    def _earlier(self) -> Path:
-        """Return the path of the history that older versions of this package wrote, so that reports show old runs."""
-        return Path(str(self._filepath).replace("/07_model_output/", "/08_reporting/"))
 
     def _exists(self) -> bool:
         # Tell Kedro that the file exists: a missing history loads as an empty table, which the report accepts
