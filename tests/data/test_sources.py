@@ -8,6 +8,8 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.sources import load_table
@@ -134,6 +136,38 @@ def test_values_of_json_are_what_stands_there_with_their_types(tmp_path, values,
     found = rows_of(path, tmp_path / "cache")
     assert found == rows
     assert repr([row["x"] for row in found]) == repr(values)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from("xy"), VALUES, min_size=1), min_size=1, max_size=4),
+    lines=st.booleans(),
+    escaped=st.booleans(),
+)
+def test_json_comes_back_as_it_stands(tmp_path_factory, rows, lines, escaped):
+    folder = tmp_path_factory.getbasetemp()
+    path = folder / "property.json"
+    texts = [json.dumps(row, ensure_ascii=escaped) for row in rows]
+    path.write_text("\n".join(texts) if lines else f"[{','.join(texts)}]", encoding="utf-8")
+    found = rows_of(path, folder / "cache")
+    for name in {name for row in rows for name in row}:
+        column = [row.get(name) for row in rows]
+        if {*map(type, column)} - {type(None)} == {int, float} and all(
+            abs(x) <= 2**53 for x in column if type(x) is int
+        ):
+            column = [None if value is None else float(value) for value in column]
+        assert repr([row[name] for row in found]) == repr(column)
 
 
 def test_objects_that_are_spread_over_lines_are_read(tmp_path):

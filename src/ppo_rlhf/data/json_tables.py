@@ -38,7 +38,11 @@ _LONG = 2**63  # a whole number of Arrow is smaller than this one
 
 @dataclass(repr=False)
 class ExactJson(Json):
-    """A column of any JSON values. Unlike `Json` the column tells "5" from 5 and keeps all digits of a number."""
+    """A column of any JSON values. Unlike `Json` the column tells "5" from 5 and keeps all digits of a number.
+
+    `to_list` and `to_dict` of `datasets` read every column of JSON with pandas' ujson, which rounds the last digit of a
+    float. Rows, slices and columns are exact.
+    """
 
     _type: str = field(default="ExactJson", init=False, repr=False)
 

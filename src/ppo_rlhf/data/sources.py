@@ -70,34 +70,20 @@ def check_texts(table: Dataset, source: str) -> None:
     Without this check `datasets` would fail only when the row is read. Arrow checks a gigabyte in half a second, so the
     whole table is checked first, and single rows are read only if the table holds a damaged text.
     """
-    for name in () if _is_valid(table) else table.column_names:
-        column, rows = table.select_columns([name]), range(len(table))
-        for size in (1_000, 1):
-            damaged = next((row for row in rows[::size] if not _is_readable(column, slice(row, row + size))), None)
-            if damaged is None:
-                break
-            rows = range(damaged, min(damaged + size, len(table)))
-        else:
-            raise DataError(
-                f"{source}: row {rows[0]}, column `{name}`: the text is not UTF-8. Write the file as UTF-8, or remove "
-                "the row."
-            )
-
-
-def _is_valid(table: Dataset) -> bool:
     try:
         table.data.table.validate(full=True)
+        return
     except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _is_readable(column: Dataset, rows: slice) -> bool:
-    try:
-        column[rows]
-    except UnicodeDecodeError:
-        return False
-    return True
+        columns = {name: table.select_columns([name]) for name in table.column_names}
+    for name, column in columns.items():
+        for row in range(len(column)):
+            try:
+                column[row]
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{source}: row {row}, column `{name}`: the text is not UTF-8. Write the file as UTF-8, or remove "
+                    "the row."
+                ) from error
 
 
 def _load_from_hub(source: str, cache: str | None, load_args: dict[str, Any]) -> Dataset:

@@ -97,7 +97,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         else:
             table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
             if self._pairs is not None and is_answers(table.column_names):
-                joined = join_answers(table.to_list(), read_pair_tables(Path(self._pairs)), self._source, self._pairs)
+                joined = join_answers([*table], read_pair_tables(Path(self._pairs)), self._source, self._pairs)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
