@@ -30,7 +30,6 @@ def write_json(path, rows):
 USER = {"role": "user", "content": "a"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, "y"]}}}]}
 TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "integer", "enum": [1, 2]}}}}
-OTHER_TOOL = {"name": "g", "parameters": {"properties": {"y": {"type": "string", "default": None}}}}
 
 
 PLAIN = {"messages": [{"role": "user", "content": "x" * 7_000}], "answer": 0.5}
@@ -103,11 +102,6 @@ def test_what_only_the_second_file_has_comes_through(tmp_path, last):
     write_json(tmp_path / "a-2.jsonl.gz", [last])
     first, _, second = rows_of(tmp_path / "a-*", tmp_path / "cache")
     assert (first, second) == (dict.fromkeys(last) | PLAIN, dict.fromkeys(PLAIN) | last)
-
-
-def test_objects_with_different_keys_come_back_with_their_own_keys(tmp_path):
-    rows = [{"tools": [TOOL, OTHER_TOOL]}, {"tools": []}, {"tools": None}]
-    assert rows_of(write_json(tmp_path / "a.jsonl", rows), tmp_path) == rows
 
 
 @pytest.mark.parametrize(
