@@ -7,10 +7,10 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire `raw_demonstrations → split_demonstrations → demonstrations, evaluation_demonstrations`."""
+    """Wire `raw_demonstrations, base_model → split_demonstrations → demonstrations, evaluation_demonstrations`."""
     split = named(
         nodes.split_demonstrations,
-        ["raw_demonstrations", "params:data_preparation"],
+        ["raw_demonstrations", "base_model", "params:data_preparation"],
         ["demonstrations", "evaluation_demonstrations"],
     )
     return stage("data_preparation", split)
