@@ -343,6 +343,12 @@ def test_training_and_held_out_prompts_are_tokenised_rows_of_the_table():
     assert parts[1].texts == [table["prompt"][row] for row in held_out]
 
 
+def test_a_prompt_that_is_too_long_is_named_by_its_row_in_the_users_table():
+    table, settings = table_of({"prompt": ["a", "b", "c", "d e f"]}), PromptsConfig(held_out_share=0.5)
+    with pytest.raises(DataError, match=r"^prompts: 1 of 4 prompts \(the first in row 3\)"):
+        PromptReader(build_tokenizer(), 4, 2, "error").read_split(table, None, settings)
+
+
 CHATS = [[{"role": "user", "content": text}] for text in "abc"]
 
 

@@ -15,6 +15,7 @@ import torch
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from packaging.requirements import Requirement
+from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 from ppo_rlhf.config import PPOConfig
@@ -203,13 +204,13 @@ def test_functions_are_tried_with_prompts_as_the_template_renders_them(user: Use
     user.write("prompts", *({"prompt": chat, "system": "k", "tools": [tool]} for chat in chats))
     (user.folder / "rendered.py").write_text(
         "def check(prompts, given):\n"
-        "    assert prompts == ['q s k <s> u b <s> a ', 'q s k <s> u c <s> a '], prompts\n"
+        "    assert prompts == ['q s k <s> u c <s> a ', 'q s k <s> u d <s> a '], prompts\n"
         "    return given\n\n"
         "def score(prompts, completions, messages, system, tools):\n"
         "    roles = [[m['role'] for m in chat] for chat in messages]\n"
         "    assert roles == [['system', 'user', 'assistant']] * 2, roles\n"
         "    assert system == ['k', 'k'] and [t[0]['function']['name'] for t in tools] == ['q', 'q']\n"
-        "    assert completions == ['k\\nb', 'k\\nc'], completions\n"
+        "    assert completions == ['k\\nc', 'k\\nd'], completions\n"
         "    return check(prompts, [0.0, 1.0])\n\n"
         "def reply(prompts, completions):\n"
         "    return check(prompts, [None, None])\n"
@@ -247,14 +248,6 @@ def test_a_reference_text_that_leaves_nothing_to_measure_is_found(chain: User):
     chain.paths["raw_reference_texts"] = str(chain.folder / "reference.jsonl")
     (problem,) = chain.problems()
     assert problem.startswith("reference texts: row 1 has no token whose probability could be measured")
-
-
-def test_a_project_whose_catalog_has_no_reference_texts_says_what_to_copy(user: User):
-    run = user.request()
-    more = Node(lambda *_: 0, ["raw_reference_texts", "params:ppo"], "reference_losses", name="measure")
-    run.pipeline += Pipeline([more])
-    (problem,) = find_problems(run)
-    assert problem.startswith("conf/base has no raw_reference_texts, because the project was made by an earlier")
 
 
 SKIPS_DEVELOPER = CHAT_TEMPLATE.replace("in messages", "in messages if m['role'] != 'developer'")
@@ -303,7 +296,6 @@ def test_a_message_that_the_template_leaves_out_is_found_in_every_table(chain: U
             id="no judge module",
         ),
         pytest.param(ppo(value_model="reward_init"), "ppo.value_model", id="critic from no reward model"),
-        pytest.param(ppo(critic_column="answer"), "ppo.critic_column=answer", id="no such column for the critic"),
         pytest.param(ppo(sft_model_path="models/mine"), "conf/local/globals.yml", id="path in another group"),
         pytest.param(lambda user: setattr(user, "data_root", "~/d"), "data_root=~/d: ~ is not", id="home in data_root"),
         pytest.param(ppo(device="cuda:99"), "cuda:99", id="no such device"),
@@ -328,9 +320,16 @@ def test_a_package_that_settings_need_and_that_is_not_installed_is_named_with_th
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate_left"])
 def test_long_prompts_that_are_dropped_or_cut_are_no_problem(user: User, overlong: str):
-    user.write("prompts", {"prompt": "a"}, LONG)
+    user.write("prompts", {"prompt": "a"}, {"prompt": "b"}, LONG)
     user.set_ppo(overlong_prompts=overlong)
     assert user.problems() == []
+
+
+def test_a_held_out_part_that_is_dropped_whole_is_found_before_the_run(user: User):
+    user.write("prompts", {"prompt": "a"}, LONG)  # the long prompt is held out
+    user.set_ppo(overlong_prompts="drop")
+    (problem,) = user.problems()
+    assert problem.startswith("evaluation prompts: none of 1 prompts has at most 28 tokens")
 
 
 def test_a_reward_model_is_checked_only_if_the_reward_uses_it(user: User, models: Path):
@@ -825,6 +824,16 @@ def test_a_reward_model_that_no_critic_can_start_from_is_found_before_the_run(us
     (problem,) = user.problems()
     assert "BertForSequenceClassification" in problem
     assert "`score`" in problem
+
+
+def test_a_critic_may_start_from_a_language_model_with_llama_factorys_value_head(user: User):
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.made = ["training_state"]
+    user.set_ppo(value_model="reward_init")
+    user.paths["reward_model"] = save(user.folder / "llama_factory", tiny_model("gpt2"))
+    head = {"v_head.summary.weight": torch.zeros(1, 16), "v_head.summary.bias": torch.zeros(1)}
+    save_file(head, user.folder / "llama_factory" / "value_head.safetensors")
+    assert user.problems() == []
 
 
 def test_a_reward_model_that_leaves_a_response_no_room_is_found_before_the_run(user: User):

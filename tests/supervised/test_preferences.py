@@ -21,6 +21,7 @@ from ppo_rlhf.supervised.preferences import (
     noisy_preference,
     sample_preferences,
     tokenise_preferences,
+    try_template,
 )
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, tiny_model, word_tokenizer
 
@@ -250,7 +251,7 @@ def test_a_pair_of_which_the_template_leaves_a_message_out_is_refused_with_its_r
     tokenizer = word_tokenizer(chat_template=template)
     found = "^preferences: row 1: message 1 has the role `critic`, and the chat template"
     with pytest.raises(DataError, match=found):
-        check_preferences(frame, *NAMES, tokenizer)
+        try_template(check_preferences(frame, *NAMES), tokenizer)
     with pytest.raises(DataError, match=found):
         tokenise_preferences(check_preferences(frame, *NAMES), tokenizer)
 

@@ -39,8 +39,6 @@ from ppo_rlhf.runtime import processes
 if TYPE_CHECKING:
     from datasets import Dataset
 
-logger = logging.getLogger(__name__)
-
 # Version of the cached tokenised table: increase it when `_tokenise` returns different rows for the same prompts
 _VERSION = 2
 
@@ -201,11 +199,17 @@ class PromptReader:
         trained, held_out = split_held_out(table, evaluation, settings)
         for part in filter(None, (table, evaluation)):
             if (used := _prompt_column(part, settings.column, "prompts")) in CONVERSATIONS:
-                logger.info("The last reply of each of %d conversations in the column %s is dropped.", len(part), used)
+                say_once(
+                    f"The last reply of each of {len(part)} conversations in the column {used} is dropped.",
+                    logging.INFO,
+                )
         tokenised = self.tokenise(table, settings.column, "prompts")
         evaluated = tokenised
         if evaluation is not None:
             evaluated = self.tokenise(evaluation, settings.column, "evaluation prompts")
+        if self.overlong == "error":  # before the split, so that errors have the row numbers of the user's tables
+            self.fit(tokenised, "prompts")
+            self.fit(evaluated, "prompts" if evaluation is None else "evaluation prompts")
         parts = (tokenised.select(trained), "training prompts"), (evaluated.select(held_out), "evaluation prompts")
         training, held = (PromptDataset.of_table(self.fit(part, name)) for part, name in parts)
         return training, held.select(range(len(held)))

@@ -11,7 +11,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.framework.project import pipelines
-from kedro.io import CatalogProtocol, MemoryDataset
+from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
@@ -21,7 +21,7 @@ from ppo_rlhf.hooks.process import prepare_process
 from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.runner import LoopRunner, plan_loop
 from ppo_rlhf.runtime import processes
-from ppo_rlhf.runtime.names import HUMAN_EVALUATION, RESUME_CHECKPOINT
+from ppo_rlhf.runtime.names import RESUME_CHECKPOINT
 from ppo_rlhf.runtime.paths import path_of
 
 if TYPE_CHECKING:
@@ -96,10 +96,6 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     """
     from ppo_rlhf.preflight import describe_parts, find_problems
 
-    if run.lacks(HUMAN_EVALUATION) and HUMAN_EVALUATION in run.pipeline.inputs():
-        # Projects of an earlier version lack the catalog entry: add an empty entry, as for a run without human
-        # evaluation.
-        run.catalog[HUMAN_EVALUATION] = MemoryDataset({})
     settings, policy_lines = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
     problems = missing_paths(loader, run.catalog, run.pipeline.inputs())

@@ -310,7 +310,16 @@ class PretrainedHandle:
         """Return the stored critic or reward model from which a critic starts, without weights on the device `meta`."""
         if is_token_classifier(self.config()):
             return from_token_classifier(self._empty(AutoModelForTokenClassification))
-        return self._empty(AutoModelForSequenceClassification)
+        return self.empty_reward_model()
+
+    def empty_reward_model(self) -> PreTrainedModel:
+        """Return the reward model without weights on the device `meta`, for checks before a run."""
+        self.check_reward_model()
+        if self._head_beside() is None:
+            return self._empty(AutoModelForSequenceClassification)
+        model = self.empty_causal_lm()
+        head = nn.Linear(width_of_states(model.config), 1, device="meta")
+        return CausalLMRewardModel.from_parts(cast(PreTrainedModel, model.base_model), head)
 
     def value_head(self) -> nn.Linear | None:
         """Return the value head among the model's weights (TRL's `v_head.*`) or in its own file; None if there is none.

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.data.chats import answered
-from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import JUDGE, EvaluationConfig
-from ppo_rlhf.preflight.request import PROMPTS, RunRequest
+from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.llm_judge import load_judge
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
@@ -46,8 +45,8 @@ def judges_of(run: RunRequest) -> Iterator[tuple[str, LLMJudgeConfig]]:
 
 def _try(run: RunRequest, place: str, judge: LLMJudgeConfig) -> None:
     function = load_judge(judge, place, run.project_path)
-    tables = [run.prompts[name] for name in PROMPTS if name in run.prompts]
-    for table in tables if place.startswith("reward.") else tables[-1:]:
-        few = PromptDataset.of_table(table).select([0])
+    prompts = [*run.prompts.values()]
+    for given in prompts if place.startswith("reward.") else prompts[-1:]:
+        few = given.select([0])
         columns = {**few.columns, MESSAGES: [chat and answered(chat, "") for chat in few.messages], AGAINST: [""]}
         call_reward_function(function, place, few.texts, few.texts, columns)

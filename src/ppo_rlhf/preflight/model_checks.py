@@ -6,6 +6,9 @@ docs/tuning.md lists both kinds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from datasets import Dataset
 from transformers import (
@@ -16,26 +19,67 @@ from transformers import (
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader
+from ppo_rlhf.data.chats import TOOLS
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
+from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import check_vocabularies
+from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.capabilities import check_causal, gradient_of_later_tokens
+from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.critic import check_start
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.tokenizers import same_vocabulary
-from ppo_rlhf.ppo.build import check_export
+from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig, pretraining_config
+from ppo_rlhf.ppo.build import check_export, lora_settings
 from ppo_rlhf.preflight.probes import shrunk
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.request import MADE_BY, PROMPTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.rendering import Rendering
-from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, check_context
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, below_project, build_model_scorers, check_room
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
 """Largest number of parameters of a model that is built to try an architecture."""
+OWN_CODE = "transformers_modules."  # transformers imports Python code of a model's directory as modules of this package
+_WITHOUT_OWN_CODE = {
+    "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
+    "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
+}
+
+
+def check_model(run: RunRequest, name: str) -> Iterator[str]:
+    """Find a model that is missing, incomplete or of the wrong kind, or whose tokenizer belongs to another model."""
+    if not run.needs(name) or not isinstance(run.catalog.get(name), PretrainedModelDataset):
+        return
+    if name in MADE_BY and (why := run.why_missing(name)):
+        yield why
+        return
+    if run.source(name) is None:  # the policy starts from random weights, or check_settings asks for its start
+        return
+    handle = run.catalog[name].load()
+    if name == "reward_model":
+        handle.check_reward_model()
+    elif name == "pretrained_critic":
+        handle.check_critic()
+    else:
+        handle.check_causal_lm()
+    has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
+    for output, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
+        if run.writes(output):
+            yield f"{handle.source} has Python code of its own, which is not saved with a {output} trained on it. {fix}"
+    run.models[name], run.tokenizers[name] = handle, handle.tokenizer()
+
+
+def check_reward_model(run: RunRequest, path: str) -> None:
+    """Refuse a reward model of a component's `path` that is missing, incomplete or of the wrong kind."""
+    handle = PretrainedHandle(below_project(path, run.project_path))
+    handle.check_reward_model()
+    run.models[path], run.tokenizers[path] = handle, handle.tokenizer()
 
 
 def check_direction(run: RunRequest) -> None:
@@ -58,19 +102,6 @@ def check_stops(run: RunRequest) -> None:
         _stops(run, ppo)
 
 
-def check_room(run: RunRequest, reader: PromptReader, training: Dataset) -> None:
-    """Refuse a reward model whose context is too short for the longest training prompt with a full response."""
-    ppo, names = run.group("ppo", PPOConfig), [name for name in run.reward_models if name in run.models]
-    trains = run.writes(STATE) or run.writes("pretrained_critic")
-    if ppo is None or run.start not in run.models or not names or not trains:
-        return
-    longest = max(PromptDataset.of_table(reader.fit(training, "training prompts")).lengths)
-    for name in names:
-        rendering, config = Rendering(run.tokenizers[name], reader.tokenizer), run.models[name].config()
-        called = "the reward model" if name == "reward_model" else f"the reward model {name}"
-        check_context(rendering, config, longest, ppo.response_length, _stops(run, ppo), called)
-
-
 def check_adapter(run: RunRequest) -> None:
     """Refuse an SFT policy that is an adapter where PPO needs a whole model, or weights that cannot be quantised."""
     ppo = run.group("ppo", PPOConfig)
@@ -81,26 +112,93 @@ def check_adapter(run: RunRequest) -> None:
     check_export(handle.source, ppo)
 
 
-def check_reward(run: RunRequest) -> None:
-    """Refuse `ppo.offload_reward_model` without a reward model, and components that nothing would normalise."""
-    ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
-    if ppo is None or reward is None:
-        return
-    if ppo.offload_reward_model and not reward.needs_model:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
-    if run.writes(STATE) or run.writes("pretrained_critic"):
-        check_normalisation(reward.normalise, ppo)
-
-
-def check_critic_start(run: RunRequest) -> None:
-    """Refuse a start model for the critic that has another vocabulary size or no linear score head."""
+def check_model_options(run: RunRequest) -> None:
+    """Refuse settings of PPO that the architecture does not support. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
-    name = "" if ppo is None else run.critic_start(ppo.value_model)
-    if ppo is None or not run.writes(STATE) or not {name, run.start} <= run.models.keys():
+    is_set = ppo is not None and (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile)
+    # A run that reads `ppo_policy` evaluates a trained policy and does not train
+    if ppo is None or not is_set or run.start not in run.models or run.reads("ppo_policy"):
         return
-    if not same_vocabulary(run.tokenizers[name], run.tokenizers[run.start]):
-        return  # the critic starts from a model with another vocabulary, which `check_critic` reports
-    check_start(run.models[name].empty_critic(), run.models[run.start].config(), ppo.value_model)
+    empty = run.models[run.start].empty_causal_lm()
+    if ppo.gradient_checkpointing:
+        check_gradient_checkpointing(empty)
+    if ppo.compile:
+        layers_of(empty)
+    if ppo.use_peft:
+        check_targets(empty, lora_settings(ppo))
+        if ppo.value_model == "separate":
+            check_critic_targets(backbone_of(empty), lora_settings(ppo))
+
+
+def check_critic(run: RunRequest) -> Iterator[str]:
+    """Find a `value_model` from which the critic cannot start."""
+    ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
+    reward = run.group("reward", RewardConfig)
+    for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
+        if group is None or run.reads("ppo_policy"):  # a run that evaluates a trained policy has no critic
+            continue
+        setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
+        start = run.critic_start(group.value_model)
+        both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
+        if start == "reward_model" and reward is not None and not reward.needs_model:
+            yield f"{setting}: no entry of reward.components is of type model. {fix}"
+        elif len(both) == 2 and not same_vocabulary(*both):
+            policy, model = run.source("sft_policy"), run.source(start) or start
+            yield f"{setting}: {policy} and {model} have different vocabularies. {fix}"
+        elif name == "ppo" and run.writes(STATE) and {start, run.start} <= run.models.keys():
+            check_start(run.models[start].empty_critic(), run.models[run.start].config(), group.value_model)
+    if ppo is not None and pretraining is not None:
+        pretraining_config(pretraining, ppo)
+
+
+def check_scorer(run: RunRequest) -> None:
+    """Refuse a reward that cannot score the responses: the scorer is built without the weights of reward models.
+
+    A reward model must read a training prompt with a full response, and its chat template each kind of chat.
+    """
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is None:
+        return
+    trains = run.writes(STATE) or run.writes("pretrained_critic")
+    for reward in {tuple(reward.model_paths): reward for reward in reversed(run.rewards)}.values():
+        if trains:
+            check_normalisation(reward.normalise, ppo)
+        if ppo.offload_reward_model and not reward.needs_model:
+            raise ConfigError(NOTHING_TO_OFFLOAD)
+        names = {"reward_model" if path is None else path for path in reward.model_paths}
+        if not names or not {*names, run.start} <= run.models.keys():
+            continue
+        models = build_model_scorers(
+            reward,
+            run.models.get("reward_model"),
+            run.tokenizers[run.start],
+            PretrainedHandle.empty_reward_model,
+            device="meta",
+        )
+        for model in models.values():
+            for chats, source, tools in _chats(run, ppo):
+                model.rendering.check(chats, source, tools)
+        prompts = run.data.get("prompt_dataset")
+        if trains and prompts is not None:
+            scorer = RewardScorer([(model.name, 1.0, model) for model in models.values()])
+            check_room(scorer, prompts.lengths, ppo.response_length, _stops(run, ppo))
+
+
+def _chats(run: RunRequest, ppo: PPOConfig) -> Iterator[tuple[Iterator[Any], str, Iterator[Any] | None]]:
+    """Yield (chats, path, tools) of each table of prompts with chats, with all rows of the user's file."""
+    settings = run.group("prompts", PromptsConfig)
+    if settings is None or not any(prompts.has_chats for prompts in run.prompts.values()):
+        return
+    reader = PromptReader.of(run.models[run.start], ppo)
+    for name in (name for name in PROMPTS if run.data.get(name) is not None):
+        table = reader.tokenise(run.data[name], settings.column, str(run.source(name)))
+        tools = _column(table, TOOLS) if TOOLS in table.column_names else None
+        yield _column(table, "prompt_chat"), str(run.source(name)), tools
+
+
+def _column(table: Dataset, name: str) -> Iterator[Any]:
+    for batch in table.select_columns([name]).iter(batch_size=1_000):
+        yield from batch[name]
 
 
 def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:
@@ -138,4 +236,4 @@ def _small(handle: PretrainedHandle) -> PreTrainedModel | None:
         return None
 
 
-MODEL_CHECKS = (check_direction, check_policy, check_stops, check_adapter, check_reward, check_critic_start)
+MODEL_CHECKS = (check_direction, check_policy, check_stops, check_adapter, check_model_options, check_critic)

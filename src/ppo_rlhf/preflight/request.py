@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import pandas as pd
-from datasets import Dataset
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards.config import RewardConfig
@@ -47,11 +46,8 @@ class RunRequest:
     project_path: Path
     data_root: str = "data"
     env: str | None = None
-    tables: dict[str, Dataset] = field(default_factory=dict)
-    # Tables tokenised by `PromptReader.tokenise`, by the table's name
-    prompts: dict[str, Dataset] = field(default_factory=dict)
-    demonstrations: pd.DataFrame | None = None  # the demonstrations for training, after the checks
-    swept: list[RewardConfig] = field(default_factory=list)  # the reward settings of each training of a sweep
+    # Settings, tables, models and outputs of the preparing nodes, by the catalog's entry
+    data: dict[str, Any] = field(default_factory=dict)
     # Models and tokenizers by the catalog's entry; reward models of a component's `path` by the path
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
@@ -64,9 +60,24 @@ class RunRequest:
         """Return whether a node of the run makes the dataset `name`."""
         return name in self.pipeline.all_outputs()
 
-    def lacks(self, name: str) -> bool:
-        """Return whether a node of the run reads or makes the dataset `name` that the catalog does not list."""
-        return name in self.pipeline.datasets() and name not in self.catalog
+    def load_settings(self) -> None:
+        """Load the groups of settings that nodes of the run read."""
+        for name in self.pipeline.inputs():
+            if name.startswith("params:") and self.reads(name):
+                self.data[name] = self.catalog[name].load()
+
+    def pass_models(self) -> None:
+        """Give preparing nodes the models that were found, and what they read of earlier runs.
+
+        Where the run trains the SFT policy, nodes get the model that it starts from, whose tokenizer SFT keeps.
+        """
+        self.data["base_model"] = self.models.get("base_model")
+        if self.start in self.models:
+            self.data["sft_policy"] = self.models[self.start]
+        if self.reads("evaluation_prompts"):
+            is_used = self.needs("evaluation_prompts")
+            self.data["evaluation_prompts"] = self.catalog["evaluation_prompts"].load() if is_used else None
+            self.data["training_prompts"] = None  # only counted by the node, which no check needs
 
     def group(self, name: str, kind: type[T]) -> T | None:
         """Return a validated group of parameters; None if no node of the run reads the group."""
@@ -85,7 +96,19 @@ class RunRequest:
     def rewards(self) -> list[RewardConfig]:
         """The reward of the run and the rewards of a sweep's trainings."""
         reward = self.group("reward", RewardConfig)
-        return [*([] if reward is None else [reward]), *self.swept]
+        return [*([] if reward is None else [reward]), *(each.reward for each in self.data.get("sweep_settings", []))]
+
+    @property
+    def prompts(self) -> dict[str, PromptDataset]:
+        """The prompts that preparing nodes have read, by the path of their table; those of evaluations are last."""
+        given, found = self.source("raw_evaluation_prompts"), dict[str, PromptDataset]()
+        if (training := self.data.get("prompt_dataset")) is not None:
+            found[str(self.source("raw_prompts"))] = training
+            if given is not None:
+                found[given] = self.data["evaluation_prompt_dataset"]
+        elif (chosen := self.data.get("chosen_prompts")) is not None:
+            found[str(given or self.source("evaluation_prompts"))] = PromptDataset.from_frame(chosen)
+        return found
 
     @property
     def reward_models(self) -> list[str]:

@@ -45,22 +45,16 @@ COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")
 
 
 def check_preferences(
-    frame: pd.DataFrame,
-    prompt_column: str,
-    chosen_column: str,
-    rejected_column: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    frame: pd.DataFrame, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> pd.DataFrame:
     """Return the columns `prompt` (empty text without a prompt), `chosen`, `rejected` and, if given, `tools`.
 
     Values of `frame` are texts or lists of chat messages. The prompt of a chat may be in the prompt column, at the
     beginning of both responses, or both in the column and in the responses; the returned table has the prompt only in
-    `prompt`. Pairs of equal responses are left out; the index keeps the row numbers of `frame`. With a tokenizer one
-    chat of each kind is rendered as a check.
+    `prompt`. Pairs of equal responses are left out; the index keeps the row numbers of `frame`.
 
     Raises:
-        DataError: A column is missing, a value is empty or neither text nor chat, all pairs have equal responses, or
-            the chat template refuses a chat or leaves a part of a chat out.
+        DataError: A column is missing, a value is empty or neither text nor chat, or all pairs have equal responses.
     """
     renamed = {chosen_column: "chosen", rejected_column: "rejected"}
     for column in renamed:
@@ -88,10 +82,16 @@ def check_preferences(
         checked.at[row, "prompt"] = with_system(checked.at[row, "prompt"], frame[SYSTEM].iloc[row], where)
     if TOOLS in frame and any(are_chats):
         checked[TOOLS] = [read_tools(value, f"preferences: row {row}") for row, value in enumerate(frame[TOOLS])]
-    checked = _without_equals(checked, "chosen", "rejected")
-    if tokenizer is not None:
-        try_chats(_chats_of(checked), tokenizer)
-    return checked
+    return _without_equals(checked, "chosen", "rejected")
+
+
+def try_template(checked: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render one chat of each kind of a checked table.
+
+    Raises:
+        DataError: The chat template refuses a chat or leaves a part of a chat out.
+    """
+    try_chats(_chats_of(checked), tokenizer)
 
 
 def _chats_of(checked: pd.DataFrame) -> Iterator[tuple[str, Chat, Tools]]:

@@ -10,7 +10,7 @@ import transformers
 from pydantic import Field
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
@@ -155,9 +155,28 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
-def _from_scratch(
-    demonstrations: pd.DataFrame, shape: FromScratchConfig, seed: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+@dataclass(frozen=True)
+class UntrainedModel:
+    """What is known of a small model before its training, by the names that a `PretrainedHandle` has."""
+
+    architecture: PretrainedConfig
+    words: PreTrainedTokenizerBase
+
+    def config(self) -> PretrainedConfig:
+        """Return the configuration of the model."""
+        return self.architecture
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, which is trained on the demonstrations."""
+        return self.words
+
+
+def plan_from_scratch(demonstrations: pd.DataFrame, shape: FromScratchConfig) -> UntrainedModel:
+    """Return the configuration and the tokenizer of the model that SFT trains from scratch on the demonstrations.
+
+    Raises:
+        DataError: The demonstrations are chats.
+    """
     tokenizer = train_word_tokenizer(corpus_texts(demonstrations), shape.max_position_embeddings)
     architecture = transformers.LlamaConfig(
         **asdict(shape),
@@ -168,6 +187,14 @@ def _from_scratch(
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
+    return UntrainedModel(architecture, tokenizer)
+
+
+def _from_scratch(
+    demonstrations: pd.DataFrame, shape: FromScratchConfig, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    planned = plan_from_scratch(demonstrations, shape)
+    architecture, tokenizer = planned.architecture, planned.words
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(architecture)

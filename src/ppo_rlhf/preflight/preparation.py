@@ -1,0 +1,77 @@
+"""Runs the preparing nodes of a run before the run: their outputs stay in memory, and no weights are read.
+
+A preparing node checks and reads a user's settings and tables. Each runs here as the pipeline has it, so the checks
+apply the rules of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kedro.pipeline import Node
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.pipelines import data_preparation, evaluation, kl_study, ppo, reward_modelling, sweep
+from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, plan_from_scratch
+
+PLANNING = ("ppo.configure_ppo", "sweep.plan_sweep", "kl_study.plan_study")
+"""Preparing nodes that read only settings."""
+READING_DEMONSTRATIONS = "data_preparation.split_demonstrations"
+READING = ("reward_modelling.check_preferences", "evaluation.choose_prompts", "ppo.prepare_prompts")
+"""Preparing nodes that read the user's tables, and the tokenizer and the configuration of the policy."""
+TABLES_IN_ERRORS = {"prompts": "raw_prompts", "evaluation prompts": "raw_evaluation_prompts"}
+"""What the nodes call a table in errors, and the table, whose path is said before a run."""
+NEEDED = ("raw_demonstrations", "raw_prompts")
+"""Tables without which no preparing node reads them; the other tables may be None."""
+
+
+def prepare(run: RunRequest, name: str) -> None:
+    """Run a preparing node if the run has all inputs of the node, and keep the outputs in `run.data`.
+
+    The node's own log lines are left to the run.
+
+    Raises:
+        PPORLHFError: The node refuses the settings or a table.
+    """
+    node = _node(name)
+    if not run.data.keys() >= set(node.inputs):
+        return
+    try:
+        with errors_only("kedro.pipeline.node", logging.CRITICAL), errors_only("ppo_rlhf.pipelines"):
+            run.data |= node.run({each: run.data[each] for each in node.inputs})
+    except DataError as error:
+        table, _, problem = str(error).partition(": ")
+        source = run.source(TABLES_IN_ERRORS.get(table, ""))
+        if source is None:
+            raise
+        raise DataError(f"{source}: {problem}") from error
+
+
+def load_table(run: RunRequest, name: str) -> None:
+    """Load a table of the user; loading raises if the table is missing, empty or damaged."""
+    table = run.catalog[name].load()
+    if table is not None or name not in NEEDED:
+        run.data[name] = table
+
+
+def plan_small_model(run: RunRequest) -> None:
+    """Make the tokenizer of a model that SFT trains from scratch, with which the prompts are read.
+
+    Raises:
+        DataError: The demonstrations are chats.
+    """
+    settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
+    if settings is None or settings.from_scratch is None or run.source("base_model") is not None:
+        return
+    if run.writes("sft_policy") and "demonstrations" in run.data:
+        small = plan_from_scratch(run.data["demonstrations"], settings.from_scratch)
+        run.data["sft_policy"], run.tokenizers[run.start] = small, small.tokenizer()
+
+
+def _node(name: str) -> Node:
+    stages = (ppo, sweep, kl_study, data_preparation, reward_modelling, evaluation)
+    stage = next(each for each in stages if each.__name__.endswith(f".{name.partition('.')[0]}"))
+    (node,) = stage.create_pipeline().only_nodes(name).nodes
+    return node
