@@ -110,7 +110,8 @@ def function_reward(reference: str) -> RewardConfig:
 
 
 @pytest.fixture
-def user(tmp_path: Path, models: Path) -> User:
+def user(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    monkeypatch.chdir(tmp_path)  # nodes look for functions in the project of the working directory
     return User(tmp_path, models)
 
 

@@ -7,10 +7,8 @@ docs/tuning.md lists both kinds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -18,8 +16,7 @@ from transformers import (
 )
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.data.chats import TOOLS
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import check_vocabularies
@@ -38,8 +35,7 @@ from ppo_rlhf.ppo.build import check_export, lora_settings
 from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import MADE_BY, PROMPTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, below_project, build_model_scorers, check_room
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.scorers import below_project, build_reward_scorer, check_chats, check_room
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import STATE
 
@@ -156,49 +152,32 @@ def check_scorer(run: RunRequest) -> None:
 
     A reward model must read a training prompt with a full response, and its chat template each kind of chat.
     """
-    ppo = run.group("ppo", PPOConfig)
-    if ppo is None:
+    ppo, tokenizer = run.group("ppo", PPOConfig), run.tokenizers.get(run.start)
+    if ppo is None or tokenizer is None:
         return
     trains = run.writes(STATE) or run.writes("pretrained_critic")
     for reward in {tuple(reward.model_paths): reward for reward in reversed(run.rewards)}.values():
         if trains:
             check_normalisation(reward.normalise, ppo)
-        if ppo.offload_reward_model and not reward.needs_model:
-            raise ConfigError(NOTHING_TO_OFFLOAD)
-        names = {"reward_model" if path is None else path for path in reward.model_paths}
-        if not names or not {*names, run.start} <= run.models.keys():
+        if not {path or "reward_model" for path in reward.model_paths} <= run.models.keys():
             continue
-        models = build_model_scorers(
-            reward,
-            run.models.get("reward_model"),
-            run.tokenizers[run.start],
-            PretrainedHandle.empty_reward_model,
-            device="meta",
-        )
-        for model in models.values():
-            for chats, source, tools in _chats(run, ppo):
-                model.rendering.check(chats, source, tools)
-        prompts = run.data.get("prompt_dataset")
-        if trains and prompts is not None:
-            scorer = RewardScorer([(model.name, 1.0, model) for model in models.values()])
-            check_room(scorer, prompts.lengths, ppo.response_length, _stops(run, ppo))
+        model = run.models.get("reward_model")
+        scorer = build_reward_scorer(reward, model, tokenizer, device="meta", offload=ppo.offload_reward_model)
+        if reward.needs_model:
+            for source, prompts in _chats(run, ppo):
+                check_chats(scorer, prompts, source)
+        if trains and "prompt_dataset" in run.data and run.start in run.models:
+            check_room(scorer, run.data["prompt_dataset"].lengths, ppo.response_length, _stops(run, ppo))
 
 
-def _chats(run: RunRequest, ppo: PPOConfig) -> Iterator[tuple[Iterator[Any], str, Iterator[Any] | None]]:
-    """Yield (chats, path, tools) of each table of prompts with chats, with all rows of the user's file."""
+def _chats(run: RunRequest, ppo: PPOConfig) -> Iterator[tuple[str, PromptDataset]]:
+    """Yield (path, prompts) of each table with chats; the rows are those of the user's file."""
     settings = run.group("prompts", PromptsConfig)
-    if settings is None or not any(prompts.has_chats for prompts in run.prompts.values()):
-        return
-    reader = PromptReader.of(run.models[run.start], ppo)
-    for name in (name for name in PROMPTS if run.data.get(name) is not None):
-        table = reader.tokenise(run.data[name], settings.column, str(run.source(name)))
-        tools = _column(table, TOOLS) if TOOLS in table.column_names else None
-        yield _column(table, "prompt_chat"), str(run.source(name)), tools
-
-
-def _column(table: Dataset, name: str) -> Iterator[Any]:
-    for batch in table.select_columns([name]).iter(batch_size=1_000):
-        yield from batch[name]
+    if settings is not None and any(prompts.has_chats for prompts in run.prompts.values()):
+        reader = PromptReader.of(run.data["sft_policy"], ppo)
+        for name in (name for name in PROMPTS if run.data.get(name) is not None):
+            source = str(run.source(name))
+            yield source, PromptDataset.of_table(reader.tokenise(run.data[name], settings.column, source))
 
 
 def _stops(run: RunRequest, ppo: PPOConfig) -> tuple[int, ...]:

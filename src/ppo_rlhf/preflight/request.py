@@ -46,7 +46,7 @@ class RunRequest:
     project_path: Path
     data_root: str = "data"
     env: str | None = None
-    # Settings, tables, models and outputs of the preparing nodes, by the catalog's entry
+    # Tables, models and outputs of the preparing nodes, by the catalog's entry
     data: dict[str, Any] = field(default_factory=dict)
     # Models and tokenizers by the catalog's entry; reward models of a component's `path` by the path
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
@@ -59,12 +59,6 @@ class RunRequest:
     def writes(self, name: str) -> bool:
         """Return whether a node of the run makes the dataset `name`."""
         return name in self.pipeline.all_outputs()
-
-    def load_settings(self) -> None:
-        """Load the groups of settings that nodes of the run read."""
-        for name in self.pipeline.inputs():
-            if name.startswith("params:") and self.reads(name):
-                self.data[name] = self.catalog[name].load()
 
     def pass_models(self) -> None:
         """Give preparing nodes the models that were found, and what they read of earlier runs.

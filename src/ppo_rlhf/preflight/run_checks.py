@@ -77,7 +77,6 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    run.load_settings()
     for node in PLANNING:
         ask(prepare, node)
     for check in REQUEST_CHECKS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ class ModelScorer:
         self._batch_size = batch_size
         self._device = device or model.device
         self.context = context_length(model.config)
-        # Without weights, in the checks before a run, a model cannot be tried
         if model.device.type != "meta" and not reads_end(model, tokenizer.eos_token_id):
             say_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: its pad token is also its "
@@ -148,72 +147,40 @@ def build_reward_scorer(
     `reward_model` is the reward model of components without a `path`. The critic of `ppo.value_model=reward_init` is
     copied from the first reward model. One forward pass of a reward model takes `batch_size` sequences; None takes as
     many sequences as fit into memory. With `offload` each reward model stays in host memory and moves to the device
-    only while it scores.
+    only while it scores. On the device `meta` no weights are read: such a scorer serves the checks before a run.
 
     Raises:
         ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
         RewardError: A reward function cannot be imported.
         ModelError: A reward model cannot be loaded.
     """
+    handles, device = handles_of(config, reward_model), torch.device(device)
+    if config.needs_catalogued_model and reward_model is None:
+        raise ConfigError("reward.components uses a reward model, but there is none: set reward_model_path.")
+    if offload and not handles:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
     scorings: dict[str, Scoring] = {
         c.title: partial(score_by_function, load_judge(judge, f"reward.{c.title}"), c.title)
         for c in config.components
         if (judge := c.function or c.llm) is not None
     }
-    load = partial(_loaded, device=torch.device(device), dtype=dtype, offload=offload)
-    models = build_model_scorers(config, reward_model, policy_tokenizer, load, batch_size, device, offload=offload)
-    scorings |= {c.title: models[c.path] for c in config.components if c.type == "model"}
+    models: list[PreTrainedModel] = []
+    for path, handle in handles.items():
+        model = handle.empty_reward_model() if device.type == "meta" else handle.reward_model(dtype)
+        if offload and device.type != "meta":
+            to_host(model)
+        else:
+            nn.Module.to(model, device)
+        models.append(model)
+        name = "the reward model" if path is None else f"the reward model {path}"
+        scorer = ModelScorer(model, handle.tokenizer(), policy_tokenizer, batch_size, device, name=name)
+        scorings |= {c.title: scorer for c in config.components if c.type == "model" and c.path == path}
     return RewardScorer(
         [(c.title, c.weight, scorings[c.title]) for c in config.components],
-        next((scorer.model for scorer in models.values()), None),
+        models[0] if models else None,
         normalise=config.normalise,
         combine=config.combine,
     )
-
-
-def build_model_scorers(
-    config: RewardConfig,
-    reward_model: PretrainedHandle | None,
-    policy_tokenizer: PreTrainedTokenizerBase,
-    load: Callable[[PretrainedHandle], PreTrainedModel],
-    batch_size: int | None = 64,
-    device: str | torch.device = "cpu",
-    *,
-    offload: bool = False,
-) -> dict[str | None, ModelScorer]:
-    """Return the scorer of each reward model, by the `path` of its component, in the order of the components.
-
-    `load` returns a reward model; `PretrainedHandle.empty_reward_model` returns it without weights, for checks before a
-    run. The other arguments are those of `build_reward_scorer`.
-
-    Raises:
-        ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
-    """
-    handles = handles_of(config, reward_model)
-    if config.needs_catalogued_model and reward_model is None:
-        raise ConfigError("reward.components uses a reward model, but there is none: set reward_model_path.")
-    if offload and not handles:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
-    return {
-        path: ModelScorer(
-            load(handle),
-            handle.tokenizer(),
-            policy_tokenizer,
-            batch_size,
-            torch.device(device),
-            name="the reward model" if path is None else f"the reward model {path}",
-        )
-        for path, handle in handles.items()
-    }
-
-
-def _loaded(handle: PretrainedHandle, device: torch.device, dtype: torch.dtype, offload: bool) -> PreTrainedModel:
-    model = handle.reward_model(dtype)
-    if offload:
-        to_host(model)
-    else:
-        nn.Module.to(model, device)
-    return model
 
 
 def models_of(scorer: RewardScorer) -> list[PreTrainedModel]:
@@ -269,10 +236,10 @@ def check_context(
         )
 
 
-def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
-    """Raise `DataError` if a reward model's chat template refuses a prompt."""
+def check_chats(scorer: RewardScorer, prompts: PromptDataset, name: str = "prompts") -> None:
+    """Raise `DataError` if a reward model's chat template refuses a prompt; `name` names the prompts in errors."""
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        model.rendering.check(prompts.chats, "prompts", prompts.columns.get(TOOLS))
+        model.rendering.check(prompts.chats, name, prompts.columns.get(TOOLS))
 
 
 def functions_of(scorer: RewardScorer) -> list[Scoring]:

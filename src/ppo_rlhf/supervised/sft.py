@@ -155,23 +155,9 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
-@dataclass(frozen=True)
-class UntrainedModel:
-    """What is known of a small model before its training, by the names that a `PretrainedHandle` has."""
-
-    architecture: PretrainedConfig
-    words: PreTrainedTokenizerBase
-
-    def config(self) -> PretrainedConfig:
-        """Return the configuration of the model."""
-        return self.architecture
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, which is trained on the demonstrations."""
-        return self.words
-
-
-def plan_from_scratch(demonstrations: pd.DataFrame, shape: FromScratchConfig) -> UntrainedModel:
+def plan_from_scratch(
+    demonstrations: pd.DataFrame, shape: FromScratchConfig
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Return the configuration and the tokenizer of the model that SFT trains from scratch on the demonstrations.
 
     Raises:
@@ -187,14 +173,13 @@ def plan_from_scratch(demonstrations: pd.DataFrame, shape: FromScratchConfig) ->
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
-    return UntrainedModel(architecture, tokenizer)
+    return architecture, tokenizer
 
 
 def _from_scratch(
     demonstrations: pd.DataFrame, shape: FromScratchConfig, seed: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    planned = plan_from_scratch(demonstrations, shape)
-    architecture, tokenizer = planned.architecture, planned.words
+    architecture, tokenizer = plan_from_scratch(demonstrations, shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(architecture)
