@@ -62,6 +62,8 @@ class OwnProject:
 
     def start_from(self, model: str, command: list[str]) -> None:
         self.globals["base_model_path" if command == CHAIN else "sft_model_path"] = model
+        if command == CHAIN:  # which trains a reward model
+            self.parameters["reward"]["components"] = [{"type": "model"}]
 
     def write_settings(self) -> None:
         for name, values in {"globals": self.globals, "parameters": self.parameters}.items():
