@@ -10,7 +10,7 @@ import transformers
 from pydantic import Field
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
@@ -157,7 +157,7 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
 
 def plan_from_scratch(
     demonstrations: pd.DataFrame, shape: FromScratchConfig
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+) -> tuple[transformers.LlamaConfig, PreTrainedTokenizerBase]:
     """Return the configuration and the tokenizer of the model that SFT trains from scratch on the demonstrations.
 
     Raises:
