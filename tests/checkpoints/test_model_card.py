@@ -57,13 +57,12 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
 
 
 def test_a_card_says_the_type_of_the_exported_weights(make_run, tmp_path: Path) -> None:
-    assert "- Exported as: float32 weights\n" in render_card(make_run(dtype="float32").state, [])
-    state = make_run(dtype="float32", export_dtype="bfloat16").state
-    assert "- Exported as: bfloat16 weights\n" in render_card(state, [])
+    state = make_run(dtype="float32").state
+    assert "- Exported as: float32 weights\n" in render_card(state, [])
     state.policy.config._name_or_path = save(tmp_path, tiny_model())
     quantised = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    assert "- Exported as: bfloat16 weights, not in the mxfp4 of the start model\n" in render_card(state, [])
+    assert "- Exported as: float32 weights, not in the mxfp4 of the start model\n" in render_card(state, [])
     state.config = replace(state.config, use_peft=True, load_in_4bit=True)
     assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in render_card(state, [])
 

@@ -1,6 +1,5 @@
 """Models in checkpoints and in exports: every bit comes back, adapters alone are written, averages are beside."""
 
-import json
 import logging
 import shutil
 
@@ -360,21 +359,3 @@ def test_the_value_head_is_exported_if_it_is_asked_for(make_run):
     assert exported_policy(make_run(**settings).state).value_head is None
     state = make_run(export_value_head=True, **settings).state
     assert exported_policy(state).value_head is state.critic.value_head
-
-
-@pytest.mark.parametrize("settings", [{"ema_decay": 0.5}, LORA], ids=["whole, average", "lora"])
-def test_an_export_in_a_16_bit_type_has_each_trained_weight_rounded_and_says_its_type(make_run, tmp_path, settings):
-    run = make_run("gpt2", **settings, export_dtype="bfloat16", dtype="float32")
-    run.iteration()
-    weights = exported_policy(run.state).model.state_dict()
-    exported_policy(run.state).save(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert weights.keys() - saved.keys() == {"lm_head.weight"}  # it is the embedding
-    for name, weight in saved.items():
-        assert_close(weight, weights[name].bfloat16(), rtol=0.0, atol=0.0)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert next(run.state.policy.parameters()).dtype == torch.float32  # training goes on in float32
-    assert PretrainedHandle(str(tmp_path)).causal_lm().dtype == torch.float32  # evaluation computes in its own type
-    if "ema_decay" in settings:
-        average = load_file(tmp_path / "ema" / "model.safetensors")
-        assert {weight.dtype for weight in average.values()} == {torch.bfloat16}

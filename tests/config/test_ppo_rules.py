@@ -106,7 +106,6 @@ BROKEN_AND_KEPT = [
         {"export": "adapter", **LORA, "value_model": "shared", "export_value_head": True},
         {"export": "merged", **LORA, "value_model": "shared", "export_value_head": True},
     ),
-    ({"export": "adapter", **LORA, "export_dtype": "bfloat16"}, {**LORA, "export_dtype": "bfloat16"}),
     ({"export": "adapter", **LORA, "load_in_4bit": True}, {"export": "merged", **LORA, "load_in_4bit": True}),
     ({"lora_target_modules": "q_proj,,v_proj", **LORA}, {"lora_target_modules": "q_proj, v_proj", **LORA}),
     ({"lora_target_modules": "all-linear,lm_head", **LORA}, {"lora_target_modules": "all-linear+head", **LORA}),

@@ -68,8 +68,8 @@ def test_a_configuration_that_one_tree_could_not_run_is_a_difference(script):
 
 
 def test_the_reason_of_a_failed_run_is_its_last_line_about_an_error(script):
-    said = "Error: ppo has no setting export_dtype\ntorch.distributed.elastic.ChildFailedError:\n  rank: 1\n"
-    assert script["_reason"](said) == "Error: ppo has no setting export_dtype"
+    said = "Error: ppo has no setting colour\ntorch.distributed.elastic.ChildFailedError:\n  rank: 1\n"
+    assert script["_reason"](said) == "Error: ppo has no setting colour"
 
 
 def test_the_recipe_on_a_real_model_is_refused_without_that_model(script, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, LlamaConfig
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.advice import head_rate
@@ -354,12 +354,12 @@ def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
     assert (whole.trained, whole.exported) == (packed.trained, packed.exported)
 
 
-def test_a_policy_that_is_exported_in_16_bits_takes_half_the_disk_and_its_critic_all():
+def test_the_disk_holds_the_exported_policy_and_if_it_is_asked_for_the_critic():
     shape = RunShape(WIDE, 6)
-    whole, half = (plan(shape, export_dtype=dtype).exported for dtype in (None, "bfloat16"))
-    critics = [plan(shape, export_dtype=dtype, export_critic=True).exported for dtype in (None, "bfloat16")]
-    assert whole == 2 * half
-    assert critics[0] - critics[1] == half
+    policy, both = (plan(shape, export_critic=critic).exported for critic in (False, True))
+    model = AutoModelForCausalLM.from_config(WIDE)
+    assert policy == 4 * model.num_parameters()
+    assert both - policy == 4 * model.model.num_parameters()
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import copy
 import logging
 from dataclasses import replace
 
-import torch
-
 from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
 from ppo_rlhf.core.errors import ModelError
@@ -26,8 +24,8 @@ def exported_policy(state: TrainingState) -> TrainedModel:
 
     An adapter is merged into the weights, unless `export=adapter` saves only the adapter. Merging an adapter rounds the
     weights: in float32 the logits change by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32, unless `export_dtype` rounds all weights when they are saved. The exported policy also has the
-    sampling settings (`training_record`). Every process must call this function.
+    exported in float32. The exported policy also has the sampling settings (`training_record`). Every process must call
+    this function.
     """
     state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
@@ -35,8 +33,7 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     average = None if state.policy_average is None else state.policy_average.applied_to(policy)
     if has_adapter(policy) and state.config.export == "merged":
         policy, average = merged(policy), None if average is None else merged(average)
-    dtype = None if state.config.export_dtype is None else getattr(torch, state.config.export_dtype)
-    trained = TrainedModel(policy, state.tokenizer, head, average, dtype=dtype)
+    trained = TrainedModel(policy, state.tokenizer, head, average)
     return replace(trained, generation_config=generation_config_of(state), record=record_of(state))
 
 

@@ -221,8 +221,8 @@ def _exported_as(state: TrainingState) -> str:
     config = state.config
     if config.export == "adapter":
         return "a LoRA adapter, without the weights of the start model"
-    dtype = config.export_dtype or str(next(state.policy.parameters()).dtype).removeprefix("torch.")
-    if has_adapter(state.policy) and config.export_dtype is None:
+    dtype = str(next(state.policy.parameters()).dtype).removeprefix("torch.")
+    if has_adapter(state.policy):
         dtype = "float32"  # `merged` merges an adapter in float32
     if config.load_in_4bit:
         return f"{dtype} weights: the start model's, rounded to 4 bits (NF4) and dequantised, and the merged adapter"

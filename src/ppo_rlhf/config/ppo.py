@@ -353,10 +353,6 @@ class PPOConfig:
     export: Annotated[Literal["merged", "adapter"], Use("none", resume="free")] = "merged"
     """What is exported with use_peft. merged: a whole model with the adapter merged into its weights. adapter: only the
     adapter, which peft loads onto the SFT model that the adapter's configuration names."""
-    export_dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Use("none", resume="free")] = None
-    """Type of the exported policy's weights. null: as they were trained (float32). A 16-bit type halves the files, but
-    the exported policy is not the trained one: with bfloat16 SmolLM2-135M moved by 0.04 nats a response after training
-    at 1.5e-5, and by 0.2 at 1e-6, where rounding is larger than training. Evaluation reads the export."""
     dtype: Annotated[Precision, Use("left out")] = "auto"
     """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
     started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit

@@ -244,11 +244,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         {"export": "adapter", "export_value_head": True},
         "the value head is saved with the weights of a whole model; set {0} to merged, or leave out {1}",
     ),
-    _rule(
-        ("export_dtype", "export"),
-        lambda c: c.export_dtype is not None and c.export == "adapter",
-        "an adapter is exported as it was trained; set {1} to merged, or leave out {0}",
-    ),
     _clash(
         {"export": "adapter", "load_in_4bit": True},
         "the adapter is trained on 4-bit weights, but users would load it onto full-precision ones; unset one of them",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ModelError
@@ -38,7 +35,6 @@ class TrainedModel:
     # Replaces the generation configuration of `model` in the saved folder
     generation_config: GenerationConfig | None = None
     record: str | None = None  # the text of ppo_rlhf.json, the record of how the model was trained
-    dtype: torch.dtype | None = None  # the type that weights of a whole model are saved in; None: their own
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the weight average gets a subfolder `ema`.
@@ -59,14 +55,9 @@ class TrainedModel:
         options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
         if (head := self.value_head) is not None:
             options["state_dict"] = self.model.state_dict() | {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}
-        if self.dtype is not None:
-            options["state_dict"] = _rounded(options.get("state_dict", self.model.state_dict()), self.dtype)
         with quiet_transformers():
             self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
-        if self.dtype is not None:  # transformers names the type of the model, not of the saved weights
-            config = json.loads((folder / CONFIG).read_bytes()) | {"dtype": str(self.dtype).removeprefix("torch.")}
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
         if self.record is not None:
@@ -78,15 +69,3 @@ class TrainedModel:
             replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
         elif (folder / AVERAGE / CONFIG).is_file():
             log.warning("%s is the average of an earlier model; the model saved now has no average.", folder / AVERAGE)
-
-
-def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights in another floating-point type; names that share a tensor share it afterwards, too."""
-    tensors: dict[tuple[Any, ...], Tensor] = {}
-    rounded = {}
-    for name, weight in weights.items():
-        key = (weight.data_ptr(), weight.shape, weight.stride())
-        if key not in tensors:
-            tensors[key] = weight.to(dtype) if weight.is_floating_point() else weight
-        rounded[name] = tensors[key]
-    return rounded

@@ -289,8 +289,8 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     embedding, head = cast(nn.Embedding, policy.get_input_embeddings()).weight, policy.get_output_embeddings()
     as_trained = trained_dtype(config)
-    exported = reference.num_parameters() * getattr(torch, config.export_dtype or "", as_trained).itemsize
-    if config.export_critic:  # the critic is stored as it trained
+    exported = reference.num_parameters() * as_trained.itemsize
+    if config.export_critic:
         exported += sum(weight.numel() for weight in critic.backbone.parameters()) * as_trained.itemsize
     return _Sizes(
         weights=weights,
