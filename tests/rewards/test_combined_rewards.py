@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from ppo_rlhf.core.rewards import combine_scores, disagreement
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
 from ppo_rlhf.ppo.experience import completion_rows
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room, models_of, reward_model_accuracy
@@ -287,47 +285,3 @@ def test_a_trainer_maximises_the_combination_of_models_by_path(tmp_path: Path, t
 def test_the_default_combination_is_no_part_of_what_a_scripts_checkpoint_compares():
     attributes = origin_of(build("sum", "total").scorer)["reward"][1]
     assert attributes.keys() == {"names", "model", "components"}
-
-
-# --- the alarm -------------------------------------------------------------------------------------------------------
-
-
-def alarms(values: list[float], batch_size: int = 16) -> list[int]:
-    """Return the iterations after which the alarm rings."""
-    config = PPOConfig(per_device_train_batch_size=batch_size, total_episodes=batch_size, response_length=4)
-    history = [{"reward/disagreement": value} for value in values]
-    return [end for end in range(1, len(values) + 1) if disagreement_alarms(config, history[:end])]
-
-
-def noisy(level: float, count: int, seed: int = 0) -> list[float]:
-    return list(level + 0.05 * np.random.default_rng(seed).standard_normal(count))
-
-
-def test_growing_disagreement_rings_once_and_noise_does_not():
-    assert alarms(noisy(0.4, 200)) == []
-    [ring] = alarms([*noisy(0.4, 20), *noisy(0.7, 40, seed=1)])
-    assert 20 < ring <= 30
-    assert alarms([*noisy(0.4, 20), *noisy(0.3, 40, seed=1)]) == []
-    # growth by a fifth is no growth, and a window of the same iterations holds too few responses with a small batch
-    assert alarms([*noisy(0.4, 20), *noisy(0.46, 80, seed=1)]) == []
-    [later] = alarms([*noisy(0.4, 20), *noisy(0.7, 60, seed=1)], batch_size=4)
-    assert later >= 40
-
-
-def test_false_alarms_are_rare():
-    rings = sum(bool(alarms(noisy(0.4, 120, seed=seed), batch_size=16)) for seed in range(100))
-    assert rings <= 2
-
-
-def test_the_alarm_says_what_grew_and_what_to_do(caplog: pytest.LogCaptureFixture):
-    config = PPOConfig(per_device_train_batch_size=16, total_episodes=16, response_length=4)
-    rows = [{"reward/disagreement": value} for value in [*noisy(0.4, 10), *noisy(0.8, 10)]]
-    [line] = disagreement_alarms(config, rows)
-    assert line.startswith("Disagreement: the reward models' disagreement rose from 0.")
-    assert "reward.combine=min" in line
-    run = build("mean", total_episodes=12 * 30)
-    run.state.history = [{**row, "objective/kl": 0.0, "objective/kl_coef": 0.0} for row in rows[:-1]]
-    scores = run.before_update()[1]
-    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
-        run.state.advance(scores, {"objective/kl": 0.0, "objective/kl_coef": 0.0, "reward/disagreement": 0.8})
-    assert any(text.startswith("Disagreement: ") for text in caplog.messages)

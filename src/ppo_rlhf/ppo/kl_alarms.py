@@ -145,7 +145,7 @@ WINDOW, WINDOW_RESPONSES = 10, 80
 History = Sequence[Mapping[str, float]]
 
 
-def averaged_iterations(config: PPOConfig) -> int:
+def _averaged_iterations(config: PPOConfig) -> int:
     """Return the number of iterations in a mean that an alarm reads.
 
     There are `WINDOW` iterations, or more if the batch is so small that they have fewer than `WINDOW_RESPONSES`
@@ -172,11 +172,11 @@ def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
     """Return the names of the KL rules that hold after the last iteration, each with the KL that it was checked on.
 
     `alarm` and `warning` compare the last iteration's KL. The other rules compare the mean of the last
-    `averaged_iterations`.
+    `_averaged_iterations`.
     """
     if not history:
         return {}
-    window = averaged_iterations(config)
+    window = _averaged_iterations(config)
     kl, kl_coef = np.array([row["objective/kl"] for row in history]), history[-1]["objective/kl_coef"]
     situations = dict.fromkeys(("alarm", "warning"), KLSituation(config, kl[-1], math.nan, math.nan, kl_coef))
     if len(kl) >= window:

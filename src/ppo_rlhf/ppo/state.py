@@ -26,7 +26,6 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.ppo.disagreement_alarm import disagreement_alarms
 from ppo_rlhf.ppo.halvings import Halving, of_evaluations
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
@@ -252,7 +251,7 @@ class TrainingState:
         if self.iteration > self.config.held_iterations:
             self.kl_controller.update(metrics["objective/kl"], self.config.batch_size)
         self.history.append({"iteration": float(self.iteration), **metrics})
-        for line in (*kl_alarms(self.config, self.history), *disagreement_alarms(self.config, self.history)):
+        for line in kl_alarms(self.config, self.history):
             log.warning(line)
         self.captures.say_once()
         self.updating = False
