@@ -453,31 +453,6 @@ def test_the_table_of_critics_has_the_interval_of_the_seeds_by_students_t():
     assert row.startswith("| PPO | 0.500 (one seed) |")
 
 
-def test_the_table_of_the_curriculum_pairs_the_seeds():
-    """By hand: means 0.6, 0.7 and 0.7, 0.9; two differences, 0.1 apart, have the interval 12.706 · 0.0707 / √2."""
-    import curriculum
-
-    def curve(*scores: float) -> list[dict[str, float]]:
-        return [{"episodes": 64.0 * place, "score": score, "explained": 0.5} for place, score in enumerate(scores)]
-
-    found = {"without": [curve(0.5, 0.7), curve(0.5, 0.9)], "curriculum": [curve(0.5, 0.9), curve(0.85, 0.95)]}
-    *_, plain, other, difference = curriculum.table(found, [0.8, 0.9]).splitlines()
-    assert plain.startswith("| without | –, 64 | –, 64 | 0.650 ± 0.635 |")
-    assert other.startswith("| curriculum | 64, 0 | 64, 64 | 0.800 ± 1.271 |")
-    assert difference.startswith("| difference |  |  | 0.150 ± 0.635 |")
-    assert difference.endswith("| 0.000 ± 0.000 | 0.000 ± 0.000 |")
-
-
-def test_the_walk_that_the_critic_sees_is_a_shortest_one_to_the_goal():
-    import curriculum
-
-    for row in curriculum.prompts_of(curriculum.TASKS["walks"]):
-        assert len(row["path"].split()) == row["shortest"] - 1
-        given = [[row[name]] for name in ("prompt", "path", "edges", "shortest")]
-        assert curriculum.random_walks.optimality(*given) == [1.0]
-    assert curriculum.shortest_walk("d", "dc db ba ca ad") == "b a"
-
-
 def test_a_sampler_that_is_some_iterations_behind_is_the_policy_as_it_was_then(monkeypatch):
     """Its log-probabilities are those of the policy before the first update; without a lag the policy's own."""
     import critics
