@@ -77,9 +77,8 @@ def test_rows_are_sorted_by_iteration_and_the_critics_warm_up_is_left_out():
     assert Run(config(critic_warmup_iterations=2), rows).values(KEY).tolist() == [3.0, 4.0]
 
 
-def test_training_scores_of_a_curriculum_say_nothing_of_a_rise_and_evaluations_do():
+def test_the_rise_is_that_of_the_evaluations_where_there_are_any_and_of_training_else():
     rows = [{"objective/scores": score, "objective/scores_std": 0.5} for score in (1.0, 2.0)]
     assert Run(config(), rows).gain == 2.0
-    assert math.isnan(Run(config(curriculum=1.0), rows).gain)
     rows[-1] |= {"eval/reward": 1.5, "eval/reward_sft": 1.0}
-    assert Run(config(curriculum=1.0), rows).gain == 1.0
+    assert Run(config(), rows).gain == 1.0

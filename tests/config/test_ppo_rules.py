@@ -92,10 +92,6 @@ BROKEN_AND_KEPT = [
     ({"num_critic_epochs": 3}, {"num_critic_epochs": 3, "num_ppo_epochs": 2}),
     ({"value_model": "shared", "num_critic_epochs": 8}, {"value_model": "reward_init", "num_critic_epochs": 8}),
     ({"drop_uniform_prompts": 2}, {"drop_uniform_prompts": 2, "responses_per_prompt": 2}),
-    (
-        {"curriculum": 0.0, "drop_uniform_prompts": 2, "responses_per_prompt": 2},
-        {"curriculum": 0.0, "responses_per_prompt": 2},
-    ),
     ({"critic_warmup_iterations": 1250}, {"critic_warmup_iterations": 1249}),
     ({"learning_rate": 1e-7, **POLYNOMIAL}, {"learning_rate": 2e-7, **POLYNOMIAL}),
     ({"value_learning_rate": 1e-8, **POLYNOMIAL}, {"value_learning_rate": 1e-8}),

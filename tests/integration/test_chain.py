@@ -69,7 +69,6 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     documented = checkers.documented_metrics((ROOT / "docs/metrics.md").read_text())
     of_others = {"throughput/mfu", "eval/pass_at_<k>", "response/turns"}  # of some GPUs and settings
     of_others |= {"response/redraws", "response/uniform_prompts"}
-    of_others |= {"curriculum/solved", "curriculum/unsolved", "curriculum/in_reach"}
     of_others |= {"critic/loss", "critic/explained_variance", "critic/learning_rate", "critic/eval_explained_variance"}
     of_others |= {"reward_std/<component>"}  # `test_normalised_components.py` has it
     of_others |= {"reward/disagreement"}  # `test_combined_rewards.py` has it

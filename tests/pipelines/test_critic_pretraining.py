@@ -136,11 +136,10 @@ def test_what_is_stored_is_a_plain_backbone_that_was_trained(critics: dict[str, 
 
 def test_the_policy_of_the_pretraining_does_not_change_and_its_noise_is_not_that_of_the_run() -> None:
     config = pretraining_config(
-        CriticPretrainingConfig(iterations=3), ppo(kl_controller="adaptive", lam=0.9, lam_alpha=0.05, curriculum=1.0)
+        CriticPretrainingConfig(iterations=3), ppo(kl_controller="adaptive", lam=0.9, lam_alpha=0.05)
     )
     assert config.critic_warmup_iterations == 3 < config.num_total_batches
     assert (config.lam, config.lam_critic, config.value_model) == (0.9, 1.0, "separate")
-    assert config.curriculum is None  # PPO starts with all prompts equally often
     assert config.seed != ppo().seed
 
 

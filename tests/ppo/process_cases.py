@@ -32,7 +32,7 @@ from ppo_rlhf.runtime.processes import (
 )
 from tests.ppo.short_memory import FIRST_BACKWARD, ShortMemory
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import MEASURED, Run, build_model, build_prompts, build_run, first_letters, weight_sums
+from tests.ppo_runs import MEASURED, Run, build_model, build_run, first_letters, weight_sums
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -68,7 +68,6 @@ CASES: dict[str, dict[str, Any]] = {
     "KL over the vocabulary": {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.5, "use_peft": True, "lora_r": 2},
     "prompts without a signal": {"responses_per_prompt": 2, "drop_uniform_prompts": 3},
     # two prompts, eight solved responses to each: the second iteration draws with both set aside
-    "prompts by difficulty": {"responses_per_prompt": 8, "curriculum": 0.0, "prompts": build_prompts((3, 5))},
     "a critic that sees a column": {"critic_column": "wanted", "max_tokens_per_micro_batch": 24},
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},

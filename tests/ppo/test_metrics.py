@@ -105,7 +105,6 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
     return SimpleNamespace(
         config=SimpleNamespace(**settings),
         device=torch.device("cpu"),
-        curriculum=None,
         halvings={},
         accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
         clock=clock,

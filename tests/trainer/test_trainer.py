@@ -355,7 +355,7 @@ def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
     assert moved[9] < -0.01
 
 
-@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"curriculum": 1.0}, {"critic_column": "answer"}])
+@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"critic_column": "answer"}])
 def test_a_step_with_given_prompts_refuses_settings_of_train_s_prompts(sft: str, setting: dict[str, Any]):
     trainer = PPOTrainer(config(responses_per_prompt=2, **setting), sft)
     with pytest.raises(ConfigError, match=rf"^step: ppo\.{next(iter(setting))}"):

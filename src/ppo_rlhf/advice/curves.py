@@ -98,11 +98,10 @@ class Run(KLSituation):
         """Rise of the score over the SFT policy's, in standard deviations of the scores at the start.
 
         If the run was evaluated, the rise is that of the last evaluation, in which both policies answered the same
-        prompts with the same noise. If not, the rise is computed from the training scores. With a curriculum these are
-        of other prompts at the end than at the start, and the rise is NaN.
+        prompts with the same noise. If not, the rise is computed from the training scores.
         """
         rise = self.end("eval/reward") - self.end("eval/reward_sft")
-        if math.isnan(rise) and self.config.curriculum is None:
+        if math.isnan(rise):
             rise = self.last("objective/scores") - self.start("objective/scores")
         return rise / self.deviation if self.deviation > 0.0 else math.nan
 

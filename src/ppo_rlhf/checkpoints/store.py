@@ -7,7 +7,6 @@
         policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
         critic_optimizer.safetensors    missing if policy and value head have one optimiser
-        curriculum.safetensors          the outcomes of each prompt's latest responses; only with ppo.curriculum
 
 A checkpoint has no state of random generators: random numbers are a function of seed, iteration and episode. A
 kill while a checkpoint is written leaves no part of the checkpoint.
@@ -37,7 +36,7 @@ from ppo_rlhf.ppo.state import TrainingState
 ALIKE = "alike_in_16_bits"
 """Key of a checkpoint's state whose reference policy did the policy's own arithmetic, in 16 bits, too."""
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
-STATE, HISTORY, CURRICULUM = "state.json", "history.json", "curriculum.safetensors"
+STATE, HISTORY = "state.json", "history.json"
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
@@ -85,8 +84,6 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         for name, optimizer in optimizers(state).items():
             load_moments(optimizer, load_file(directory / f"{name}.safetensors"), values[name])
         state.load_extra_state(values["extra"])
-        if state.curriculum is not None:
-            state.curriculum.load_tensors(load_file(directory / CURRICULUM))
         for name in _COUNTERS:
             setattr(state, name, values[name])
     state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
@@ -184,8 +181,6 @@ def _write_state(directory: Path, state: TrainingState) -> None:
     for name, optimizer in optimizers(state).items():
         moments, groups[name] = saved_moments(optimizer)
         save_tensors(moments, directory / f"{name}.safetensors")
-    if state.curriculum is not None:
-        save_tensors(state.curriculum.tensors(), directory / CURRICULUM)
     (directory / HISTORY).write_text(json.dumps(state.history), encoding="utf-8")
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},

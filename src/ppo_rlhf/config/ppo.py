@@ -257,10 +257,6 @@ class PPOConfig:
     drop_uniform_prompts: Annotated[NonNegative, Use("left out")] = 0
     """Largest number of times that an iteration replaces prompts whose `responses_per_prompt` responses all have the
     same score by other prompts (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
-    curriculum: Annotated[float | None, Use("left out")] = None
-    """Draw prompts by how often they are solved: a response whose raw reward score is at least this value solves its
-    prompt. A prompt whose last 8 responses all solved it, or all did not, is drawn about an eighth as often as the
-    others (docs/algorithm.md, 2b). With None all prompts are drawn equally often."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Use("none", record="here")] | None = None
     """Largest number of prompt and response tokens in one forward and backward pass, counting padding where the
     architecture needs padding. A single response with more tokens is its own micro-batch. With None on a GPU, a pass

@@ -83,10 +83,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         {"drop_uniform_prompts": _CHANGED, "responses_per_prompt": 1},
         "one response per prompt always looks uniform; raise {1}, or set {0} to 0",
     ),
-    _clash(
-        {"curriculum": _CHANGED, "drop_uniform_prompts": _CHANGED},
-        "the curriculum would not see the outcomes of dropped prompts; leave out {0}, or set {1} to 0",
-    ),
     # Rules about how responses end.
     _clash({"stop_token": _CHANGED, "stop_token_id": _CHANGED}, "both set what ends a response; unset one of them"),
     *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),

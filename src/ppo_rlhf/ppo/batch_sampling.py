@@ -43,10 +43,7 @@ def sample_batch(
     """
     config = state.config
     group_size, iteration = config.responses_per_prompt, state.iteration + 1
-    if state.curriculum is None:
-        chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
-    else:
-        chosen = state.curriculum.draw(config.prompts_per_batch, len(prompts))
+    chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
 
     def draw(indices: list[int], groups: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
         """Sample responses to the prompts at `indices`, with the noise of redraw `attempt` for the rows of `groups`."""

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.config.ppo_rules import device_problems, sharding_problems
-from ppo_rlhf.core.curriculum import Curriculum
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
@@ -300,7 +299,6 @@ def build_state(
         kl_controller=controller,
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
-        curriculum=None if config.curriculum is None else Curriculum(config.seed, config.curriculum),
     )
 
 

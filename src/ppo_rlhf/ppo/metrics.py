@@ -92,7 +92,6 @@ def iteration_metrics(state: TrainingState, experience: Experience, steps: list[
         **_objective(experience, state),
         **_update(steps, state.config, state.kl_controller.kl_coef),
         **_responses(experience, state.config),
-        **({} if state.curriculum is None else state.curriculum.shares()),
         "lr/policy": state.policy_optimizer.param_groups[0]["lr"],
         "lr/value": state.critic_optimizer.param_groups[0]["lr"],
         "episode": state.episode + state.config.batch_size,

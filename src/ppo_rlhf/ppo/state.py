@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.checks import compute_dtype
-from ppo_rlhf.core.curriculum import Curriculum
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
@@ -144,7 +143,6 @@ class TrainingState:
     policy_average: WeightAverage | None = None  # moving average of the policy's weights; None without `ema_decay`
     # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components
     component_moments: dict[str, RunningMoments] = field(default_factory=dict)
-    curriculum: Curriculum | None = None  # the outcomes of each prompt's latest responses; None without `curriculum`
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
     plan: UpdatePlan | None = None  # how the current iteration's update cuts its responses; `ppo.rollouts` makes it
@@ -237,8 +235,6 @@ class TrainingState:
         self.episode += self.config.batch_size
         # Update with finite scores only, because a NaN would stay in the running mean
         self.reward_moments.update(scores.total, scores.total.isfinite())
-        if self.curriculum is not None:
-            self.curriculum.update(scores.total, self.config.responses_per_prompt)
         for name in scores.measured:
             component_scores = scores.components[name]
             moments = self.component_moments.setdefault(name, RunningMoments())

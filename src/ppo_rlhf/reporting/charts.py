@@ -132,12 +132,6 @@ PANELS = (
         "Responses that reached the length limit before a stop token.",
     ),
     Panel(
-        "Prompts by difficulty",
-        "share of prompts",
-        {"curriculum/in_reach": "in reach", "curriculum/unsolved": "unsolved", "curriculum/solved": "solved"},
-        "Solved, unsolved: each of the last 8 responses was, or none. Such prompts are drawn an eighth as often.",
-    ),
-    Panel(
         "Gradient norm",
         "before clipping",
         {"policy/grad_norm": "policy", "value/grad_norm": "value"},

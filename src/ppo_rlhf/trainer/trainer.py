@@ -260,8 +260,6 @@ class PPOTrainer:
         trainer_inputs.check_one_turn(config)
         if config.drop_uniform_prompts:
             raise ConfigError("step: ppo.drop_uniform_prompts replaces prompts, which only train() can do; set it to 0")
-        if config.curriculum is not None:
-            raise ConfigError("step: ppo.curriculum chooses prompts, which only train() can do; leave it out")
         if config.critic_column is not None:
             raise ConfigError("step: ppo.critic_column names a column of train()'s prompts; leave it out")
         if self._callbacks or self._reporting:
