@@ -175,12 +175,6 @@ def test_a_script_saves_it_beside_the_policy_only_if_it_is_asked_to(tmp_path: Pa
     assert line in caplog.messages
 
 
-def test_the_card_names_the_column_that_the_critic_reads(make_run: Any):
-    run = make_run(critic_column="wanted")
-    card = render_critic_card(run.state, [], exported_critic(run.state).model, prompts=None, run_id=None)
-    assert "Reads before each prompt (`ppo.critic_column`): the column `wanted`, and an end of text" in card
-
-
 @pytest.mark.parametrize("kind", ["llama", "bitnet"])
 def test_the_cards_example_prints_the_values(make_run: Any, tmp_path: Path, kind: str):
     run = trained(make_run, kind)
@@ -189,7 +183,6 @@ def test_the_cards_example_prints_the_values(make_run: Any, tmp_path: Path, kind
     replace(critic, card=card).save(tmp_path / "critic")
     for said in ("12 responses in 1 iterations", "mine:score", "run7", "- me/data", "value-model", "`me/data`"):
         assert said in card
-    assert "critic_column" not in card
     assert ("AutoModelForCausalLMWithValueHead" in card) == (kind == "llama")
     assert str(tmp_path) not in card + (tmp_path / "critic" / "config.json").read_text()
     assert may_write_card(tmp_path / "critic")

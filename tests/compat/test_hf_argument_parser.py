@@ -27,7 +27,6 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "positive_coef": (0.25, {"positive_threshold": 1.0}),
     "positive_threshold": (1.0, {"positive_coef": 0.25}),
     "drop_uniform_prompts": (2, {"responses_per_prompt": 2}),
-    "critic_column": ("answer", {}),
     "kl_target": (3.0, {"kl_controller": "adaptive"}),
     "kl_horizon": (200.0, {"kl_controller": "adaptive"}),
     "kl_hold_iterations": (2, {"kl_controller": "adaptive"}),

@@ -87,8 +87,6 @@ BROKEN_AND_KEPT = [
     ),
     ({"value_freeze": "attention", "value_model": "shared"}, {"value_freeze": "attention"}),
     ({"value_freeze": "attention", **LORA}, {"value_freeze": "none", **LORA}),
-    ({"critic_column": "answer", "cuda_graphs": True, "device": "cuda"}, {"critic_column": "answer", "device": "cuda"}),
-    ({"critic_column": "answer", "value_model": "shared"}, {"critic_column": "answer", "value_model": "reward_init"}),
     ({"num_critic_epochs": 3}, {"num_critic_epochs": 3, "num_ppo_epochs": 2}),
     ({"value_model": "shared", "num_critic_epochs": 8}, {"value_model": "reward_init", "num_critic_epochs": 8}),
     ({"drop_uniform_prompts": 2}, {"drop_uniform_prompts": 2, "responses_per_prompt": 2}),

@@ -120,7 +120,7 @@ def test_a_stop_at_exploitation_that_was_killed_at_each_step_exports_the_policy_
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_file(file).items())
 
 
-def test_critic_column_combined_rewards_short_memory_and_reference_texts_survive_kills(make) -> None:
+def test_combined_rewards_short_memory_and_reference_texts_survive_kills(make) -> None:
     components = [
         {"type": "model"},
         {"type": "model", "path": "data/second"},
@@ -129,7 +129,7 @@ def test_critic_column_combined_rewards_short_memory_and_reference_texts_survive
     reward = {"components": components, "combine": "mean_minus_std", "normalise": "component"}
     params = (
         "prompts_path=data/01_raw/few_prompts.jsonl,reference_texts_path=data/01_raw/few_demonstrations.jsonl,"
-        "ppo.responses_per_prompt=4,ppo.critic_column=aspect,ppo.reward_normalisation=running,"
+        "ppo.responses_per_prompt=4,ppo.reward_normalisation=running,"
         "ppo.per_device_train_batch_size=24,ppo.num_mini_batches=1,ppo.total_episodes=240,evaluation.batch_size=4"
     )
     projects = make(**reward), make(**reward)

@@ -67,8 +67,6 @@ CASES: dict[str, dict[str, Any]] = {
     "more epochs of the critic, k3+": {"num_critic_epochs": 4, "kl_in": "loss", "kl_estimator": "k3+", "kl_coef": 0.5},
     "KL over the vocabulary": {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.5, "use_peft": True, "lora_r": 2},
     "prompts without a signal": {"responses_per_prompt": 2, "drop_uniform_prompts": 3},
-    # two prompts, eight solved responses to each: the second iteration draws with both set aside
-    "a critic that sees a column": {"critic_column": "wanted", "max_tokens_per_micro_batch": 24},
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},

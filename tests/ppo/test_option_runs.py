@@ -20,7 +20,6 @@ OPTIONS = {
     "k3 with the gradient of k2": {"kl_in": "loss", "kl_estimator": "k3+", "kl_coef": 0.5},
     "frozen attention of the critic": {"value_freeze": "attention"},
     "no clip of values": {"cliprange_value": None},
-    "a critic that sees a column": {"critic_column": "wanted", "num_critic_epochs": 4},
 }
 BAND = {"importance_low": 0.7, "importance_high": 6.0}
 

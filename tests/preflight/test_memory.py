@@ -53,14 +53,6 @@ def passing(planned: MemoryPlan, phase: str) -> int:
     return planned.phases[phase] - sum(planned.held.values())
 
 
-def test_the_passes_of_a_critic_that_reads_a_column_are_planned_with_its_tokens_and_the_rollout_is_not():
-    lengths = (6, 0), (6, 20), (20, 0)
-    plain, read, longer = (plan(RunShape(LLAMA, own, critic_prompt_length=critics)) for own, critics in lengths)
-    assert passing(read, "rollout") == passing(plain, "rollout") < passing(longer, "rollout")
-    for phase in ("scoring", "update"):
-        assert passing(plain, phase) < passing(read, phase) == passing(longer, phase)
-
-
 def bytes_of(value: Any) -> int:
     """Return the bytes of all tensors of a dataclass, and of those in it."""
     if isinstance(value, torch.Tensor):

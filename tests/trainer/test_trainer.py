@@ -123,7 +123,6 @@ OPTIONS = [
     {},
     {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
     {"use_peft": True, "lora_r": 2, "dtype": "bfloat16"},
-    {"critic_column": "answer"},
 ]
 FUNCTION = {"type": "function", "function": "tests.trainer.test_trainer:early_letters"}
 
@@ -355,16 +354,10 @@ def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
     assert moved[9] < -0.01
 
 
-@pytest.mark.parametrize("setting", [{"drop_uniform_prompts": 1}, {"critic_column": "answer"}])
-def test_a_step_with_given_prompts_refuses_settings_of_train_s_prompts(sft: str, setting: dict[str, Any]):
-    trainer = PPOTrainer(config(responses_per_prompt=2, **setting), sft)
-    with pytest.raises(ConfigError, match=rf"^step: ppo\.{next(iter(setting))}"):
+def test_a_step_with_given_prompts_refuses_the_replacement_of_prompts(sft: str):
+    trainer = PPOTrainer(config(responses_per_prompt=2, drop_uniform_prompts=1), sft)
+    with pytest.raises(ConfigError, match=r"^step: ppo\.drop_uniform_prompts"):
         trainer.step(QUERIES, [torch.tensor([6, END])] * 4, [1.0] * 4)
-
-
-def test_a_column_for_the_critic_that_the_prompts_lack_is_refused_before_training(sft: str):
-    with pytest.raises(DataError, match=r"^ppo\.critic_column=answer: the prompts have no such column"):
-        trainer_of(sft, config(critic_column="answer"))
 
 
 def test_a_response_ends_at_its_first_stop_token_and_a_pad_that_stops_ends_none(sft: str):

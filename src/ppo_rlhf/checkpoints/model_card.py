@@ -115,11 +115,10 @@ def render_critic_card(
 
     The arguments `rewards` and `prompts` have the same meaning as in `render_card`.
     """
-    base, column = state.policy.config.name_or_path or "", state.config.critic_column
+    base = state.policy.config.name_or_path or ""
     facts = {
         "Of a policy that started from": _started_from(base),
         "Kind (`ppo.value_model`)": state.config.value_model,
-        "Reads before each prompt (`ppo.critic_column`)": column and f"the column `{column}`, and an end of text",
         **_training(state, rewards, prompts, run_id),
     }
     is_ours = isinstance(critic, CausalLMRewardModel)

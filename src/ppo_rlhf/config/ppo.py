@@ -307,10 +307,6 @@ class PPOConfig:
     value_freeze: Annotated[Literal["none", "attention"], Use("taken")] = "none"
     """Which weights of a critic with its own backbone stay frozen. attention: the attention layers, so that embeddings,
     norms, MLPs and the value head train (SAO, arXiv:2607.07508). Frozen weights need no optimiser state."""
-    critic_column: Annotated[str | None, Use("left out", varies=False)] = None
-    """Column of the prompts that a critic with its own backbone reads before each prompt, such as the reference answer.
-    The policy never reads the column (docs/algorithm.md, 16b). A number or a list is read as JSON. With None the critic
-    reads what the policy reads."""
     use_peft: Annotated[bool, Use("left out")] = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights that policy, reference and critic share. The value head
     trains in full. The setting `export` selects whether the merged model or only the adapter is exported."""

@@ -158,11 +158,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         lambda c: c.cuda_graphs is True and c.world_size > 1,
         "communication between processes cannot be captured in a graph; leave out {0}",
     ),
-    _clash(
-        {"critic_column": _CHANGED, "cuda_graphs": True},
-        "the critic's sequences are longer than the policy's, which the graphs of an update do not support; leave out "
-        "{1}",
-    ),
     # Rules about the KL penalty.
     _clash(
         {"kl_in": "loss", "kl_estimator": "k1"},
@@ -220,10 +215,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
     _clash(
         {"value_freeze": "attention", "value_model": "shared"},
         "the critic's attention is the policy's, which trains; set {1} to separate, or leave out {0}",
-    ),
-    _clash(
-        {"critic_column": _CHANGED, "value_model": "shared"},
-        "the policy would read the column, too; set {1} to separate, or leave out {0}",
     ),
     _clash(
         {"value_freeze": "attention", "use_peft": True},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,6 @@ from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.transfers import on_device, to_device
 from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.batch_sampling import captured_by
-from ppo_rlhf.ppo.critic_column import critic_prompt_ids
 from ppo_rlhf.ppo.engines import generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.halvings import NEVER, Halving
@@ -103,8 +102,6 @@ class UpdatePlan:
     pad_token_id: int
     common_shapes: bool  # whether the passes of policy and critic have shapes that CUDA graphs can replay
     fill: bool  # whether packed token rows are padded to a few common sizes (`precision.fills_rows`)
-    # What the critic reads before each response; None: what the policy reads, the prompt
-    critic_prompt_ids: list[list[int]] | None = None
     halvings: int = 0  # how many halvings (`TrainingState.update_halving`) are in `epochs`
 
     @cached_property
@@ -114,11 +111,6 @@ class UpdatePlan:
         Before the update they give log-probabilities and values, and the update repeats the same passes.
         """
         return self.inputs(own_micro_batches(self.epochs[0]))
-
-    @cached_property
-    def first_critic_inputs(self) -> Sequence[SequenceBatch | None]:
-        """The critic's own inputs of the same micro-batches as `first_inputs`, on the CPU; see `critic_inputs`."""
-        return self.critic_inputs(own_micro_batches(self.epochs[0]))
 
     @property
     def most_rows(self) -> int:
@@ -132,24 +124,17 @@ class UpdatePlan:
         columns = self.responses.response_ids.shape[1]
         return [in_common_shapes(batch, columns) for batch in batches] if self.common_shapes else batches
 
-    def critic_inputs(self, groups: list[list[int]]) -> Sequence[SequenceBatch | None]:
-        """Make the critic's own inputs of micro-batches; None each if the critic has the policy's inputs."""
-        if self.critic_prompt_ids is None:
-            return [None] * len(groups)
-        return sequences(self.critic_prompt_ids, self.responses, groups, self.pad_token_id, fill=self.fill)
-
 
 def plan_update(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
 ) -> UpdatePlan:
     """Return the plan of the next update, on these responses."""
-    config, critic_ids = state.config, critic_prompt_ids(prompts, state.config, state.tokenizer)
-    epochs = _cut(state, prompts, responses, critic_ids)
+    config, epochs = state.config, _cut(state, prompts, responses)
     reads_batches = frozen_dtype(config).itemsize == 2 or config.kl_estimator == "full"
     common_shapes = captures_update(state, reference_policy if reads_batches else None)
     fill, pad_token_id = fills_rows(config, state.device), state.sampling.pad_token_id
-    how = fill, critic_ids, state.update_halving.count
-    return UpdatePlan(prompts, responses, epochs, pad_token_id, common_shapes, *how)
+    halvings = state.update_halving.count
+    return UpdatePlan(prompts, responses, epochs, pad_token_id, common_shapes, fill, halvings)
 
 
 def update_plan(state: TrainingState) -> UpdatePlan:
@@ -162,17 +147,13 @@ def halve_plan(state: TrainingState) -> UpdatePlan:
     """Cut the state's plan into the smaller micro-batches of `TrainingState.update_halving`, and return the plan."""
     plan = update_plan(state)
     common_shapes = plan.common_shapes and state.captures.serves(UPDATE)  # only CUDA graphs need their padding
-    epochs = _cut(state, plan.prompts, plan.responses, plan.critic_prompt_ids)
+    epochs = _cut(state, plan.prompts, plan.responses)
     state.plan = replace(plan, epochs=epochs, common_shapes=common_shapes, halvings=state.update_halving.count)
     return state.plan
 
 
-def _cut(
-    state: TrainingState, prompts: PromptDataset, responses: Responses, critic_ids: list[list[int]] | None
-) -> Epochs:
-    # The longer of the sequences of policy and critic count
-    prompt_lengths = prompts.lengths if critic_ids is None else [len(ids) for ids in critic_ids]
-    lengths, most_tokens = (prompt_lengths, responses.lengths.tolist()), token_budget(state, max(prompt_lengths))
+def _cut(state: TrainingState, prompts: PromptDataset, responses: Responses) -> Epochs:
+    lengths, most_tokens = (prompts.lengths, responses.lengths.tolist()), token_budget(state, max(prompts.lengths))
     padded, halvings = state.computes_padding, state.update_halving.count
     return cut_batch(state.config, state.iteration + 1, *lengths, most_tokens, padded=padded, halvings=halvings)
 
@@ -333,8 +314,6 @@ def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> 
         why = "several processes train"
     elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
         why = "an architecture needs padding"
-    elif state.config.critic_column is not None:
-        why = "the critic's sequences are longer than the policy's (ppo.critic_column)"
     elif state.sampling.engine is None and generates(state.policy, state.config.rollout_engine):
         # CUDA graphs of torch's inductor free cuBLAS's workspace (clear_cublas_manager in torch's cudagraph_trees.py)
         why = "transformers' generate uses CUDA graphs of its own, beside which other graphs compute wrong numbers"
@@ -385,8 +364,7 @@ def critic_values(state: TrainingState) -> Tensor:
     forward, config, device = CriticForward(state.critic), state.config, state.device
 
     def passes(plan: UpdatePlan) -> list[Tensor]:
-        inputs = [own or same for own, same in zip(plan.first_critic_inputs, plan.first_inputs, strict=True)]
-        return [forward(batch) for batch in to_device(inputs, device)]
+        return [forward(batch) for batch in to_device(plan.first_inputs, device)]
 
     with (
         state.clock.timed(VALUES),

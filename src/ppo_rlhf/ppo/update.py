@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +103,6 @@ class MicroBatch:
     """
 
     batch: SequenceBatch
-    critic_batch: SequenceBatch | None  # the critic's own sequences of the same rows; None: the critic reads `batch`
     tokens: int  # number of the micro-batch's tokens that the losses count
     mask: Tensor  # [b, t] bool, True on the tokens that the losses count
     # [b, t], log-probabilities before the update; with `importance_low`, the sampler's log-probabilities
@@ -131,7 +130,7 @@ class EpochBatches:
     def prepare(self, epoch: int) -> None:
         """Make the micro-batches of an epoch, counted from 0, on the CPU."""
         plan = self._prepared_plan = update_plan(self._state)
-        inputs = (plan.first_inputs, plan.first_critic_inputs) if epoch == 0 else None
+        inputs = plan.first_inputs if epoch == 0 else None
         self._prepared = _micro_batches(self._experience, plan, own_micro_batches(plan.epochs[epoch]), inputs)
 
     def start(self, epoch: int) -> None:
@@ -154,11 +153,10 @@ def _micro_batches(
     experience: Experience,
     plan: UpdatePlan,
     groups: list[list[int]],
-    inputs: tuple[Sequence[SequenceBatch], Sequence[SequenceBatch | None]] | None = None,
+    inputs: list[SequenceBatch] | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batch of each group of rows on the CPU. `inputs` are the groups' inputs, if they exist."""
     rollouts, mask = experience.rollouts, experience.mask
-    policy_inputs, critic_inputs = inputs or (plan.inputs(groups), plan.critic_inputs(groups))
     tables = (
         mask,
         experience.behaviour_logprobs,
@@ -169,8 +167,8 @@ def _micro_batches(
         *(() if experience.positive is None else (experience.positive,)),
     )
     return [
-        MicroBatch(batch, own, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
-        for rows, batch, own in zip(groups, policy_inputs, critic_inputs, strict=True)
+        MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
+        for rows, batch in zip(groups, inputs or plan.inputs(groups), strict=True)
     ]
 
 
@@ -322,7 +320,7 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
         values = output.values
     if state.critic_forward is not None:
         with accelerator.autocast():
-            values = state.critic_forward(micro_batch.critic_batch or micro_batch.batch)
+            values = state.critic_forward(micro_batch.batch)
     value_terms = clipped_value_loss(
         values[:, :-1],
         micro_batch.values,

@@ -77,7 +77,6 @@ class RunShape:
     # Free bytes of memory for one process; None: micro-batches are not cut to fit into the free memory
     free: int | None = None
     card: int = UNKNOWN_CARD  # total bytes of the GPU's memory
-    critic_prompt_length: int = 0  # `prompt_length` with `ppo.critic_column` before the prompt; 0 without
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
 
     text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
     tokens = shape.prompt_length + config.response_length
-    # The longest sequence that policy or critic read in a pass
-    read = max(tokens, shape.critic_prompt_length + config.response_length)
-    scored_row, brought = read * sizes.scored_layer, max([sizes.copied, *offloaded.values()])
+    scored_row, brought = tokens * sizes.scored_layer, max([sizes.copied, *offloaded.values()])
 
     def decoding(columns: int) -> int:
         return decoding_bytes(text, shape.prompt_length, columns, sizes.layer, number)
@@ -179,7 +176,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         if shape.on_cpu:
             gradients += sizes.embedding * (sizes.is_tied + accumulates)
         counted = {"copied": sizes.copied, "kept": sizes.activations, "held": held_logits}
-        return update_bytes(config, shape.policy, tokens=read, gradients=gradients, **counted)
+        return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
     most_kept = most_bytes(shape.card) if config.captures_graphs and not shape.on_cpu else 0
     rows = scored = most_rows = _most_rollout_rows(config)
@@ -195,8 +192,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     most_tokens = config.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
         most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(graph_bytes.values()))
-    micro = micro_batch_rows(config, read, most_tokens)
-    passing = micro * read, micro * config.response_length * text.vocab_size
+    micro = micro_batch_rows(config, tokens, most_tokens)
+    passing = micro * tokens, micro * config.response_length * text.vocab_size
     pass_bytes = update(micro).gradients + update(micro).passing(*passing)
     # Without enough memory, the run drops the CUDA graphs of the forward and backward passes
     has_room = sum(graph_bytes.values()) + pass_bytes <= most_kept

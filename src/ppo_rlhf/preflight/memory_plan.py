@@ -24,7 +24,6 @@ from ppo_rlhf.models.free_memory import available_memory, process_share
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.build import check_device
-from ppo_rlhf.ppo.critic_column import longest_critic_prompt
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
@@ -98,13 +97,12 @@ def plan(
     check_device(config, device)
     free, on_host = available_memory(torch.device("cpu") if memory_gib else device)
     free = round(memory_gib * 2**30) if memory_gib else free
-    lengths, critic_length = ([prompt_length], 0) if prompt_length else _prompt_lengths(run, policy, config)
+    lengths = [prompt_length] if prompt_length else _prompt_lengths(run, policy, config)
     policy_config, on_cpu, count = _model_config(policy), device.type == "cpu", processes or process_count()
     share = process_share(free, on_cpu=on_cpu, processes=count)
     shape = memory.RunShape(
         policy=policy_config,
         prompt_length=max(lengths),
-        critic_prompt_length=critic_length,
         reward_models=_reward_models(run, policy, policy_config),
         on_cpu=on_cpu,
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
@@ -256,13 +254,12 @@ def _catalogued(run: RunRequest, model: PretrainedHandle, policy: PretrainedConf
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
 
-def _prompt_lengths(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> tuple[Sequence[int], int]:
-    """Return the tokens of each prompt, and the most tokens that the critic reads before a response (0: the prompt)."""
+def _prompt_lengths(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> Sequence[int]:
+    """Return the tokens of each prompt."""
     prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
     try:
         reader = PromptReader.of(model, config)
     except ModelError as error:
         raise ModelError(f"{error} Or give --prompt-length; then no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    read = reader.read(table, prompts.column, "prompts")
-    return read.lengths, longest_critic_prompt(read, config, reader.tokenizer)
+    return reader.read(table, prompts.column, "prompts").lengths

@@ -32,13 +32,11 @@ from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import OnExploitation
-from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.directories import CONFIG
 from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import build_state, check_device
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
-from ppo_rlhf.ppo.critic_column import check_critic_column
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
 from ppo_rlhf.rewards.scorers import check_chats, check_room
@@ -144,8 +142,6 @@ class PPOTrainer:
             None if table is None else trainer_inputs.take_prompts(table, name, start, config, *limit)
             for name, table in (("prompts", prompts), ("evaluation_prompts", evaluation_prompts))
         )
-        if self._prompts is not None:
-            check_critic_column(self._prompts, config, start.tokenizer, *usable_context(critic.backbone.config))
         judge_function = take_held_out(held_out, judge, self._scorer, self._prompts, on_exploitation)
         tables = [table for table in (self._prompts, held_out) if table is not None]
         if self._scorer is not None:
@@ -260,8 +256,6 @@ class PPOTrainer:
         trainer_inputs.check_one_turn(config)
         if config.drop_uniform_prompts:
             raise ConfigError("step: ppo.drop_uniform_prompts replaces prompts, which only train() can do; set it to 0")
-        if config.critic_column is not None:
-            raise ConfigError("step: ppo.critic_column names a column of train()'s prompts; leave it out")
         if self._callbacks or self._reporting:
             raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         if self.held_out is not None and self.held_out.on_exploitation != "off":

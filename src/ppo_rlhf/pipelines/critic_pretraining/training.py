@@ -20,12 +20,10 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
-from ppo_rlhf.ppo.critic_column import check_critic_column
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.precision import device_of
 from ppo_rlhf.ppo.rollouts import Rollouts, critic_values, plan_update
@@ -115,7 +113,6 @@ def pretrain_critic(
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-        check_critic_column(dataset, config, policy.tokenizer, *usable_context(critic.backbone.config))
     whole = replace(  # one batch holds each held-out prompt once; prompts that do not fill a micro-batch are left out
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),

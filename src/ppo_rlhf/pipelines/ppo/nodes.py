@@ -23,7 +23,6 @@ from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
-from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.sharding import shard_in_place
 from ppo_rlhf.models.trained_model import TrainedModel
@@ -36,7 +35,6 @@ from ppo_rlhf.ppo.build import (
     load_stored_critic,
     sampling_settings,
 )
-from ppo_rlhf.ppo.critic_column import check_critic_column
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts
@@ -135,7 +133,6 @@ def initialise_training_state(
     With FSDP2 this node shards the weights of all models, after it has initialised the critic from one of the models.
 
     Raises:
-        DataError: `ppo.critic_column` names a column that the critic cannot read.
         ModelError: A response to one of the prompts could be longer than the reward model reads.
     """
     stored = load_stored_critic(pretrained_critic, ppo_config)
@@ -144,7 +141,6 @@ def initialise_training_state(
         log.info("The critic starts as %s.", pretrained_critic.source)
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
     check_room(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
-    check_critic_column(prompt_dataset, ppo_config, policy.tokenizer, *usable_context(critic.backbone.config))
     if shards_models():
         for frozen in (reference_policy, *models_of(reward_scorer)):
             shard_in_place(frozen, state.device)
