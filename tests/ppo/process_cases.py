@@ -77,8 +77,6 @@ BY_TWO = (
     "LoRA",
     "token budget",
     "components normalised",
-    "prompts by difficulty",
-    "a critic that sees a column",
     "the lowest component",
     "turns",
 )
