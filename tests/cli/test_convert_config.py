@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf.cli import cli
-from ppo_rlhf.compat import Conversion, from_trl
+from ppo_rlhf.compat import Conversion, from_llamafactory, from_trl
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LEGACY
@@ -137,27 +137,86 @@ def test_existing_files_are_replaced_only_by_force(folder: Path):
 @pytest.mark.parametrize(
     ("text", "arguments", "named"),
     [
-        ("kl_coef: [", ["trl", "config"], "config"),
-        ("- kl_coef", ["trl", "config"], "mapping"),
-        ("{ppo_epochs: 4, kl_coef: 0.1}", ["trl", "config"], "kl_coef"),
-        ("{per_device_train_batch_size: 4, num_mini_batches: 3}", ["trl", "config"], "ppo.num_mini_batches=3"),
-        ("kl_coef: 0.1", ["trl", "--to", "conf/globals.yml", "config"], "conf/globals.yml"),
+        ("kl_coef: [", ["trl", "config.yaml"], "config"),
+        ("- kl_coef", ["trl", "config.yaml"], "mapping"),
+        ("{ppo_epochs: 4, kl_coef: 0.1}", ["trl", "config.yaml"], "kl_coef"),
+        ("{per_device_train_batch_size: 4, num_mini_batches: 3}", ["trl", "config.yaml"], "ppo.num_mini_batches=3"),
+        ("kl_coef: 0.1", ["trl", "--to", "conf/globals.yml", "config.yaml"], "conf/globals.yml"),
         ("", ["trl", "absent.yaml"], "absent.yaml"),
     ],
 )
 def test_a_source_that_cannot_be_converted_is_one_line_and_writes_nothing(
     folder: Path, text: str, arguments: list[str], named: str
 ):
-    (folder / "config").write_text(text)
+    (folder / "config.yaml").write_text(text)
     library, *rest = arguments
     result = convert(library, "--to", "parameters.yml", *rest)
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
     assert named in result.stderr
-    assert sorted(path.name for path in folder.iterdir()) == ["config", "legacy.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "legacy.yaml"]
 
 
 def test_outside_a_project_it_needs_to_be_told_where_to_write(folder: Path):
     refused = convert("trl", "legacy.yaml")
     assert refused.exit_code == 1
     assert "is not in a Kedro project" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "sources"),
+    [
+        (["ppo"], "kedro run --pipelines align", 1),
+        (["rm", "ppo"], "kedro run --pipelines reward_modelling,align", 2),
+        (["sft"], "kedro run --pipelines data_preparation,supervised_finetuning", 1),
+        (["sft", "rm", "ppo"], "kedro run", 3),
+    ],
+)
+def test_the_last_line_runs_the_stages_that_were_converted(folder: Path, files: list[str], command: str, sources: int):
+    for name in files:
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"stage": name, "model_name_or_path": "org/base"}))
+    result = convert("llamafactory", "--to", "parameters.yml", *(f"{name}.yaml" for name in files))
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-1] == f"Then: {command}"
+    assert result.stderr.count("Carried over:") == sources
+    assert result.stderr.count("From LLaMA-Factory's stage") == (sources if sources > 1 else 0)
+    globals_ = yaml.safe_load((folder / "globals.yml").read_text())
+    assert ("sft_model_path" in globals_) == (files in (["ppo"], ["rm", "ppo"]))
+    assert ("reward_model_path" in globals_) == (files == ["ppo"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llamafactory", "ppo.yaml", "ppo.yaml"], "stage=ppo"),
+        (["trl", "ppo.yaml", "legacy.yaml"], "trl has all settings in one file, but 2 files are given"),
+        (["ms-swift", "ppo.yaml"], "rlhf_type='dpo' has no counterpart"),
+        (["verl", "ppo.sh"], "--cfg job --resolve"),
+    ],
+)
+def test_files_that_are_not_converted_are_one_line_and_write_nothing(folder: Path, arguments: list[str], message: str):
+    (folder / "ppo.yaml").write_text("stage: ppo")
+    (folder / "ppo.sh").write_text("python -m verl.trainer.main_ppo\n")
+    library, *files = arguments
+    refused = convert(library, "--to", "parameters.yml", *files)
+    assert refused.exit_code == 1
+    assert len(refused.stderr.splitlines()) == 1
+    assert message in refused.stderr
+    assert not (folder / "parameters.yml").exists()
+
+
+def test_unknown_settings_are_printed(folder: Path):
+    (folder / "ppo.yaml").write_text("{kl_coef: 0.1, own_setting: 3, num_ppo_epoch: 2}")
+    lines = convert("trl", "--to", "-", "ppo.yaml").stderr.splitlines()
+    assert "Carried over: 1 settings. Not carried over: 2." in lines
+    assert "  own_setting: TRL's PPOConfig has no such setting, or it has no counterpart here." in lines
+    assert any(line.startswith("  num_ppo_epoch: ") and line.endswith("is num_ppo_epochs.") for line in lines)
+
+
+def test_globals_that_are_no_text_are_read_back_as_they_were():
+    given = {"stage": "ppo", "reward_model": "http://h/s", "reward_model_type": "api", "enable_thinking": False}
+    conversion = from_llamafactory(given)
+    read = yaml.safe_load(conversion.globals_text())
+    assert {name: value for name, value in read.items() if value is not None} == conversion.globals
+    assert conversion.globals["chat_template_kwargs"] == {"enable_thinking": False}
+    assert conversion.globals["reward_components"][0]["function"] == "reward_server:score"

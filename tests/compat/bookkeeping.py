@@ -13,14 +13,16 @@ def check_claims(
 ) -> None:
     """Change one setting at a time: the parameters change unless it is listed before and after, and only then.
 
-    `others` has a value of another effect for settings where adding 1 will not do.
+    A null setting is not given, so it is not listed before. `others` has a value of another effect for
+    settings where adding 1 will not do.
     """
     conversion = convert(settings)
     assert all(setting in settings and reason for setting, reason in conversion.not_carried)
     untrue = []
     for setting, value in settings.items():
         changed = convert({**settings, setting: others.get(setting, _another(value))})
-        carried = not {setting}.issubset(dict(conversion.not_carried).keys() & dict(changed.not_carried).keys())
+        listed_before = setting in dict(conversion.not_carried) or setting not in conversion.given
+        carried = not (listed_before and setting in dict(changed.not_carried))
         if (changed.parameters != conversion.parameters) != carried:
             untrue.append(setting)
     assert not untrue, untrue

@@ -18,16 +18,9 @@ from tests.tiny_models import CHAT_TEMPLATE, PAD, adapter_of, save, tiny_model, 
 
 pytestmark = pytest.mark.slow
 
-QUESTIONS = [{"instruction": f"{a} {b}", "input": "", "output": "c"} for a in "abcdefgh" for b in "klmnop"]
-PAIRS = [{"instruction": f"{a} {b}", "input": "", "chosen": "c", "rejected": "d"} for a in "abcd" for b in "klmnop"]
-INFO = {
-    "questions": {"file_name": "questions.json"},
-    "pairs": {
-        "file_name": "pairs.json",
-        "ranking": True,
-        "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
-    },
-}
+PROMPTS = [{"prompt": f"{a} {b}"} for a in "abcdefgh" for b in "klmnop"]
+TEXTS = [row | {"completion": " c"} for row in PROMPTS]
+PAIRS = [row | {"chosen": " c", "rejected": " d"} for row in PROMPTS]
 PAGE = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
 PPO = yaml.safe_load(re.findall(r"```yaml\n(# ppo\.yaml\n.*?)```", PAGE, re.DOTALL)[0]) | {
     **{"model_name_or_path": "models/sft", "max_new_tokens": 6, "per_device_train_batch_size": 4, "bf16": False},
@@ -50,9 +43,8 @@ def checkout(tmp_path: Path) -> Path:
     adapter_of(base, folder / "saves" / "reward", path, task_type="CAUSAL_LM")
     head = {"v_head.summary.weight": torch.linspace(-1.0, 1.0, 16)[None], "v_head.summary.bias": torch.zeros(1)}
     save_file(head, folder / "saves" / "reward" / "value_head.safetensors")
-    (folder / "data").mkdir()
-    for name, rows in {"questions": QUESTIONS, "pairs": PAIRS, "dataset_info": INFO}.items():
-        (folder / "data" / f"{name}.json").write_text(json.dumps(rows))
+    for name, rows in {"prompts": PROMPTS, "texts": TEXTS, "pairs": PAIRS}.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 
 
@@ -61,19 +53,29 @@ def history(project: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_llama_factorys_stage_ppo_runs_on_its_own_models_and_data(
-    kedro: Callable[..., Result], project: Path, checkout: Path
-):
+def fill_in(project: Path, checkout: Path, **tables: str) -> None:
+    """Set the tables in globals.yml as a user does."""
+    file = project / "conf" / "local" / "globals.yml"
+    lines = file.read_text().splitlines()
+    for name, table in tables.items():
+        (number,) = (i for i, line in enumerate(lines) if line.startswith(f"{name}: null # FILL IN"))
+        lines[number] = f"{name}: {checkout / table}"
+    file.write_text("\n".join(lines))
+
+
+def test_llama_factorys_stage_ppo_runs_on_its_own_models(kedro: Callable[..., Result], project: Path, checkout: Path):
     (checkout / "ppo.yaml").write_text(yaml.safe_dump(PPO))
-    result = kedro(project, "convert-config", "--from", "llamafactory", str(checkout / "ppo.yaml"))
+    # of 48 prompts 5 are held out
+    result = kedro(project, "convert-config", "--from", "llamafactory", "--prompts", "43", str(checkout / "ppo.yaml"))
     assert result.exit_code == 0, result.output
-    assert "Fill in" not in result.stderr
+    assert "Fill in before you run: prompts_path in" in result.stderr
     assert "Then: kedro run --pipelines align" in result.stderr
+    fill_in(project, checkout, prompts_path="prompts.jsonl")
     assert kedro(project, "doctor").exit_code == 0
     result = kedro(project, "run", "--pipelines", "align")
     assert result.exit_code == 0, result.output
     rows = history(project)
-    assert len(rows) == 2  # 48 prompts, of which 5 are held out; 16 an iteration, and the rest of 43 is dropped
+    assert len(rows) == 2  # 16 an iteration, and the rest of 43 is dropped
     assert float(rows[-1]["episode"]) == 32
     assert float(rows[-1]["optimiser/steps"]) == 2 * 4 * 2  # ppo_epochs x ppo_buffer_size in each iteration
     assert list((project / "data" / "06_models" / "ppo_policy").rglob("model.safetensors"))
@@ -82,33 +84,35 @@ def test_llama_factorys_stage_ppo_runs_on_its_own_models_and_data(
 def test_llama_factorys_three_stages_run_as_one_chain(kedro: Callable[..., Result], project: Path, checkout: Path):
     stages = {
         "ppo": {**PPO, "finetuning_type": "full"},
-        "sft": {**TRAINING, "stage": "sft", "dataset": "questions"},
-        "rm": {**TRAINING, "stage": "rm", "dataset": "pairs"},
+        "sft": {**TRAINING, "stage": "sft"},
+        "rm": {**TRAINING, "stage": "rm"},
     }
     for name, settings in stages.items():
         (checkout / f"{name}.yaml").write_text(yaml.safe_dump(settings))
     files = [str(checkout / f"{name}.yaml") for name in stages]
-    result = kedro(project, "convert-config", "--from", "llamafactory", *files)
+    result = kedro(project, "convert-config", "--from", "llamafactory", "--prompts", "43", *files)
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[-1] == "Then: kedro run"
+    tables = {"demonstrations_path": "texts.jsonl", "preferences_path": "pairs.jsonl"}
+    fill_in(project, checkout, prompts_path="prompts.jsonl", **tables)
     own = "reward_modelling.minimum_accuracy=0,data_preparation.held_out_share=0.2"
     result = kedro(project, "run", "--params", own)
     assert result.exit_code == 0, result.output
-    assert float(history(project)[-1]["episode"]) == 32  # 43 // 16 iterations of 16, as when stage ppo stands alone
+    assert float(history(project)[-1]["episode"]) == 32
 
 
-def test_ms_swifts_script_runs_on_its_own_models_and_data(kedro: Callable[..., Result], project: Path, checkout: Path):
+def test_ms_swifts_arguments_run_on_its_own_models(kedro: Callable[..., Result], project: Path, checkout: Path):
     classifier = tiny_model("gpt2", seed=5, reward=True, num_labels=1, pad_token_id=PAD)
     save(checkout / "models" / "reward", classifier, word_tokenizer(chat_template=CHAT_TEMPLATE))
-    rows = [json.dumps({"query": row["instruction"]}) for row in QUESTIONS]
-    (checkout / "data" / "questions.jsonl").write_text("\n".join(rows))
-    (script,) = re.findall(r"```bash\n(# ppo\.sh\n.*?)```", PAGE, re.DOTALL)
-    (checkout / "ppo.sh").write_text(script)
-    result = kedro(project, "convert-config", "--from", "ms-swift", str(checkout / "ppo.sh"))
+    (settings,) = re.findall(r"```yaml\n(# swift\.yaml\n.*?)```", PAGE, re.DOTALL)
+    (checkout / "swift.yaml").write_text(settings)
+    result = kedro(project, "convert-config", "--from", "ms-swift", "--prompts", "43", str(checkout / "swift.yaml"))
     assert result.exit_code == 0, result.output
-    assert "Fill in" not in result.stderr
-    result = kedro(project, "run", "--pipelines", "align", "--params", "ppo.dtype=float32,ppo.response_length=6")
+    assert result.stderr.splitlines()[-1] == "Then: torchrun --nproc_per_node 2 -m kedro run --pipelines align"
+    fill_in(project, checkout, prompts_path="prompts.jsonl")
+    own = "ppo.dtype=float32,ppo.response_length=6,ppo.gradient_accumulation_steps=4"  # one process in place of two
+    result = kedro(project, "run", "--pipelines", "align", "--params", own)
     assert result.exit_code == 0, result.output
     rows = history(project)
-    assert len(rows) == 2  # 43 prompts train, 4 x 8 an iteration of one process
-    assert float(rows[-1]["optimiser/steps"]) == 2 * 4  # num_ppo_epochs in each iteration
+    assert len(rows) == 3  # 43 responses, 4 x 4 an iteration
+    assert float(rows[-1]["optimiser/steps"]) == 3 * 4  # num_ppo_epochs in each iteration

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,23 +22,25 @@ def rows_of(heading: str) -> dict[str, str]:
     return {name: becomes for names, becomes in rows for name in re.findall(r"`([\w*]+)`", names)}
 
 
-def stands_beside(becomes: str, name: str) -> bool:
-    """Return whether a cell names the parameter that a setting becomes."""
-    place = trl.place_of(name)
+def stands_beside(becomes: str, name: str, place: str) -> bool:
+    """Return whether a cell names the parameter `place`, which a setting becomes."""
     return f"`{place}`" in becomes or (place.endswith(name) and "the same name" in becomes)
 
 
 @pytest.mark.parametrize(
-    ("heading", "names"),
+    ("heading", "renamed", "if_given"),
     [
-        ("TRL's legacy PPOConfig", {*trl.LEGACY, *trl.LEGACY_IF_GIVEN}),
-        ("TRL's last PPOConfig", {*trl.LAST, *trl.LAST_IF_GIVEN}),
+        ("TRL's legacy PPOConfig", trl.LEGACY, trl.LEGACY_IF_GIVEN),
+        ("TRL's last PPOConfig", trl.LAST, trl.LAST_IF_GIVEN | trl.arguments.IF_GIVEN),
     ],
 )
-def test_each_setting_that_is_one_parameter_stands_beside_it(heading: str, names: set[str]):
+def test_each_setting_that_is_one_parameter_stands_beside_it(
+    heading: str, renamed: Mapping[str, tuple[str, Any]], if_given: Mapping[str, str]
+):
     rows = rows_of(heading)
-    cells = {name: [cell for each, cell in rows.items() if fnmatchcase(name, each)] for name in names}
-    assert [name for name, found in cells.items() if not any(stands_beside(cell, name) for cell in found)] == []
+    for name, place in ({name: target for name, (target, _) in renamed.items()} | if_given).items():
+        cells = [cell for each, cell in rows.items() if fnmatchcase(name, each)]
+        assert any(stands_beside(cell, name, place) for cell in cells), name
 
 
 @pytest.mark.parametrize(

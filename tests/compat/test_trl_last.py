@@ -32,7 +32,7 @@ def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others = {"kl_estimator": "k3", "gamma": 0.9, "lam": 0.9, "adam_beta1": 0.8, "adam_beta2": 0.95}
     others |= {"lr_scheduler_type": "cosine", "optim": "adamw_bnb_8bit", "num_mini_batches": 2, "stop_token": None}
     others |= {"bf16": False, "warmup_steps": 10, "save_total_limit": 3, "missing_eos_penalty": 1.0}
-    others |= {"dataset_name": "prompts.csv"}
+    others |= {"dataset_name": "prompts.csv", "stop_token_id": 7}
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "total_episodes": 1000}
     settings = {**TRL_LAST, **TRL_MODEL, **sizes, "stop_token": "eos"}
     check_claims(from_trl, settings, others)
@@ -104,14 +104,21 @@ def test_the_constant_schedule_has_no_warm_up():
 
 def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written():
     conversion = from_trl(
-        {"kl_coef": -1.0, "learning_rate": "fast", "sft_model_path": None, "lr_scheduler_type": "cosine_with_min_lr"}
+        {"kl_coef": -1.0, "learning_rate": "fast", "lr_scheduler_type": "cosine_with_min_lr", "stop_token_id": "x"}
     )
     reason = dict(conversion.not_carried)
-    assert set(reason) == {"kl_coef", "learning_rate", "sft_model_path", "lr_scheduler_type"}
+    assert set(reason) == {"kl_coef", "learning_rate", "lr_scheduler_type", "stop_token_id"}
     assert reason["kl_coef"] == "ppo.kl_coef does not accept -1.0: input should be greater than or equal to 0"
     values = conversion.parameters["ppo"]
     assert (values["kl_coef"], values["learning_rate"], values["lr_scheduler_type"]) == (0.05, 3e-6, "linear")
     assert conversion.origins["ppo.learning_rate"] == "default of learning_rate"
+    assert values["stop_token_id"] is None
+
+
+def test_a_setting_that_is_null_counts_as_not_given():
+    conversion = from_trl({"kl_coef": None, "sft_model_path": None, "own_setting": None, "fsdp_config": {}})
+    assert conversion.parameters == from_trl({}).parameters
+    assert set(dict(conversion.not_carried)) == {"kl_coef"}  # whose default is no null
     assert "sft_model_path" in conversion.missing
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +14,6 @@ from ppo_rlhf.core.errors import ConfigError
 if TYPE_CHECKING:
     from ppo_rlhf.compat import Conversion
 
-RAW = Path("data") / "01_raw"
-"""The project's folder for tables that are converted from another library's format."""
 LIBRARIES = ("trl", "llamafactory", "ms-swift", "verl")
 
 
@@ -36,12 +32,13 @@ def convert_config(
 ) -> None:
     """Write parameters that do what a configuration of TRL, LLaMA-Factory, ms-swift or verl does.
 
-    SOURCE is a YAML or JSON file of settings, or a shell script of ms-swift or verl. For LLaMA-Factory give one file
-    for each stage. Paths of models and prompts are written to globals.yml in the same folder; paths that SOURCE does
-    not name are left there to be filled in. Settings that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings: for ms-swift args.json of a run, for verl .hydra/config.yaml of a run or
+    what the command prints with `--cfg job --resolve`. For LLaMA-Factory give one file for each stage. Paths of models
+    and prompts are written to globals.yml in the same folder; paths that SOURCE does not name are left there to be
+    filled in. Settings that cannot be carried over are printed.
     """
-    from ppo_rlhf.compat.conversion import TABLES, texts_of
-    from ppo_rlhf.compat.files import convert_files
+    from ppo_rlhf.compat.conversion import texts_of
+    from ppo_rlhf.compat.sources import convert_files
 
     conversions = convert_files(library, sources, num_prompts=num_prompts)
     for conversion in conversions:
@@ -51,39 +48,20 @@ def convert_config(
                 "reward_components" not in conversion.globals
             ):  # a project that `init` wrote may have a function as its reward
                 conversion.write("reward_components", [{"type": "model"}], "the source takes its reward from a model")
-    printed = Path("parameters.yml")
-    project = _project(target)
-    parameters = project / "conf" / "local" / printed if project else Path(printed if target == "-" else target or "")
+    if target is None:
+        parameters = project_here() / "conf" / "local" / "parameters.yml"
+    else:  # what is printed has no place
+        parameters = Path("parameters.yml" if target == "-" else target)
     if parameters.name == "globals.yml":
         raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
-    texts = {}
-    for conversion in conversions:
-        for name, rows in conversion.tables.items():
-            path = (RAW if project else parameters.parent.resolve()) / f"{library}_{TABLES[name]}.jsonl"
-            texts[(project or Path()) / path] = "".join(
-                f"{json.dumps(row, ensure_ascii=False, default=str)}\n" for row in rows
-            )
-            conversion.write(name, str(path), "dataset")
     globals_ = parameters.with_name("globals.yml")
-    settings = dict(zip((parameters, globals_), texts_of(conversions), strict=True))
+    texts = dict(zip((parameters, globals_), texts_of(conversions), strict=True))
     if target == "-":
-        click.echo("\n".join(settings.values()), nl=False)
-        if texts:
-            click.echo(f"Not printed: {', '.join(map(str, texts))}.", err=True)
+        click.echo("\n".join(texts.values()), nl=False)
     else:
-        texts |= settings
         _write(texts, force=force)
         click.echo(f"Written: {', '.join(map(str, texts))}.", err=True)
     click.echo(_report(conversions, globals_), err=True)
-
-
-def _project(target: str | None) -> Path | None:
-    """Return the project for whose folders the files are written; None if --to names another place."""
-    if target is None:
-        return project_here()
-    with suppress(click.ClickException):  # what is printed outside of a project has paths beside the files
-        return project_here() if target == "-" else None
-    return None
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
@@ -110,7 +88,6 @@ def _report(conversions: list[Conversion], globals_: Path) -> str:
             by_reason.setdefault(reason, []).append(setting)
         left = len(conversion.not_carried)
         lines += [f"From {conversion.source}:"] if len(conversions) > 1 else []
-        lines += [f"Read: {count}" for count in conversion.counts]
         lines.append(f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}.")
         lines += [f"  {', '.join(_grouped(settings))}: {reason}." for reason, settings in by_reason.items()]
     remarks = dict.fromkeys(remark for conversion in conversions for remark in conversion.remarks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -21,19 +20,16 @@ from ppo_rlhf.supervised.optimisation import OptimisationConfig
 TO_FILL_IN = {
     "sft_model_path": "your SFT model, a directory or hub id",
     "reward_model_path": "your reward model; or leave null and name a function in reward_components",
-    "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train",
+    "prompts_path": "your prompts: a file, a folder, or a name on the hub such as trl-lib/tldr:train; the column "
+    "prompt has a text or a chat, and reward functions get the other columns",
+    "demonstrations_path": "your demonstrations: the column messages, or prompt and completion",
+    "preferences_path": "your pairs: the columns chosen and rejected, and prompt unless both begin with it",
 }
-"""Globals that the user must set before a run can start."""
-TABLES = {
-    "prompts_path": "prompts",
-    "evaluation_prompts_path": "evaluation_prompts",
-    "demonstrations_path": "demonstrations",
-    "preferences_path": "preferences",
-}
-"""Globals that name a table, each with the kind of the table's rows."""
+"""Globals that the user must set before a run can start, each with what to set."""
+_OF_PPO = ("sft_model_path", "reward_model_path", "prompts_path")
 _GLOBALS: dict[str, Any] = {
     "seed": Annotated[int, Field(ge=0)],
-    **dict.fromkeys(("base_model_path", *TO_FILL_IN, *TABLES), str),
+    **dict.fromkeys(("base_model_path", "evaluation_prompts_path", *TO_FILL_IN), str),
     "trust_remote_code": bool,
     "chat_template_kwargs": dict[str, Any],
     "reward_components": list[dict[str, Any]],
@@ -45,7 +41,8 @@ _GROUPS: dict[str, type[Any]] = {
     "reward_modelling": OptimisationConfig,
 }
 _FINITE = ConfigDict(allow_inf_nan=False)
-_AS_IT_IS = object()
+_AS_IT_IS, _NO_VALUE = object(), object()
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class Conversion:
@@ -56,8 +53,6 @@ class Conversion:
         given: The settings that were given.
         origins: The settings that each parameter comes from, by dotted name (`ppo.kl_coef`, `seed`).
         remarks: Differences from a run of the source, in one or two sentences each.
-        tables: Rows that must be written to a file, by the global that names the file.
-        counts: For each table that was read: how many of its rows are used, and why others are left out.
         processes: Number of processes of the source's run; None if it is not known.
     """
 
@@ -67,27 +62,47 @@ class Conversion:
         given: Mapping[str, Any],
         renamed: Mapping[str, tuple[str, Any]],
         derived: Mapping[str, Any],
-        to_fill_in: Iterable[str] = TO_FILL_IN,
+        *,
+        always: Mapping[str, Any],
+        if_given: Mapping[str, str],
+        values: Mapping[str, Mapping[Any, Any]],
+        to_fill_in: Iterable[str] = _OF_PPO,
     ) -> None:
-        """Carry over the settings in `renamed`, each of which becomes one parameter.
+        """Carry over what needs no arithmetic.
 
-        `renamed` maps a setting to its parameter and its default in the source. `derived` has the defaults of settings
-        that the caller carries over. `to_fill_in` lists the globals that a run needs.
+        Args:
+            source: What is converted, for messages.
+            given: Settings of the source by name. A setting that is null or empty counts as not given.
+            renamed: Settings that become one parameter, each with the parameter and the source's default.
+            derived: Defaults of the settings that the caller carries over.
+            always: Parameters of the group ppo that are constants in the source, with their values.
+            if_given: Settings that become one parameter, but have no default here: conf/base has one.
+            values: By setting, the source's values and this project's. Of True and False the setting is a flag.
+            to_fill_in: The globals that a run needs.
         """
         self.source = source
-        self.given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+        self._defaults = {**{name: default for name, (_, default) in renamed.items()}, **derived}
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+        self.given = {
+            name: value
+            for name, value in plain.items()
+            if value not in _NOTHING or self._defaults.get(name) not in _NOTHING
+        }
         self.origins: dict[str, str] = {}
         self.remarks: list[str] = []
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.counts: list[str] = []
         self.processes: int | None = None
         self._to_fill_in = tuple(to_fill_in)
-        self._defaults = {**{name: default for name, (_, default) in renamed.items()}, **derived}
+        self._names = values
         self._values: dict[str, Any] = {}
         self._carried: set[str] = set()
         self._reasons: dict[str, str] = {}
         for name, (target, _) in renamed.items():
             self.carry(target, name)
+        for name, value in always.items():
+            self.write(f"ppo.{name}", value, "always so in the source")
+        self._defaults |= dict.fromkeys(if_given)
+        for name in self.given.keys() & if_given.keys():
+            self.carry(if_given[name], name, value=self.ours(name))
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -147,9 +162,10 @@ class Conversion:
         """Return the given value of a setting, or the setting's default in the source library."""
         return self.given.get(setting, self._defaults.get(setting))
 
-    def default(self, setting: str) -> Any:
-        """Return a setting's default in the source library."""
-        return self._defaults.get(setting)
+    def ours(self, setting: str) -> Any:
+        """Return a setting's value by this project's name; a value without one is unchanged."""
+        names = self._names.get(setting, {})
+        return _named(names, self.flag(setting) if True in names else self[setting])
 
     def checked(self, setting: str, kind: Any) -> Any:
         """Return a setting's value as the type `kind`; raise ConfigError if the value has another type."""
@@ -170,36 +186,32 @@ class Conversion:
         """Set the parameter `target`, such as `ppo.kl_coef`, and record the setting that its value comes from."""
         self._values[target], self.origins[target] = value, origin
 
-    def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
+    def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = _NO_VALUE) -> None:
         """Write a parameter that comes from one or several settings.
 
         If the parameter does not accept the value, the conversion lists `settings` as not carried over, and writes
-        `otherwise`. If `value` is not given, `value` is the first setting's value and `otherwise` is its default.
+        `otherwise`. If `value` is not given, `value` is the first setting's value and `otherwise` is its default, both
+        by this project's names.
         """
         if value is _AS_IT_IS:
-            value, otherwise = self[settings[0]], self._defaults.get(settings[0])
+            value = self.ours(settings[0])
+            otherwise = _named(self._names.get(settings[0], {}), self._defaults.get(settings[0]))
         given, default = [name for name in settings if name in self.given], f"default of {settings[0]}"
         self._carried.update(given)
         try:
             self.write(target, _validated(_adapter(target), value), ", ".join(given) or default)
         except ValueError as error:
             self.leave(f"{target} does not accept {value!r}: {_message(error)}", *settings)
-            if otherwise is not None:
+            if otherwise is not _NO_VALUE:
                 self.write(target, otherwise, default)
 
     def carry_over(self, *settings: str) -> None:
-        """Mark settings as carried over because another setting or a table has their effect."""
+        """Mark settings as carried over because other settings have their effect."""
         self._carried.update(name for name in settings if name in self.given)
 
     def leave(self, reason: str, *settings: str) -> None:
         """List the given settings among `settings` as not carried over, with the reason."""
         self._reasons |= {name: reason for name in settings if name in self.given}
-
-    def add_table(self, target: str, name: str, rows: Sequence[dict[str, Any]], total: int, left: Counter[str]) -> None:
-        """Add the rows that are used of a table, and count the rows that are left out, by reason."""
-        self.tables.setdefault(target, []).extend(rows)
-        reasons = ", ".join(f"{number} {why}" for why, number in left.items())
-        self.counts.append(f"{name}: {len(rows)} of {total} rows{f'; left out: {reasons}' if reasons else ''}.")
 
     def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
         """List the remaining settings as not carried over, add remarks, and return the conversion.
@@ -210,7 +222,8 @@ class Conversion:
             known = setting in self._defaults
             reason = "it has no effect with the other settings" if known else _reason(setting, tuple(reasons.items()))
             if not reason:
-                near = nearest(setting, self._defaults)
+                # A dotted name comes from a composed configuration, which has no misspelt names
+                near = nearest(setting, self._defaults) if "." not in setting else None
                 reason = f"{self.source} has no such setting, or it has no counterpart here"
                 reason += f"; the closest setting is {near}" if near else ""
             self.leave(reason, setting)
@@ -258,6 +271,10 @@ def _reason(setting: str, reasons: tuple[tuple[str, str], ...]) -> str:
     """Return the reason of the first pattern that matches the setting, or an empty text."""
     matching = (why for names, why in reasons for name in names.split() if fnmatchcase(setting, name))
     return next(matching, "")
+
+
+def _named(names: Mapping[Any, Any], value: Any) -> Any:
+    return names.get(value, value) if value is None or isinstance(value, str | bool) else value
 
 
 @functools.cache

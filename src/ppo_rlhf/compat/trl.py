@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ppo_rlhf.compat import arguments
@@ -14,7 +14,7 @@ from ppo_rlhf.core.errors import ConfigError
 
 GLOBALS = ("seed", "sft_model_path", "reward_model_path")
 PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-MODEL_CONFIG = {"use_peft": False, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": None, "load_in_4bit": False}
+MODEL_CONFIG: dict[str, Any] = {"lora_r": 16, "lora_alpha": 32, "lora_target_modules": None}
 """Defaults of TRL's ModelConfig, which scripts use together with either PPOConfig."""
 LEFT = {
     **LIVES_ELSEWHERE,
@@ -24,12 +24,10 @@ LEFT = {
     "remove_unused_columns": "all columns of the prompts are kept, because reward functions get all columns",
     "local_dataloader_batch_size *backward_batch_size global_batch_size world_size": "TRL computes this setting, and "
     "overwrites the given value",
-    **arguments.LEFT,
-    "lora_*": "only plain LoRA on linear layers is supported",
-    "dataset_* query_dataset": "set prompts_path to a file, or to a name on the hub with its split",
+    "dataset_name dataset_config dataset_*_split query_dataset": "set prompts_path to a file, or to a name on the hub "
+    "with its split",
     "exp_name tracker_* task_name": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
-    "ratio_threshold compare_steps is_* optimize_* accelerator_* half_precision_backend": "the setting has no "
-    "counterpart here",
+    **arguments.LEFT,
 }
 """Settings that are not converted, each with the reason. `*` matches any text; the first matching pattern counts."""
 
@@ -44,20 +42,25 @@ def _with_places(defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return {setting: (place_of(setting), default) for setting, default in defaults.items()}
 
 
+_ADAPTERS = {"use_peft": ("ppo.use_peft", False)}
 # TRL's legacy PPOConfig (TRL 0.4 to 0.11), for scripts that call `step` with scores. Defaults are those of 0.11.4.
-LEGACY = _with_places(
+LEGACY = _ADAPTERS | _with_places(
     {
         **{"learning_rate": 1.41e-5, "steps": 20_000, "ppo_epochs": 4, "cliprange": 0.2, "cliprange_value": 0.2},
         **{"vf_coef": 0.1, "gamma": 1.0, "lam": 0.95, "init_kl_coef": 0.2, "score_clip": None},
-        **{"whiten_rewards": False, "gradient_checkpointing": False, "seed": 0},
+        **{"whiten_rewards": False, "gradient_checkpointing": False, "seed": 0, "kl_penalty": "kl"},
     }
 )
-LEGACY_IF_GIVEN = ("max_grad_norm", "model_name")
-"""Settings that are converted only if they are given, because the source has no default that applies here."""
 LEGACY_DERIVED = {
     **{"batch_size": 128, "mini_batch_size": 128, "forward_batch_size": None, "gradient_accumulation_steps": 1},
-    **{"kl_penalty": "kl", "adap_kl_ctrl": True, "target": 6.0, "horizon": 10_000},
-    **{"early_stopping": False, "target_kl": 1.0, "use_score_scaling": False, "use_score_norm": False},
+    **{"adap_kl_ctrl": True, "target": 6.0, "horizon": 10_000, "early_stopping": False, "target_kl": 1.0},
+    **{"use_score_scaling": False, "use_score_norm": False, "load_in_4bit": False},
+}
+LEGACY_IF_GIVEN = {name: place_of(name) for name in ("max_grad_norm", "model_name")}
+"""Settings that are converted only if they are given, because the source has no default that applies here."""
+LEGACY_VALUES: dict[str, dict[Any, Any]] = {
+    "kl_penalty": {"kl": "k1", "mse": "k2"},
+    "adap_kl_ctrl": {True: "adaptive", False: "fixed"},
 }
 LEGACY_ALWAYS = {
     "value_model": "shared",  # legacy TRL puts the value head on the policy's trunk
@@ -82,20 +85,18 @@ SAME = (  # settings that have the same name and default in TRL and PPOConfig
     *("adam_epsilon", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("num_mini_batches", "response_length", "temperature"),
 )
-LAST = _with_places(
+LAST = _ADAPTERS | _with_places(
     {
         **{name: getattr(PPOConfig, name) for name in SAME},
         **{"gradient_checkpointing": True, "local_rollout_forward_batch_size": 64, "stop_token_id": None, "seed": 42},
     }
 )
-LAST_IF_GIVEN = (
-    *("sft_model_path", "reward_model_path", "save_steps", "save_total_limit", "full_determinism", "torch_compile"),
-    *("optim", "report_to"),
-)
+LAST |= {"use_cpu": ("ppo.device", False)}
+LAST_IF_GIVEN = {name: place_of(name) for name in ("sft_model_path", "reward_model_path", "save_total_limit")}
 LAST_DERIVED = {
-    **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None},
-    **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "use_cpu": False},
-    "num_sample_generations": 10,
+    **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None, "report_to": None},
+    **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "num_sample_generations": 10},
+    "load_in_4bit": False,
 }
 LAST_ALWAYS = {
     "value_model": "reward_init",  # TRL's example scripts load the critic from reward_model_path
@@ -111,7 +112,7 @@ LAST_REMARKS = (  # ms-swift's PPO, too, is TRL's last PPOTrainer
 )
 
 _LEGACY_NAMES = {*LEGACY, *LEGACY_IF_GIVEN, *LEGACY_DERIVED, "query_dataset"}
-_LAST_NAMES = {*LAST, *LAST_IF_GIVEN, *LAST_DERIVED, "batch_size", "mini_batch_size"}
+_LAST_NAMES = {*LAST, *LAST_IF_GIVEN, *LAST_DERIVED, *arguments.IF_GIVEN, "batch_size", "mini_batch_size"}
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
@@ -146,8 +147,16 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
 
 
 def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
-    c = Conversion("TRL's legacy PPOConfig", settings, LEGACY, LEGACY_DERIVED | MODEL_CONFIG)
-    _carry_same(c, LEGACY_ALWAYS, LEGACY_IF_GIVEN, prompts="query_dataset")
+    c = Conversion(
+        "TRL's legacy PPOConfig",
+        settings,
+        LEGACY,
+        LEGACY_DERIVED | MODEL_CONFIG,
+        always=LEGACY_ALWAYS,
+        if_given=LEGACY_IF_GIVEN,
+        values=LEGACY_VALUES,
+    )
+    _carry_models(c, prompts="query_dataset")
     small = "mini_batch_size" if c["forward_batch_size"] is None else "forward_batch_size"
     sizes = ("batch_size", small, "gradient_accumulation_steps")
     batch, mini, accumulated = map(c.count, sizes)
@@ -160,13 +169,11 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     c.carry("ppo.gradient_accumulation_steps", *sizes[:2], value=batch // mini)
     c.carry("ppo.num_mini_batches", *sizes, value=batch // (mini * accumulated))
 
-    penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(str(c["kl_penalty"]), c["kl_penalty"])
-    c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
     # TRL's adaptive controller multiplies the KL coefficient by a factor, so a coefficient of 0 stays 0
     if c.checked("init_kl_coef", float) == 0:
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
     else:
-        c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive" if c.flag("adap_kl_ctrl") else "fixed")
+        c.carry("ppo.kl_controller", "adap_kl_ctrl")
         if c.flag("adap_kl_ctrl"):
             c.carry("ppo.kl_target", "target")
             c.carry("ppo.kl_horizon", "horizon")
@@ -193,9 +200,18 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
 
 
 def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversion:
-    c = Conversion("TRL's PPOConfig", arguments.normalised(settings), LAST, LAST_DERIVED | MODEL_CONFIG)
-    _carry_same(c, LAST_ALWAYS, LAST_IF_GIVEN, prompts="dataset_name")
+    c = Conversion(
+        "TRL's PPOConfig",
+        settings,
+        LAST,
+        LAST_DERIVED | MODEL_CONFIG,
+        always=LAST_ALWAYS,
+        if_given=LAST_IF_GIVEN | arguments.IF_GIVEN,
+        values=arguments.VALUES,
+    )
+    _carry_models(c, prompts="dataset_name")
     _carry_lengths(c, num_prompts)
+    arguments.carry_report_to(c)
     if c["stop_token_id"] is None:
         c.carry("ppo.stop_token", "stop_token", value=c["stop_token"] or "none", otherwise="none")
     if c["stop_token_id"] is not None or c["stop_token"] is not None:
@@ -207,15 +223,13 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
             "tokens. missing_eos_penalty, which every response would pay, is not carried over. With ppo.stop_token=eos "
             "responses can stop."
         )
-    fp16 = c.flag("fp16")
-    bf16 = not fp16 if c["bf16"] is None else c.flag("bf16")
-    c.carry("ppo.dtype", "bf16", "fp16", value="bfloat16" if bf16 else "float16" if fp16 else "float32")
-    if bf16 or fp16:
+    dtype = arguments.half_of(c) or ("bfloat16" if c["bf16"] is None else "float32")
+    c.carry("ppo.dtype", "bf16", "fp16", value=dtype)
+    if dtype != "float32":
         c.remarks.append(
             "TRL's PPO ignores bf16 and fp16 and computes in float32, unless ACCELERATE_MIXED_PRECISION is set; here "
             "ppo.dtype sets the precision. ppo.dtype=float32 repeats TRL's run."
         )
-    arguments.carry_device(c)
     return c.finish(LEFT, *LAST_REMARKS)
 
 
@@ -243,18 +257,13 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     arguments.carry_warmup(c, iterations)
 
 
-def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Iterable[str], prompts: str) -> None:
-    """Convert the parts that TRL's legacy and last PPOConfig share: constants, settings converted only if given,
-    prompts, LoRA.
-    """
-    arguments.carry_always(c, always)
-    for setting in if_given:
-        if setting in c.given:
-            c.carry(place_of(setting), setting)
+def _carry_models(c: Conversion, prompts: str) -> None:
+    """Carry over LoRA, and the prompts if they are a file."""
     if str(c[prompts]).endswith(PROMPT_FILES):
         c.carry("prompts_path", prompts)
     modules = "lora_target_modules"
-    if not arguments.carry_lora(c, "use_peft", "lora_r", "lora_alpha", modules, uses=c.flag("use_peft")):
+    arguments.carry_lora(c, "lora_r", "lora_alpha", modules, MODEL_CONFIG["lora_alpha"])
+    if not c.parameters["ppo"]["use_peft"]:
         return
     c.carry("ppo.load_in_4bit", "load_in_4bit", value=c.flag("load_in_4bit"))
     if c.flag("load_in_4bit"):
