@@ -178,7 +178,7 @@ def test_a_script_is_not_read_and_one_line_says_what_to_give_instead(tmp_path: P
         ("ppo.yaml", "a: &a [x, x]\nb: &b [*a, *a]\n", r"line 2: write the value instead of the alias \*a"),
         ("ppo.yaml", "a: " + "[" * 5000, "too many brackets"),
         ("ppo.json", "[" * 200_000, "too many brackets"),
-        ("ppo.yaml", "- kl_coef", "must be a mapping"),
+        ("ppo.yaml", "- kl_coef", "must be a mapping.* the fields of its PPOConfig"),
         ("ppo.yaml", "kl_coef: [", "cannot be read"),
         ("ppo.json", "kl_coef: 1", "cannot be read"),
         ("ppo.yaml", None, "cannot be read"),
@@ -192,7 +192,6 @@ def test_a_file_that_is_no_plain_mapping_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=message) as refused:
         convert_files("trl", [tmp_path / name])
     assert "\n" not in str(refused.value)
-    assert "Give a YAML or JSON file (.yaml, .yml, .json) with the fields" in str(refused.value)
 
 
 def test_json_and_yaml_with_the_same_settings_are_the_same(tmp_path: Path):

@@ -18,36 +18,29 @@ from ppo_rlhf.supervised.optimisation import OptimisationConfig
 
 STAGES = {"ppo": "prompts_path", "sft": "demonstrations_path", "rm": "preferences_path"}
 """The supported stages, each with the global that names its data."""
+SHARED = {  # settings of all stages, with TRL's names, and their defaults
+    **{"per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "linear"},
+    **{"weight_decay": 0.0, "max_grad_norm": 1.0},
+}
+SAME = SHARED | {
+    **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "temperature": 0.95, "top_p": 0.7, "top_k": 50},
+}
 RENAMED = {
+    **{name: (f"ppo.{name}", default) for name, default in SAME.items()},
     "ppo_epochs": ("ppo.num_ppo_epochs", 4),
     "ppo_whiten_rewards": ("ppo.whiten_rewards", False),
     "ppo_score_norm": ("ppo.reward_normalisation", False),
     "ppo_target": ("ppo.kl_target", 6.0),
     "ppo_buffer_size": ("ppo.num_mini_batches", 1),
-    "per_device_train_batch_size": ("ppo.per_device_train_batch_size", 8),
-    "learning_rate": ("ppo.learning_rate", 5e-5),
-    "lr_scheduler_type": ("ppo.lr_scheduler_type", "linear"),
-    "weight_decay": ("ppo.weight_decay", 0.0),
-    "adam_beta1": ("ppo.adam_beta1", 0.9),
-    "adam_beta2": ("ppo.adam_beta2", 0.999),
-    "adam_epsilon": ("ppo.adam_epsilon", 1e-8),
-    "max_grad_norm": ("ppo.max_grad_norm", 1.0),
     "max_new_tokens": ("ppo.response_length", 1024),
-    "temperature": ("ppo.temperature", 0.95),
-    "top_p": ("ppo.top_p", 0.7),
-    "top_k": ("ppo.top_k", 50),
     "finetuning_type": ("ppo.use_peft", "lora"),
     "disable_gradient_checkpointing": ("ppo.gradient_checkpointing", False),
     "use_cpu": ("ppo.device", False),
     "seed": ("seed", 42),
 }
-SUPERVISED = {  # LLaMA-Factory's settings of the stages sft and rm, with the group's names and their defaults
+SUPERVISED = {  # settings of the stages sft and rm, with the group's names and their defaults
+    **{name: (name, default) for name, default in SHARED.items()},
     "num_train_epochs": ("num_train_epochs", 3.0),
-    "learning_rate": ("learning_rate", 5e-5),
-    "lr_scheduler_type": ("lr_scheduler_type", "linear"),
-    "weight_decay": ("weight_decay", 0.0),
-    "max_grad_norm": ("max_grad_norm", 1.0),
-    "per_device_train_batch_size": ("per_device_train_batch_size", 8),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
     "cutoff_len": ("max_length", 2048),
     "logging_steps": ("logging_steps", 500),
@@ -60,23 +53,11 @@ VALUES = arguments.VALUES | {
     "disable_gradient_checkpointing": {True: False, False: True},
 }
 ALWAYS = {  # defaults of TRL's PPOConfig that LLaMA-Factory leaves unchanged
-    "kl_coef": 0.2,
-    "kl_controller": "adaptive",
-    "kl_horizon": 10_000,
-    "kl_estimator": "k1",
-    "kl_in": "reward",
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "target_kl": None,
-    "reward_clip": None,
-    "whiten_advantages": True,
-    "missing_eos_penalty": None,
+    **{"kl_coef": 0.2, "kl_controller": "adaptive", "kl_horizon": 10_000, "kl_estimator": "k1", "kl_in": "reward"},
+    **{"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95, "target_kl": None},
+    **{"reward_clip": None, "whiten_advantages": True, "missing_eos_penalty": None, "stop_token": "eos"},
     "value_model": "shared",  # LLaMA-Factory puts a value head on the policy, also with LoRA
     "value_learning_rate": None,  # None: policy and value head share one optimiser and its learning rate
-    "stop_token": "eos",
 }
 COMMON = {  # defaults of the settings that the code below converts
     **{"stage": "sft", "num_train_epochs": 3.0, "max_steps": -1, "warmup_steps": 0, "warmup_ratio": None},

@@ -60,9 +60,9 @@ def mapping_of(file: Path, what: str) -> dict[str, Any]:
     Raises:
         ConfigError: The file cannot be read, is no mapping, or has a key twice or a YAML alias.
     """
-    fix = f"Give a YAML or JSON file (.yaml, .yml, .json) with {what}"
+    fix = f"Give settings as YAML or JSON (.yaml, .yml, .json): {what}"
     if file.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{file} is not read, because scripts and other files are no mapping of settings. {fix}.")
+        raise ConfigError(f"{file} is not read: scripts and other files are no mapping of settings. {fix}.")
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
@@ -70,9 +70,9 @@ def mapping_of(file: Path, what: str) -> dict[str, Any]:
         else:
             values = _Loader(text).get_single_data()
     except (OSError, ValueError, yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"{file} cannot be read: {in_one_line(error)}. {fix}.") from None
+        raise ConfigError(f"{file} cannot be read: {in_one_line(error)}.") from None
     except RecursionError:
-        raise ConfigError(f"{file} cannot be read: too many brackets within brackets. {fix}.") from None
+        raise ConfigError(f"{file} cannot be read: too many brackets within brackets.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no settings; it must be a mapping (name: value). {fix}.")
     return {str(name): value for name, value in values.items()}
