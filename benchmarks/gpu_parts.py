@@ -80,10 +80,6 @@ class Part:
             whole.append(time.perf_counter() - started)
         return statistics.median(whole), statistics.median(host)
 
-    def ways(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the settings without and with CUDA graphs, by name."""
-        return [("plain", {"cuda_graphs": False}), ("captured", {"cuda_graphs": True})]
-
     def report(self, what: str, measure: Callable[[], str], *, needs_gpu: bool = False) -> None:
         """Print what was measured, or the error, and continue with the next measurement."""
         if needs_gpu and not self.on_gpu:
@@ -135,29 +131,21 @@ def launch(part: Part) -> None:
         whole, host = (1e6 * seconds / launches for seconds in part.seconds(call))
         return f"{whole:.1f} us each, {host:.1f} us of the processor"
 
-    def replayed() -> str:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            add()
-        whole, host = part.seconds(graph.replay)
-        return f"{1e6 * whole / count:.2f} us each, {1e6 * host:.0f} us of the processor for all {count}"
-
     part.report("launch: an addition in place", partial(timed, add, count))
     part.report("launch: a product, forward and backward", partial(timed, backward, count // 2))
     part.report("launch: a matrix product and its casts by autocast", partial(timed, cast, 3 * (count // 4)))
-    part.report("launch: an addition in a CUDA graph", replayed, needs_gpu=True)
 
 
 def decode(part: Part) -> None:
-    """Time the decoding of a batch: today's steps, captured ones, and transformers' generate."""
+    """Time the decoding of a batch by each engine: our own steps, and transformers' generate."""
     tokens: dict[str, Tensor] = {}  # of the first way, by shape
 
-    def one(shape: str, settings: dict[str, Any]) -> str:
-        run, seconds = Run(part, shape, **settings), []
+    def one(shape: str, engine: str) -> str:
+        run, seconds = Run(part, shape, rollout_engine=engine), []
         for _ in range(3):
             rollouts = run.rollouts()
             seconds.append(run.state.clock.seconds["sampling"])
-        result = f"{min(seconds[1:]):.3f} s, at first {seconds[0]:.3f} s{run.graphs()}{part.peak()}"
+        result = f"{min(seconds[1:]):.3f} s, at first {seconds[0]:.3f} s{part.peak()}"
         found = rollouts.responses.response_ids
         if shape not in tokens:
             tokens[shape] = found
@@ -165,18 +153,16 @@ def decode(part: Part) -> None:
         alike = (found == tokens[shape]).cumprod(dim=1).double().mean()
         return f"{result}; {alike:.1%} of tokens lie before the first other one"
 
-    for shape in part.shapes:
-        for how, settings in part.ways():
-            part.report(f"decoding, {shape}: {how}", partial(one, shape, settings), needs_gpu=how != "plain")
-    for shape in part.shapes:
-        part.report(f"decoding, {shape}: engine hf", partial(one, shape, {"rollout_engine": "hf"}))
+    for engine in ("static", "hf"):
+        for shape in part.shapes:
+            part.report(f"decoding, {shape}: engine {engine}", partial(one, shape, engine))
 
 
 def update(part: Part) -> None:
-    """Time optimiser steps, and say whether the first ratio is 1: as they are, captured, with compiled layers, both."""
+    """Time optimiser steps, and say whether the first ratio is 1: as they are, and with compiled layers."""
 
-    def one(settings: dict[str, Any]) -> str:
-        run, times, scoring = Run(part, "gpt2", **settings), [], []
+    def one(compiled: bool) -> str:
+        run, times, scoring = Run(part, "gpt2", compile=compiled), [], []
         for _ in range(3):
             found, seconds = run.update()
             times.append(1e3 * run.state.clock.seconds["update"] / len(found))
@@ -185,13 +171,11 @@ def update(part: Part) -> None:
         return (
             f"{min(times[1:]):.1f} ms a step, in the first iteration {times[0]:.1f} ms; log-probabilities "
             f"{min(scoring[1:]):.3f} s, at first {scoring[0]:.3f} s; first ratio "
-            f"{'exactly 1' if ratio == 1.0 else repr(ratio)}{run.graphs()}{part.peak()}"
+            f"{'exactly 1' if ratio == 1.0 else repr(ratio)}{part.peak()}"
         )
 
-    for compiled in ({}, {"compile": True}):
-        for how, settings in part.ways():
-            name = f"update: {how}{', compiled' if compiled else ''}"
-            part.report(name, partial(one, {**settings, **compiled}), needs_gpu=bool(compiled) or how != "plain")
+    part.report("update: plain", partial(one, False))
+    part.report("update: compiled", partial(one, True), needs_gpu=True)
 
 
 def profile(part: Part) -> None:
@@ -199,7 +183,7 @@ def profile(part: Part) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    run = Run(part, "gpt2", cuda_graphs=False, num_ppo_epochs=1)
+    run = Run(part, "gpt2", num_ppo_epochs=1)
     run.update()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if part.on_gpu else [])]
     with profiler(activities=kinds) as measured:
@@ -299,12 +283,6 @@ class Run:
             [("length", 1.0, lambda batch: torch.tensor([len(r) / 7 for r in batch.response_ids]))]
         )
         self.vocabulary = vocabulary
-
-    def graphs(self) -> str:
-        """Return how many CUDA graphs there are, if they are wanted, and release them."""
-        count = len(self.state.captures)
-        self.state.captures.close()
-        return f", {count} graphs" if self.config.cuda_graphs else ""
 
     def rollouts(self) -> Any:
         """Return rollouts of an iteration, with responses of full length."""

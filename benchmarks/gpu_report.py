@@ -105,7 +105,6 @@ def parts_of(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     parts = [
         Part("device", [*python, "-c", DEVICE], 15, lambda lines: [(commit(), "".join(lines[-1:]).strip())]),
         Part("launches", [*ours, "launch"], 25, read_found),
-        Part("tests of captures", [*pytest, *(file for file in marked_tests() if "captur" in file)], 65, read),
         Part("decoding", [*ours, "decode"], 90, read_found),
         Part("update", [*ours, "update"], 110, read_found),
         Part("beside TRL", speed, 120, lambda lines: read_speed(folder / "speed.json", lines)),
@@ -123,12 +122,6 @@ def commit() -> str:
         return "commit " + subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "commit unknown"
-
-
-def marked_tests() -> list[str]:
-    """Return the files with tests that need a GPU: other files may import what this environment lacks."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
 
 
 def read_found(lines: list[str]) -> list[tuple[str, str]]:

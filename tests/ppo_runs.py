@@ -77,7 +77,7 @@ def learn_from(
     """
     rollouts, policy = experience.rollouts, cast(PreTrainedModel, reference)
     if state.plan is None or state.plan.responses is not rollouts.responses:
-        state.plan = plan_update(state, policy, rollouts.prompts, rollouts.responses)
+        state.plan = plan_update(state, rollouts.prompts, rollouts.responses)
     steps = loop.optimise_policy(state, experience, policy)
     metrics = loop.iteration_metrics(state, experience, steps)
     state.advance(experience.scores, metrics)

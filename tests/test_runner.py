@@ -7,13 +7,11 @@ import os
 import re
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 from kedro.framework.hooks import hook_impl
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.framework.session import KedroSession
@@ -23,7 +21,6 @@ from kedro.runner import SequentialRunner
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.ppo.callbacks import Callbacks
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
@@ -36,7 +33,6 @@ class CountingState:
     """A training state that is changed in place, as PPO's is."""
 
     config: ClassVar = PPOConfig()
-    captures: ClassVar = Captures(torch.device("cpu"))
     total_iterations: int
     iteration: int = 0
     requests: RunRequests = field(default_factory=RunRequests)
@@ -230,19 +226,6 @@ def test_an_untagged_node_between_tagged_ones_is_refused(journal):
     untagged = Pipeline([node for node in pipeline.nodes if node is not score] + [score._copy(tags=set())])
     with pytest.raises(ConfigError, match=r"toy\.optimise .*toy\.score.* 'iteration'"):
         plan_loop(untagged)
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["after it", "by an error"])
-def test_the_graphs_of_a_training_are_released_at_its_end_before_other_nodes_run(journal, monkeypatch, fails):
-    monkeypatch.setattr(CountingState.captures, "release", lambda: journal.calls.append("release"))
-    if fails:
-        journal.fail_at = ("optimise", 2)
-    pipeline = loop_pipeline(journal)
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        LoopRunner().run(pipeline, catalog_for(pipeline, iterations=3))
-    assert journal.calls[-2:] == ["optimise", "release"] if fails else ["export", "report"]
-    assert journal.calls.count("release") == 1
-    assert fails or journal.calls[-3] == "release"
 
 
 def test_node_lines_are_silent_in_the_loop_but_warnings_of_nodes_are_not(journal, caplog):

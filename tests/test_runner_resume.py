@@ -11,7 +11,6 @@ from typing import Any
 
 import mlflow
 import pytest
-import torch
 from kedro.framework.hooks import hook_impl
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import DataCatalog, MemoryDataset
@@ -22,7 +21,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.requests import RunRequests
@@ -37,7 +35,6 @@ class State:
     """One iteration."""
 
     total_iterations, config = 1, PPOConfig()
-    captures = Captures(torch.device("cpu"))
 
     def __init__(self) -> None:
         self.iteration, self.requests = 0, RunRequests()

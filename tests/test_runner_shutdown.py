@@ -10,16 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
@@ -31,7 +29,6 @@ from ppo_rlhf.runtime.signals import RunInterruptedError
 class State:
     """A state that is changed in place, as PPO's is."""
 
-    captures: ClassVar = Captures(torch.device("cpu"))
     config: PPOConfig = field(default_factory=PPOConfig)
     total_iterations: int = 6
     save_interval: int = 2

@@ -297,7 +297,6 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     all_callbacks = Callbacks(state, own, reporters, catalog.run_folder, catalog.save_checkpoint)
     with (
         contextlib.closing(all_callbacks) as callbacks,
-        state.captures.during(),
         # A forked child process must end inside this block, otherwise the child would close the callbacks of its parent
         ending_children(),
     ):

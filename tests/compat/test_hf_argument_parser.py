@@ -22,7 +22,6 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "importance_low": (0.5, {"importance_high": 4.0}),
     "importance_high": (4.0, {"importance_low": 0.5}),
     "max_tokens_per_micro_batch": (64, {}),
-    "cuda_graphs": (False, {}),
     "num_critic_epochs": (8, {}),
     "positive_coef": (0.25, {"positive_threshold": 1.0}),
     "positive_threshold": (1.0, {"positive_coef": 0.25}),

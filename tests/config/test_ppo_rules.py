@@ -112,8 +112,6 @@ BROKEN_AND_KEPT = [
         {"offload_reward_model": True, "value_model": "reward_init"},
     ),
     ({"offload_reward_model": True, "device": "cpu"}, {"offload_reward_model": True, "device": "cuda"}),
-    ({"cuda_graphs": True, "device": "cpu"}, {"cuda_graphs": True, "device": "cuda"}),
-    ({"cuda_graphs": True, "rollout_engine": "hf"}, {"cuda_graphs": False, "rollout_engine": "hf"}),
     ({"dtype": "float16", "device": "cpu"}, {"dtype": "float16", "device": "cuda"}),
 ]
 

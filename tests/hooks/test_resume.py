@@ -23,7 +23,6 @@ from typing import Any
 
 import mlflow
 import pytest
-import torch
 from click.testing import Result
 from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
@@ -31,7 +30,6 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import LoggedModel, LoggedModelStatus, Param, Run, RunData, RunInfo, RunTag
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
-from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -512,7 +510,6 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
             "",
             "local_rollout_forward_batch_size",
         ),
-        ({"ppo.cuda_graphs": "None"}, {"ppo.cuda_graphs": "False"}, "", "cuda_graphs"),  # null was on, on a GPU
         ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
         ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # a group that this run does not read
@@ -685,22 +682,6 @@ def test_the_precision_is_known_before_params_are_logged_and_is_the_one_that_the
         assert catalog.load("params:ppo") == PPOConfig(dtype=expected)
     settle_dtype(catalog, "float16")  # the user's own setting stays
     assert catalog.load("params:ppo") == PPOConfig(dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("device", "default", "param"), [("cpu", False, "None"), ("cuda", False, "False"), ("cuda", True, "True")]
-)
-def test_what_null_means_for_cuda_graphs_is_a_param_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, default: bool, param: str
-):
-    """A later version may change the default; a run that is resumed by it is then not bit identical."""
-    monkeypatch.setattr("ppo_rlhf.ppo.precision.resolve_device", lambda name: torch.device(device))
-    monkeypatch.setattr("ppo_rlhf.config.ppo.GRAPHS_BY_DEFAULT", default)
-    catalog = DataCatalog({"params:ppo": MemoryDataset(PPOConfig(dtype="float32"))})
-    pipeline = Pipeline([Node(lambda *_: 1, "params:ppo", "x", name="n")])
-    described = describe_run({"project_path": ".", "pipeline_names": ["ppo"], "env": None}, pipeline, catalog)
-    assert described.params["ppo.cuda_graphs"] == param
-    assert "cuda_graphs" in CHANGES_NUMBERS
 
 
 def test_a_setting_is_compared_with_the_value_of_the_last_resume():

@@ -24,11 +24,10 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import packed_attention
-from ppo_rlhf.models.common_sizes import common_size, filled_size
 from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
 from ppo_rlhf.models.reward_model import sequence_scores
-from ppo_rlhf.models.token_rows import right_padded
+from ppo_rlhf.models.token_rows import common_size, filled_size, right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
@@ -300,15 +299,14 @@ def test_filled_rows_have_one_of_few_sizes_and_no_longer_sequence(lengths):
     assert len({filled_size(count) for count in range(1, 4097)}) == 16 + 16 * 2
 
 
-@pytest.mark.parametrize("per_octave", [2, 4, 8, 16])
 @pytest.mark.parametrize("multiple", [1, 16, 64])
-def test_common_sizes_are_few_and_near(per_octave, multiple):
+def test_common_sizes_are_few_and_near(multiple):
     for octave in range(14):
         counts = range(2**octave, 2 ** (octave + 1))
-        sizes = [common_size(count, per_octave, multiple) for count in counts]
-        assert len(set(sizes)) <= per_octave + 1  # the last one is the next power of 2
+        sizes = [common_size(count, multiple) for count in counts]
+        assert len(set(sizes)) <= 16 + 1  # the last one is the next power of 2
         assert all(
-            count <= size < count + max(multiple, count / per_octave) + 1 and size % multiple == 0
+            count <= size < count + max(multiple, count / 16) + 1 and size % multiple == 0
             for count, size in zip(counts, sizes, strict=True)
         )
 

@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, MambaConfig
 
 from ppo_rlhf.models import free_memory
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.free_memory import available_memory, decoding_bytes, in_equal_parts, sequences_at_a_time
 from tests.tiny_models import tiny_model
 
@@ -92,17 +91,3 @@ def test_blocks_that_torch_keeps_free_on_a_gpu_count(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
     assert free_memory.free_bytes(torch.device("cuda")) == 130
     assert free_memory.free_bytes(torch.device("cpu")) == 100
-    captures = Captures(torch.device("cuda"))  # no other pass can use the pool of its graphs
-    captures._pool_bytes = 7
-    assert free_memory.free_bytes(torch.device("cuda")) == 123
-    captures.release()
-    assert free_memory.free_bytes(torch.device("cuda")) == 130
-
-
-def test_bytes_that_are_used_again_count_as_free(monkeypatch):
-    model = tiny_model()
-    row = 14 * 2 * 16 * 4 + max(model.config.vocab_size * (4 + 12), 6 * (int(1.5 * 2 * LAYERS) * 4 // 2))
-    monkeypatch.setattr(free_memory, "available_memory", lambda _: (0, 0))
-    assert sequences_at_a_time(model, 8, 14, decoded_from=6) == 1
-    free = round(row * 4.5 / free_memory.USED)
-    assert sequences_at_a_time(model, 8, 14, decoded_from=6, used_again=free) == 4

@@ -49,7 +49,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         measured_now.append(measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
         state.policy_iteration = iteration
-        state.config, state.captures, state.requests = PPOConfig(), None, RunRequests()
+        state.config, state.requests = PPOConfig(), RunRequests()
         state.evaluation_halving = HALVING
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)

@@ -49,9 +49,9 @@ class ShortMemory:
     def _note_rows(self, patch: pytest.MonkeyPatch) -> None:
         original = update.add_gradients
 
-        def noting(state, kind, micro_batch, factors):
+        def noting(state, micro_batch, **how):
             self.rows = micro_batch.mask.shape[0]
-            return original(state, kind, micro_batch, factors)
+            return original(state, micro_batch, **how)
 
         patch.setattr(update, "add_gradients", noting)
 

@@ -217,7 +217,7 @@ def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkey
     )
     model = make_model("llama")
     in_parts = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=None)
-    assert asked == [(6, 6 + STEPS, {"decoded_from": 6, "used_again": 0, "most": None})]
+    assert asked == [(6, 6 + STEPS, {"decoded_from": 6})]
     whole = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=6)
     assert len(asked) == 1  # a number is a limit, and the memory is not asked
     assert sizes == [4, 2, 6]
@@ -389,7 +389,7 @@ def test_ended_sequences_leave_at_once(make_model, monkeypatch):
 def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(make_model, monkeypatch):
     model = make_model("llama")
     expected = generate_responses(model, UNEVEN, noise(6), settings())
-    monkeypatch.setattr("ppo_rlhf.ppo.sampling.is_check_due", lambda step, device: step % 4 == 3)
+    monkeypatch.setattr("ppo_rlhf.ppo.sampling._is_check_due", lambda step, device: step % 4 == 3)
     actual = generate_responses(model, UNEVEN, noise(6), settings())
     assert torch.equal(actual.response_ids, expected.response_ids)
     assert_close(actual.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)

@@ -18,17 +18,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, ResolvedJudge
-from ppo_rlhf.models.captures import UPDATE
-from ppo_rlhf.ppo import captured_sampling, engines, halvings, update
+from ppo_rlhf.ppo import engines, halvings, update
 from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.micro_batches import cut_batch, own_micro_batches
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.graph_on_cpu import graphs_on_cpu
 from tests.ppo.short_memory import ERROR, PHASES, ShortMemory
 from tests.ppo_runs import MEASURED, Run, build_run, first_letters
 
-__all__ = ["graphs_on_cpu"]  # a fixture
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "local_rollout_forward_batch_size": 6}
 """16 responses an iteration, in minibatches of two micro-batches."""
 SMALLER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "local_rollout_forward_batch_size": 3}
@@ -116,11 +113,11 @@ def test_a_later_minibatch_is_halved_where_memory_ran_out_in_an_earlier_one(monk
     run, taken = build(num_mini_batches=2, num_ppo_epochs=2), []
     sizes, original, calls = [], update.add_gradients, itertools.count(1)
 
-    def short(state, kind, micro_batch, factors):
+    def short(state, micro_batch, **how):
         sizes.append(micro_batch.mask.shape[0])
         if next(calls) == 3:
             raise torch.OutOfMemoryError(ERROR)
-        return original(state, kind, micro_batch, factors)
+        return original(state, micro_batch, **how)
 
     monkeypatch.setattr(update, "add_gradients", short)
     step = update.take_step
@@ -164,29 +161,6 @@ def test_an_environment_is_not_asked_again(monkeypatch):
     assert torch.equal(actual.responses.response_ids, wanted.responses.response_ids)
     assert run.state.rollout_halving.count == 1
     assert len(asked) <= 2
-
-
-def test_a_captured_update_gives_its_graphs_up_and_then_halves(make_run, graphs_on_cpu, monkeypatch, caplog):
-    monkeypatch.setattr(captured_sampling, "why_not_captured", lambda model: "it is not asked for")
-    settings = {"total_episodes": 48, **SIZES, "learning_rate": 1e-3, "adam_epsilon": 1e-5}
-    expected = train(make_run("gpt2", **{**settings, **SMALLER}, cuda_graphs=False))
-    run = make_run("gpt2", **settings)
-    run.iteration()
-    assert graphs_on_cpu.replays
-    original = update.add_gradients
-
-    def short(state, kind, micro_batch, factors):
-        if micro_batch.mask.shape[0] > 2:
-            raise torch.OutOfMemoryError(ERROR)
-        return original(state, kind, micro_batch, factors)
-
-    monkeypatch.setattr(update, "add_gradients", short)
-    run.state.captures.release()
-    train(run)
-    assert UPDATE in run.state.captures.trouble
-    assert run.state.update_halving.count == 1
-    for row, other in zip(run.state.history, expected.state.history, strict=True):
-        assert row["loss/policy_avg"] == pytest.approx(other["loss/policy_avg"], abs=1e-9)
 
 
 def test_one_response_that_does_not_fit_ends_the_run_with_what_would_take_less(monkeypatch):

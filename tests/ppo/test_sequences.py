@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_rlhf.models.common_sizes import filled_size
 from ppo_rlhf.models.packed_attention import PackedLayout
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.token_rows import TokenRows, filled_size, right_padded
 from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 
 PAD = 9

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
@@ -21,7 +23,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
-from ppo_rlhf.ppo.rollouts import measure
+from ppo_rlhf.ppo.rollouts import critic_values, measure, policy_passes
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
 
@@ -111,6 +113,37 @@ def test_the_reference_reads_the_policys_own_batches_in_16_bits(make_run):
     measure(run.state, run.reference, rollouts.prompts, rollouts.responses)
     assert len(read["policy"]) == 2
     assert read["reference"] == read["policy"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_first_ratio_is_exactly_one(make_run, kind):
+    run = make_run(kind, dtype="bfloat16", num_mini_batches=1, num_ppo_epochs=1)
+    for _ in range(2):
+        metrics = run.iteration()
+        assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("part", ["log-probabilities", "values"])
+def test_a_block_of_passes_casts_each_weight_once(make_run, part):
+    """Autocast keeps its casts until its context ends."""
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+                cast.append(id(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    cast: list[int] = []
+    run = make_run("gpt2", dtype="bfloat16", per_device_train_batch_size=2, num_mini_batches=1)
+    run.rollouts()
+    assert len(run.state.plan.first_inputs) > 1
+    with Casts():
+        if part == "values":
+            critic_values(run.state)
+        else:
+            policy_passes(run.state, run.state.plan, None)
+    assert cast
+    assert len(set(cast)) == len(cast)
 
 
 @pytest.mark.parametrize("tied", [False, True])

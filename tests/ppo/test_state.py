@@ -2,7 +2,6 @@
 
 import json
 import signal
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 from transformers import GenerationConfig
 
 from ppo_rlhf.checkpoints.store import write_checkpoint
-from ppo_rlhf.config import PPOConfig, ppo
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo import build, loop, update
+from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
 from ppo_rlhf.ppo.state import Clock
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.checkpoints.support import assert_same, everything
-from tests.graph_on_cpu import graphs_on_cpu
-
-__all__ = ["graphs_on_cpu"]  # a fixture
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
 
@@ -224,49 +220,3 @@ def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, m
     policy = make_model("llama")
     policy.generation_config = GenerationConfig(eos_token_id=configured)
     assert sampling_settings(PPOConfig(), make_tokenizer(), policy).stop_token_ids == (2,)
-
-
-# --- CUDA graphs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("default", [True, False])
-@pytest.mark.parametrize("setting", [None, False])
-def test_the_setting_says_whether_steps_are_captured_and_null_is_the_default(
-    make_run, graphs_on_cpu, monkeypatch, setting, default
-):
-    monkeypatch.setattr(ppo, "GRAPHS_BY_DEFAULT", default)
-    assert make_run(cuda_graphs=setting).state.captures.on == (setting is None and default)
-
-
-def test_nothing_is_captured_by_default():
-    """Until a GPU has timed CUDA graphs: docs/speed.md."""
-    assert not PPOConfig().captures_graphs
-    assert PPOConfig(cuda_graphs=True).captures_graphs
-
-
-def test_on_a_cpu_nothing_is_captured(make_run):
-    assert not make_run().state.captures.on
-
-
-def test_with_fsdp2_nothing_is_captured(graphs_on_cpu, monkeypatch):
-    assert build.captures_of(PPOConfig(), torch.device("cpu")).on
-    monkeypatch.setattr(build, "shards_models", lambda: True)
-    assert not build.captures_of(PPOConfig(), torch.device("cpu")).on
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["normally", "by an error"])
-def test_graphs_and_buffers_are_released_when_training_ends(make_run, graphs_on_cpu, fails):
-    run, buffer = make_run(), torch.zeros(4)
-    captures = run.state.captures
-
-    def after_iteration(_):
-        for _ in range(2):
-            captures.run(("mine",), lambda: buffer.add_(1.0))
-        captures.held["mine"] = SimpleNamespace(bytes=buffer.nbytes)
-        if fails:
-            raise ConfigError("ends here")
-
-    with pytest.raises(ConfigError) if fails else nullcontext():
-        loop.train(run.state, run.reference, run.prompts, run.scorer, after_iteration)
-    assert graphs_on_cpu.captures > 0
-    assert (len(captures), captures.held) == (0, {})

@@ -19,15 +19,12 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models import free_memory
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.models.weight_copies import WeightCopies
 from ppo_rlhf.ppo import forward_passes, micro_batches, update
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.preflight.memory import COPIES, DECODING, MemoryPlan, RunShape, plan_memory, suggestions
-from tests.graph_on_cpu import graphs_on_cpu
+from ppo_rlhf.preflight.memory import MemoryPlan, RunShape, plan_memory, suggestions
 from tests.ppo_runs import build_prompts, build_run
 
-__all__ = ["graphs_on_cpu"]  # a fixture
 LLAMA = LlamaConfig(
     vocab_size=23,
     hidden_size=16,
@@ -138,7 +135,7 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
 def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
     on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
     before = passing(plan(), "update")
-    assert before - passing(plan(on_card, dtype="float32", cuda_graphs=False), "update") == 2 * (8 * 8 * 23 - 100) * 4
+    assert before - passing(plan(on_card, dtype="float32"), "update") == 2 * (8 * 8 * 23 - 100) * 4
     monkeypatch.setattr(forward_passes, "LOGITS_HELD", 100)
     assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
@@ -157,7 +154,7 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
     logits, epoch = 2 * card // 256 * 4, 8 * (14 * 64 + 8 * 61)
     free = held + gradients + epoch + logits + math.ceil((fitting + 0.5) * kept / 0.8)
     shape = RunShape(LLAMA, 6, on_cpu=False, free=free, card=card)
-    planned = plan(shape, dtype="float32", cuda_graphs=False)
+    planned = plan(shape, dtype="float32")
     assert (planned.update_tokens, planned.update_rows) == (max(2, fitting), rows)
     taken = rows * 14 * kept + 2 * min(rows * 8 * 23, card // 256) * 4
     assert passing(planned, "update") == gradients + epoch + taken
@@ -166,62 +163,14 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
     assert plan(shape, dtype="float32", max_tokens_per_micro_batch=30).update_tokens == 30
 
 
-def test_what_cuda_graphs_keep_counts_all_the_time_and_only_where_they_are():
-    """By hand: a cache of 16 x 64 tokens for 8 x 14; gradients, and a micro-batch's activations and logits."""
-    shape, kept = RunShape(LLAMA, 6, on_cpu=False), int(1.5 * 2 * 232) * 4
-    without, captured = (plan(shape, dtype="float32", cuda_graphs=wanted) for wanted in (False, True))
-    token = (2 * 2 * 1 * 8) * 4
-    cache, gradients = 16 * 64 * token, without.held[MOMENTS] // 2
-    passes = gradients + 8 * 14 * kept + 2 * 8 * 8 * 23 * 4
-    assert sum(captured.held.values()) - sum(without.held.values()) == cache + passes
-    assert captured.phases["update"] - without.phases["update"] == cache
-    assert captured.phases["rollout"] - without.phases["rollout"] == passes + cache - 8 * 14 * token
-    assert captured.phases["scoring"] - without.phases["scoring"] == cache + passes
-    by_two, on_cpu = (
-        plan(replace(shape, **other), dtype="float32", cuda_graphs=True)
-        for other in ({"processes": 2}, {"on_cpu": True})
-    )
-    assert sum(by_two.held.values()) - sum(without.held.values()) == cache  # processes exchange gradients
-    assert on_cpu.held == without.held
-    small_cards = [replace(shape, card=4 * size) for size in (cache + passes, cache + passes - 1, cache - 1)]
-    kept_by = [
-        sum(plan(card, dtype="float32", cuda_graphs=True).held.values()) - sum(without.held.values())
-        for card in small_cards
-    ]
-    assert kept_by == [cache + passes, cache, 0]  # each kind of work is given up by itself
-    assert plan(shape, dtype="float32", rollout_engine="hf").held == without.held
-
-
-@pytest.mark.parametrize("rows", [None, 64])
-def test_a_rollout_is_cut_so_that_its_cache_takes_half_of_what_graphs_may_keep(rows):
-    """By hand: an eighth of the card has room for 47 responses, so 32 are decoded at a time."""
-    row = 64 * (2 * 2 * 1 * 8) * 4
-    settings = {"dtype": "float32", "local_rollout_forward_batch_size": rows, "per_device_train_batch_size": 64}
-    shape = RunShape(LLAMA, 6, on_cpu=False, free=2**30, card=8 * 48 * row - 1)
-    without, captured = (plan(shape, cuda_graphs=wanted, **settings) for wanted in (False, True))
-    assert (without.rollout_rows, captured.rollout_rows) == (64, 32)
-    assert captured.held[DECODING] == 32 * row
-    larger = plan(replace(shape, card=8 * 64 * row), cuda_graphs=True, **settings)
-    assert (larger.rollout_rows, larger.held[DECODING]) == (64, 64 * row)
-
-
-def test_scoring_takes_as_many_responses_as_fit_beside_what_graphs_keep():
+def test_scoring_takes_as_many_responses_as_fit_beside_what_is_held():
     shape, one_layer = RunShape(LLAMA, 6, on_cpu=False, card=2**30), int(1.5 * 2 * 232) * 4 // 2
-    settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14, "cuda_graphs": True}
+    settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14}
     held = sum(plan(shape, **settings).held.values())
     for fitting, rows in ((8, 8), (7, 4)):
         planned = plan(replace(shape, free=held + math.ceil((fitting + 0.5) * 14 * one_layer / 0.8)), **settings)
         assert sum(planned.held.values()) == held
-        assert planned.rollout_rows == 8  # the first iteration's, when graphs kept nothing yet
         assert passing(planned, "scoring") == rows * 14 * one_layer
-
-
-def test_the_cache_that_graphs_keep_leaves_micro_batches_fewer_tokens():
-    roomy = RunShape(LLAMA, 6, on_cpu=False, free=2**21, card=2**20)
-    without, captured = (plan(roomy, dtype="float32", cuda_graphs=wanted).update_tokens for wanted in (False, True))
-    cache, kept = 16 * 64 * (2 * 2 * 1 * 8) * 4, int(1.5 * 2 * 232) * 4
-    assert without is not None
-    assert captured == pytest.approx(without - 0.8 * cache / kept, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -310,20 +259,6 @@ def test_a_run_takes_as_many_tokens_and_responses_at_a_time_as_its_plan_says(set
     assert len(rows) > 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 2}], ids=str)
-def test_copies_of_linear_weights_are_those_of_a_run_to_the_byte(graphs_on_cpu, settings: dict[str, Any]):
-    run = build_run("llama", dtype="bfloat16", **settings)
-    run.rollouts()
-    on_a_gpu = RunShape(LLAMA, 6, on_cpu=False)
-    planned = plan(on_a_gpu, dtype="bfloat16", **settings)
-    assert planned.held[COPIES] == run.state.captures.held[WeightCopies].bytes > 0
-    uncast, cache = passing(plan(dtype="float32", **settings), "rollout") // 2, 8 * 14 * (2 * 2 * 1 * 8) * 2
-    assert passing(planned, "rollout") == uncast - cache  # which graphs keep all the time
-    others = [{"cuda_graphs": False}, {"rollout_engine": "hf"}, {"dtype": "float32"}]
-    plans = [plan(on_a_gpu, **{"dtype": "bfloat16", **settings, **other}) for other in others]
-    assert not any(COPIES in each.held for each in [plan(dtype="bfloat16", **settings), *plans])
-
-
 @pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"use_peft": True}], ids=str)
 def test_a_stored_critic_counts_as_large_as_the_policy(settings):
     separate, pretrained = (plan(value_model=name, **settings).held for name in ("separate", "pretrained"))
@@ -367,11 +302,10 @@ def test_a_critic_from_a_reward_model_needs_one():
 
 @pytest.mark.slow
 def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
-    config = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16, "cuda_graphs": True})
+    config = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16})
     shape = RunShape(WIDE, 6, on_cpu=False)
     found = list(suggestions(config, shape))
-    assert found[0].changes == {"cuda_graphs": False}
-    assert found[1].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert found[0].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     settings = [next(iter(each.changes)) for each in found]
     assert settings.index("offload_reference_policy") < settings.index("value_model") < settings.index("use_peft")
     shared = next(each.changes for each in found if "value_model" in each.changes)

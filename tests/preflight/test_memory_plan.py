@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.preflight.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
-from ppo_rlhf.preflight.memory_plan import Planned, graphs_line
+from ppo_rlhf.preflight.memory_plan import Planned
 from tests.cli.test_doctor import own as own
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model, word_tokenizer, write_gguf
@@ -195,7 +195,6 @@ def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path,
     # ppo.dtype=auto is bfloat16 on a GPU that is not here
     assert lines[0].endswith(", float32, on cpu" if is_here else f", bfloat16, on {device}")
     assert any(line.startswith("ok       Memory") and "of 24.00 GiB free" in line for line in lines)
-    assert any(line.startswith("ok       Graphs") for line in lines) is not is_here  # only a GPU has them
     settled = [line for line in lines if "tokens in a micro-batch (ppo.max_tokens_per_micro_batch: chosen from" in line]
     assert len(settled) == (not is_here)
     lines = said(kedro, own, "--memory", "0.0001", "--params", f"ppo.device={device}", exit_code=1)
@@ -243,23 +242,3 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
 def test_pipelines_without_ppo_have_no_plan(kedro: Kedro, project: Path):
     result = kedro(project, "doctor", "--env", "test", "--pipelines", "data_preparation")
     assert "these pipelines do not train by PPO" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({}, r"none.*ppo\.cuda_graphs=null"),
-        ({"cuda_graphs": True}, r"captured.* refused"),
-        ({"cuda_graphs": False}, r"none.*ppo\.cuda_graphs=false"),
-        ({"rollout_engine": "hf"}, r"none.*generate.*ppo\.rollout_engine=hf"),
-        ({"rollout_engine": "vllm"}, r"no .*ppo\.rollout_engine=vllm"),
-    ],
-    ids=str,
-)
-def test_a_run_on_a_gpu_is_told_whether_its_steps_become_cuda_graphs(settings, line):
-    assert re.search(line, graphs_line(PPOConfig(**settings)))
-
-
-def test_with_fsdp2_no_step_becomes_a_cuda_graph(monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.preflight.memory_plan.shards_models", lambda: True)
-    assert re.match("none.* FSDP2", graphs_line(PPOConfig(cuda_graphs=True)))

@@ -188,7 +188,6 @@ def test_the_plan_of_the_memory_is_within_35_percent_of_the_peak(settings):
             "stop_token": "none",
             "dtype": "float32",
             "device": "cuda",
-            "cuda_graphs": False,  # torch does not count what lies free in their pool
             **settings,
         }
     )

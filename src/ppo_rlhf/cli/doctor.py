@@ -240,7 +240,7 @@ def _settings(context: Any, request: RunRequest, pipelines: list[str]) -> Iterat
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
     from ppo_rlhf.evaluation.policy import EvaluationConfig
-    from ppo_rlhf.preflight.memory_plan import changes, gib, graphs_line, plan, table
+    from ppo_rlhf.preflight.memory_plan import changes, gib, plan, table
 
     if plan_loop(run.pipeline) is None:
         yield "ok", "Memory", "memory and disk are not planned: these pipelines do not train by PPO"
@@ -250,8 +250,6 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
         yield "ok", "Memory", "memory and disk are not planned: there is no model yet; give --model to plan for one"
         return
     yield from table(planned)
-    if not planned.shape.on_cpu:
-        yield "ok", "Graphs", graphs_line(planned.config)
     line = f"{gib(planned.needed)} needed of {gib(planned.share)} free on {planned.device} (phase: {planned.plan.peak})"
     if planned.needed <= planned.share:
         yield "ok", "Memory", line

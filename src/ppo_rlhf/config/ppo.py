@@ -25,8 +25,6 @@ Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
-GRAPHS_BY_DEFAULT = False
-"""What `cuda_graphs` of null means. It becomes True with a table of benchmarks/gpu_report.py from a GPU."""
 EIGHT_BIT = "adamw_8bit"
 VLLM_IMPORTANCE_CAP = 3.0
 
@@ -333,10 +331,6 @@ class PPOConfig:
     """Compile the layers of policy, critic and reference policy with torch.compile. Compiling needs a compiler on the
     machine and takes time in the first iterations. Compiled layers give the same results except for rounding. compile
     is off by default, because no speed-up was measured on a CPU."""
-    cuda_graphs: Annotated[bool | None, Use("none", resume="rounds", record="here")] = None
-    """Capture decoding and training steps as CUDA graphs, which launch all kernels of a step at once (docs/speed.md).
-    CUDA graphs give the same results except for rounding. true: use CUDA graphs, and raise an error where CUDA graphs
-    are not possible. false, null: use no CUDA graphs; null is off because CUDA graphs were not yet timed on a GPU."""
     export_value_head: Annotated[bool, Use("none")] = False
     """Save the value head with the exported policy's weights, under the names of TRL's
     AutoModelForCausalLMWithValueHead."""
@@ -488,11 +482,6 @@ class PPOConfig:
     def local_micro_batch_size(self) -> int:
         """Responses of one forward and backward pass on one device."""
         return min(self.per_device_train_batch_size, self.local_mini_batch_size)
-
-    @property
-    def captures_graphs(self) -> bool:
-        """Whether work is captured as CUDA graphs on a CUDA device."""
-        return GRAPHS_BY_DEFAULT if self.cuda_graphs is None else self.cuda_graphs
 
     @property
     def num_total_batches(self) -> int:

@@ -148,16 +148,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
         "{0} processes share one vLLM, so {1} must be a multiple of {0}",
     ),
-    # Rules about CUDA graphs.
-    _clash(
-        {"cuda_graphs": True, "rollout_engine": {"hf", "vllm"}},
-        "only the static engine supports CUDA graphs; leave out {0}, or set {1} to static",
-    ),
-    _rule(
-        ("cuda_graphs", "world_size"),
-        lambda c: c.cuda_graphs is True and c.world_size > 1,
-        "communication between processes cannot be captured in a graph; leave out {0}",
-    ),
     # Rules about the KL penalty.
     _clash(
         {"kl_in": "loss", "kl_estimator": "k1"},
@@ -311,8 +301,6 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
     """Yield one line for each setting that does not work on this type of device (`cpu` or `cuda`)."""
     if device_type != "cpu":
         return
-    if c.cuda_graphs:
-        yield f"ppo.cuda_graphs=true needs a GPU (ppo.device={c.device}); leave it out, or run on a GPU"
     for name in names_in_group(type(c), "offloading"):
         if getattr(c, name):
             yield (
@@ -332,7 +320,6 @@ def sharding_problems(c: PPOConfig) -> Iterator[str]:
         ({"offload_reference_policy": True}, "each process holds only a shard of the model anyway"),
         ({"offload_reward_model": True}, "each process holds only a shard of the model anyway"),
         ({"compile": True}, "compiled layers would not gather their sharded weights"),
-        ({"cuda_graphs": True}, "FSDP2 moves weights in memory, and a graph reads fixed addresses"),
         ({"load_in_4bit": True}, "bitsandbytes' weights cannot be sharded"),
         ({"optim": "adamw_8bit"}, "bitsandbytes' optimiser moments cannot be sharded; set adamw_torch_fused"),
         ({"dtype": "float16"}, "loss scaling is not implemented for FSDP2; set bfloat16"),

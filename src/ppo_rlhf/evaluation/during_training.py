@@ -79,9 +79,7 @@ def evaluate_iteration(
     (`TRAINING_KL`). Unless `on_exploitation` is `off`, the row says whether the policy exploits its reward, and a
     warning is logged if it newly does.
     """
-    evaluated = evaluator.evaluate(
-        state.policy, reference_policy, captures=state.captures, against=sft, meet=state.requests.meet
-    )
+    evaluated = evaluator.evaluate(state.policy, reference_policy, against=sft, meet=state.requests.meet)
     metrics = compare_evaluations(evaluated, sft)
     metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
     before = [row for row in earlier if row["iteration"] < state.policy_iteration]

@@ -19,7 +19,6 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
@@ -265,16 +264,14 @@ class Evaluator:
         reference_policy: PreTrainedModel | None,
         *,
         device: torch.device | None = None,
-        captures: Captures | None = None,
         against: PolicyEvaluation | None = None,
         meet: Callable[[], object] = lambda: None,
     ) -> PolicyEvaluation:
         """Return the evaluation of a policy. Without a reference policy the KL is 0, as for SFT itself.
 
-        The models compute on `device`; None uses the policy's device. `captures` are the CUDA graphs of the training
-        run if the policy is in training. `against` is the evaluation of the reference policy, for judges that compare
-        two responses. All processes call `meet` after sampling, after the log-probabilities and after scoring; it may
-        raise an exception to end the evaluation.
+        The models compute on `device`; None uses the policy's device. `against` is the evaluation of the reference
+        policy, for judges that compare two responses. All processes call `meet` after sampling, after the
+        log-probabilities and after scoring; it may raise an exception to end the evaluation.
 
         Raises:
             DataError: There are no prompts.
@@ -288,15 +285,14 @@ class Evaluator:
         uniforms_NT = episode_uniforms(self.seed, NOISE_STREAM, 0, len(prompts), self.sampling.response_length)
         device = device or policy.device
         with on_device(policy, device):
-            how: dict[str, Any] = {"batch_size": self.batch_size, "captures": captures, "halving": self.halving}
+            how: dict[str, Any] = {"batch_size": self.batch_size, "halving": self.halving}
             responses = sample_responses(policy, prompts, uniforms_NT, self.sampling, self.config, **how)
             meet()
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
-                drawn = {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
-                how = {**drawn, "device": device, "batch_size": self.batch_size, "halving": self.halving}
+                how |= {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
                 of_policy, of_reference = (
-                    compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
+                    compute_logprobs(model, prompts.prompt_ids, responses, self.config, device=device, **how)
                     for model in (policy, reference_policy)
                 )
                 # the log-probabilities of padding are 0, so the sum over positions counts only response tokens

@@ -67,7 +67,6 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         groups["ppo"] = with_dtype(ppo)
         chosen_here = frozenset({DTYPE} if groups["ppo"] is not ppo else ())
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
-    params |= _meaning_of_null(ppo)
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = []
@@ -118,15 +117,6 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     )
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
     return RunDescription(params, tags, name, chosen_here)
-
-
-def _meaning_of_null(ppo: Any) -> dict[str, str]:
-    """Return the param `ppo.cuda_graphs` with what null means on a CUDA device, which later versions may change."""
-    if getattr(ppo, "cuda_graphs", False) is not None:
-        return {}
-    from ppo_rlhf.ppo.precision import resolve_device
-
-    return {"ppo.cuda_graphs": str(ppo.captures_graphs)} if resolve_device(ppo.device).type == "cuda" else {}
 
 
 def place_of(tags: Mapping[str, str]) -> str | None:

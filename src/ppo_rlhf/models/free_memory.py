@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models.captures import pool_bytes
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.runtime.processes import process_count
 
@@ -32,15 +31,7 @@ USED = 0.8
 fragmented."""
 
 
-def sequences_at_a_time(
-    model: PreTrainedModel,
-    count: int,
-    tokens: int,
-    *,
-    decoded_from: int | None = None,
-    used_again: int = 0,
-    most: int | None = None,
-) -> int:
+def sequences_at_a_time(model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None) -> int:
     """Return how many of `count` sequences to process at a time, in chunks of equal size; at least 1.
 
     The model computes on its own device under the caller's autocast: in passes over whole sequences if `decoded_from`
@@ -51,16 +42,13 @@ def sequences_at_a_time(
         count: Number of sequences.
         tokens: Length of the longest sequence.
         decoded_from: Length of the longest prompt, if the sequences are decoded token by token.
-        used_again: Bytes that are allocated at present, but that the passes reuse: reused bytes count as free.
-        most: The most sequences that are decoded at a time. None: no limit. Passes over whole sequences ignore `most`,
-            and on a CPU take at most `MOST_ON_CPU` sequences.
     """
-    device, number = model.device, number_bytes(model)
-    one_layer, free = layer_bytes(model, number), free_bytes(device) + used_again
+    device, number = model.device, _number_bytes(model)
+    one_layer, free = layer_bytes(model, number), free_bytes(device)
     if decoded_from is None:
         return scored_at_a_time(count, tokens * one_layer, free, on_cpu=device.type == "cpu")
     row = decoding_bytes(model.config.get_text_config(), decoded_from, tokens, one_layer, number)
-    return in_equal_parts(count, row, free, count if most is None else most)
+    return in_equal_parts(count, row, free, count)
 
 
 def scored_at_a_time(count: int, row_bytes: int, free_bytes: int, *, on_cpu: bool) -> int:
@@ -68,7 +56,7 @@ def scored_at_a_time(count: int, row_bytes: int, free_bytes: int, *, on_cpu: boo
     return in_equal_parts(count, row_bytes, free_bytes, MOST_ON_CPU if on_cpu else count)
 
 
-def number_bytes(model: PreTrainedModel) -> int:
+def _number_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one number in a model's activations, keys and values, under the caller's autocast."""
     device = model.device.type
     casts = torch.is_autocast_enabled(device) and model.dtype != torch.float64
@@ -114,12 +102,8 @@ def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_
     `number` the bytes of one number.
     """
     step = text.vocab_size * (number + 3 * 4)  # bytes of one row of logits, and of their probabilities in float32
-    return cache_bytes(text, tokens, number) + int(max(step, prompt_length * one_layer))
-
-
-def cache_bytes(text: PretrainedConfig, tokens: int, number: int) -> int:
-    """Return the bytes of the keys and values of `tokens` tokens; `number` is the bytes of one number."""
-    return int(tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number)
+    cache = tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number
+    return int(cache + max(step, prompt_length * one_layer))
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
@@ -150,14 +134,12 @@ def process_share(free: int, *, on_cpu: bool, processes: int) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device.
 
-    Free blocks of torch's allocator count as free. Free blocks in the memory pools of CUDA graphs do not count as free:
-    only a capture can use them.
+    Free blocks of torch's allocator count as free.
     """
     free = process_share(available_memory(device)[0], on_cpu=device.type != "cuda", processes=process_count())
     if device.type != "cuda":
         return free
-    allocated = torch.cuda.memory_allocated(device) + pool_bytes(device)
-    return free + torch.cuda.memory_reserved(device) - allocated
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _cache_width(text: Any) -> int:

@@ -47,7 +47,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Indices between a packed row of N tokens and the padded form `[B, L]`; L is at least the longest length."""
+    """Indices between a packed row of N tokens and the padded form `[B, L]`; L is the longest length."""
 
     shape: tuple[int, int]  # batch size B and padded length L
     slots: Tensor  # [N] long, index of each packed token in the flattened padded form [B · L]
@@ -55,9 +55,9 @@ class PackedLayout:
     starts: Tensor  # [B + 1] int32, index of each sequence's first token in the packed row, followed by N
 
     @classmethod
-    def of(cls, lengths: Sequence[int], width: int | None = None) -> PackedLayout:
-        """Return the layout, on the CPU, of sequences of the given lengths. `width` is L; None: the longest length."""
-        width = max(lengths) if width is None else width
+    def of(cls, lengths: Sequence[int]) -> PackedLayout:
+        """Return the layout, on the CPU, of sequences of the given lengths."""
+        width = max(lengths)
         is_real = torch.arange(width) < torch.tensor(lengths)[:, None]
         slots = is_real.flatten().nonzero()[:, 0]
         sources = torch.zeros(len(lengths) * width, dtype=torch.long)

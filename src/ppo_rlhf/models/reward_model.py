@@ -41,9 +41,8 @@ from ppo_rlhf.models.capabilities import (
     probed_once,
     probing,
 )
-from ppo_rlhf.models.common_sizes import few_shapes_are_faster
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs, width_of_states
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.token_rows import TokenRows, few_shapes_are_faster, right_padded
 
 log = logging.getLogger(__name__)
 

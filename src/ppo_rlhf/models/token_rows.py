@@ -10,9 +10,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.models.common_sizes import filled_size
 from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.models.transfers import to_device
+
+LEAST_FILL = 64
+"""Packed rows with fillers have a multiple of this many tokens, so that few shapes occur. The libraries choose a 16-bit
+kernel for each new shape: on an H100 the choice takes 1 ms, and a matrix product of a small model 0.02 ms
+(docs/speed.md)."""
+
+
+def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether each new shape costs time to choose a kernel, so that packed rows should get fillers.
+
+    New shapes cost time on accelerators, and on CPUs for 16-bit matrix products, which oneDNN computes (docs/speed.md).
+    """
+    return device.type != "cpu" or dtype.itemsize == 2
+
+
+def common_size(count: int, multiple_of: int) -> int:
+    """Round `count` up to a size that many batches share: a multiple of `multiple_of`, and one of at most 16 evenly
+    spaced sizes from one power of 2 to the next.
+
+    So the number of sizes is at most 16 times the binary logarithm of the largest count.
+    """
+    step = max(multiple_of, 2 ** (count.bit_length() - 1) // 16)
+    return -(-count // step) * step
+
+
+def filled_size(count: int) -> int:
+    """Return the number of tokens that packed rows of `count` tokens have with fillers."""
+    return common_size(count, LEAST_FILL)
 
 
 @dataclass(frozen=True)

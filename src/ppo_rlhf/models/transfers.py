@@ -29,7 +29,7 @@ def to_device(items: Sequence[Item], device: torch.device) -> list[Item]:
     """
     if device.type == "cpu":
         return list(items)
-    tensors = [tensor for item in items for tensor in tensors_of(item)]
+    tensors = [tensor for item in items for tensor in _tensors_of(item)]
     moved = zip(map(id, tensors), _copied(tensors, device), strict=True)
     return copy.deepcopy(list(items), dict(moved))
 
@@ -50,13 +50,13 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copied[number] for number in range(len(tensors))]
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def _tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a dataclass, field by field, including the tensors of nested dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
         for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
+            yield from _tensors_of(getattr(value, field.name))
 
 
 def to_host(model: nn.Module) -> None:

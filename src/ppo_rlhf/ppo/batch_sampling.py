@@ -13,10 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import on_device
-from ppo_rlhf.models.weight_copies import copied_weights
 from ppo_rlhf.ppo.engines import generate_responses
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.halvings import NEVER, Halving
@@ -57,7 +55,6 @@ def sample_batch(
             state.sampling,
             config,
             batch_size=config.local_rollout_forward_batch_size,
-            captures=state.captures,
             halving=state.rollout_halving,
         )
 
@@ -88,7 +85,6 @@ def sample_responses(
     config: PPOConfig,
     *,
     batch_size: int | None,
-    captures: Captures | None = None,
     halving: Halving = NEVER,
 ) -> Responses:
     """Sample a response to each of N prompts. Each process samples its shard, and every process returns all responses.
@@ -100,7 +96,6 @@ def sample_responses(
         sampling: The sampling settings; with an environment a response has several turns.
         config: Hyperparameters.
         batch_size: Responses decoded at a time; None: as many as fit into memory.
-        captures: The CUDA graphs of the policy's run.
         halving: Halves `batch_size` when memory runs out; an engine that is not ours manages its own memory.
     """
     if sampling.engine is not None:
@@ -108,21 +103,14 @@ def sample_responses(
     shards = dealt_rows(prompts.lengths)
     local_rows = shards[own_rank()]
     noise, local_prompts = uniforms[local_rows], prompts.select(local_rows)
-    captures = captured_by(config, captures)
-    with on_device(policy, policy.device), autocast(config, policy.device), copied_weights(policy, captures):
+    with on_device(policy, policy.device), autocast(config, policy.device):
         if sampling.environment is None:
             sample = partial(generate_responses, policy, local_prompts.prompt_ids)
         else:
             sample = partial(sample_episodes, policy, local_prompts)
-        how: dict[str, Any] = {"batch_size": batch_size, "captures": captures, "halving": halving}
-        local = sample(noise, sampling, engine=config.rollout_engine, **how)
+        local = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size, halving=halving)
     gathered: Any = {name: rows if rows is None else gather_dealt(rows, shards) for name, rows in vars(local).items()}
     return Responses(**gathered)
-
-
-def captured_by(config: PPOConfig, captures: Captures | None) -> Captures | None:
-    """Return the CUDA graphs that the rollout engine decodes with; None if the rollout engine uses no CUDA graphs."""
-    return captures if config.rollout_engine == "static" else None
 
 
 def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:

@@ -26,10 +26,8 @@ from ppo_rlhf.models.adapters import (
 )
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic, freeze_attention
-from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -39,12 +37,10 @@ from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import unused_ids
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.models.transfers import to_host
-from ppo_rlhf.models.weight_copies import has_copies
-from ppo_rlhf.ppo.captured_sampling import why_not_captured
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
-from ppo_rlhf.ppo.precision import autocast, frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
+from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
@@ -247,7 +243,7 @@ def build_state(
     Raises:
         ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
         ModelError: The critic attends to later tokens, all weights of a model are frozen, the policy has no stop token,
-            or an architecture does not support gradient checkpointing, compilation or `cuda_graphs: true`.
+            or an architecture does not support gradient checkpointing or compilation.
         RewardError: `ppo.environment` cannot be imported.
     """
     config = with_dtype(config)
@@ -263,16 +259,11 @@ def build_state(
     packs(critic.backbone)
     logits_of(policy)
     device = join_processes().device if shards_models() else policy.device
-    captures = captures_of(config, device)
-    with autocast(config, device):
-        has_copies(policy, captures)
     for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         if config.compile:
             compile_layers(model)
-    if config.cuda_graphs:
-        check_captured(policy, critic, config)
     shared = isinstance(critic, SharedCritic)
     accelerator = make_accelerator(config, device, finds_unused=shared and config.critic_warmup_iterations > 0)
     policy_forward = wrap(accelerator, PolicyForward(policy, critic, config.temperature))
@@ -290,7 +281,6 @@ def build_state(
         tokenizer=tokenizer,
         config=config,
         sampling=sampling,
-        captures=captures,
         accelerator=accelerator,
         policy_forward=policy_forward,
         critic_forward=critic_forward,
@@ -300,25 +290,6 @@ def build_state(
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
     )
-
-
-def captures_of(config: PPOConfig, device: torch.device) -> Captures:
-    """Return the CUDA graphs of a run.
-
-    CUDA graphs are off unless `PPOConfig.captures_graphs`, and with FSDP2, where weights do not keep their addresses.
-    """
-    return Captures(device, wanted=config.captures_graphs and not shards_models())
-
-
-def check_captured(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
-    """Raise `ModelError` if the policy's decoding steps, or the update, cannot be captured as CUDA graphs."""
-    with autocast(config, policy.device):
-        why = why_not_captured(policy) if decodes(policy) else "it needs padding, or transformers' own cache"
-    problem = f"{type(policy).__name__} cannot be decoded with CUDA graphs ({why})" if why else ""
-    if not (problem or packs(critic.backbone)):
-        problem = f"the critic, a {type(critic.backbone).__name__}, needs padding, so updates cannot be captured"
-    if problem:
-        raise ModelError(f"ppo.cuda_graphs=true: {problem}; leave ppo.cuda_graphs out")
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:

@@ -7,7 +7,6 @@ and KV cache; a logits processor draws the tokens. The tests compare the tokens 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,13 +16,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.models.capabilities import argument_of
-from ppo_rlhf.models.captures import DECODING, Captures
-from ppo_rlhf.models.common_sizes import captured_columns, filled_size
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.packed_attention import padded_attention
-from ppo_rlhf.ppo import captured_sampling
+from ppo_rlhf.models.token_rows import filled_size
 from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, decode_packed, may_stop, responses_of, sample_step
 
@@ -36,7 +33,6 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
-    captures: Captures | None = None,
     halving: Halving = NEVER,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
@@ -48,8 +44,6 @@ def generate_responses(
         settings: How responses are sampled.
         engine: `static` or `hf`; `hf` decodes architectures that need padding in any case.
         batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
-        captures: The CUDA graphs of the decoding steps of `static`, used if the model can be captured. With CUDA graphs
-            the size of the decoding buffers limits the batch size, too.
         halving: Halves `batch_size` when memory runs out; the prompts that were decoded before are not decoded again.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
@@ -57,18 +51,10 @@ def generate_responses(
     tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)
     logprobs = torch.zeros(tokens.shape, dtype=dtype)
     with torch.no_grad():
-        decode = _decode_with_generate if generates(model, engine) else decode_packed
-        columns, used_again, most = longest + settings.response_length, 0, None
-        may_capture = captures is not None and captures.serves(DECODING) and decode is decode_packed
-        if captures is not None and may_capture and not captured_sampling.why_not_captured(model):
-            decode = partial(captured_sampling.decode_captured, captures=captures)
-            columns, used_again = captured_columns(columns), captured_sampling.held_bytes(captures)
-            most = captured_sampling.most_rows(model, columns)
+        decode = _decode_with_generate if engine == "hf" or not decodes(model) else decode_packed
         if batch_size is None:
-            sizes: dict[str, Any] = {"decoded_from": longest, "used_again": used_again, "most": most}
-            batch_size = sequences_at_a_time(model, len(prompt_ids), columns, **sizes)
-        elif most is not None:
-            batch_size = min(batch_size, most)
+            columns = longest + settings.response_length
+            batch_size = sequences_at_a_time(model, len(prompt_ids), columns, decoded_from=longest)
         start = 0
         while start < len(prompt_ids):
             end = min(len(prompt_ids), start + halving.of(min(batch_size, len(prompt_ids))))
@@ -79,11 +65,6 @@ def generate_responses(
                 tokens[region], logprobs[region] = drawn.cpu(), drawn_logprobs.cpu()
                 start = end
     return responses_of(tokens, logprobs, settings)
-
-
-def generates(model: PreTrainedModel, engine: str) -> bool:
-    """Return whether transformers' `generate` decodes a model: with `hf`, or if `static` cannot decode the model."""
-    return engine == "hf" or not decodes(model)
 
 
 class _ForcedSampling(LogitsProcessor):

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.engines import generate_responses
 from ppo_rlhf.ppo.halvings import NEVER, Halving
@@ -32,7 +31,6 @@ def sample_episodes(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
-    captures: Captures | None = None,
     halving: Halving = NEVER,
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
@@ -60,7 +58,7 @@ def sample_episodes(
         contexts = [prompts.prompt_ids[row] + ids[row] for row in live]
         columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
-        how: dict[str, Any] = {"engine": engine, "batch_size": batch_size, "captures": captures, "halving": halving}
+        how: dict[str, Any] = {"engine": engine, "batch_size": batch_size, "halving": halving}
         turns = generate_responses(policy, contexts, noise, turn_settings, **how)
         assert turns.sampler_logprobs is not None  # `generate_responses` always sets the sampler's log-probabilities
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs

@@ -152,10 +152,10 @@ def most_logits(card: int | None) -> int:
 def filled_rows(rows: int, width: int, groups: list[list[int]], results: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return a table `[rows, width]` on the CPU, filled with the results of groups of rows, 0 elsewhere.
 
-    Each group of rows has a result `[b, t]`, which fills the first t columns of the group's rows. If a result has more
-    rows than its group, the further rows are dropped. All results are copied from the device in one transfer.
+    Each group of rows has a result `[b, t]`, which fills the first t columns of the group's rows. All results are
+    copied from the device in one transfer.
     """
     filled = torch.zeros(rows, width, dtype=dtype)
     for group, values in zip(groups, to_cpu(results), strict=True):
-        filled[group, : values.shape[1]] = values[: len(group)].to(dtype)
+        filled[group, : values.shape[1]] = values.to(dtype)
     return filled

@@ -35,9 +35,8 @@ def train(
     `before_update` is called before each iteration's update, with the iteration's experience. `after_iteration`, such
     as `Epilogue.after_iteration`, is called after each iteration, with the iteration's metrics.
     """
-    with state.captures.during():
-        while not state.finished:
-            after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
+    while not state.finished:
+        after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
 
 
 def iterate(

@@ -183,11 +183,7 @@ class UpdateBytes:
 
     def needed(self, tokens: int, logits: int) -> int:
         """Return the bytes of an update whose micro-batches have `tokens` tokens and `logits` logits."""
-        return self.gradients + self.fixed + self.passing(tokens, logits)
-
-    def passing(self, tokens: int, logits: int) -> int:
-        """Return the bytes that the forward and backward pass of a micro-batch allocates and frees again."""
-        return tokens * self.token + min(logits, self.held) * self.logit
+        return self.gradients + self.fixed + tokens * self.token + min(logits, self.held) * self.logit
 
     def tokens_in(self, free: int) -> int:
         """Return the most tokens of a micro-batch that fit into `free` bytes."""

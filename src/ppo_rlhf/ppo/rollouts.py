@@ -19,22 +19,18 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.captures import UPDATE
-from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.transfers import on_device, to_device
-from ppo_rlhf.models.weight_copies import copied_weights
-from ppo_rlhf.ppo.batch_sampling import captured_by
-from ppo_rlhf.ppo.engines import generates
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_shards, own_micro_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses
-from ppo_rlhf.ppo.sequences import SequenceBatch, in_common_shapes, make_batch
+from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
 from ppo_rlhf.rewards.scoring import Scores
-from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank, process_count
+from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +96,6 @@ class UpdatePlan:
     responses: Responses  # the responses that are cut
     epochs: Epochs  # the minibatches of each epoch
     pad_token_id: int
-    common_shapes: bool  # whether the passes of policy and critic have shapes that CUDA graphs can replay
     fill: bool  # whether packed token rows are padded to a few common sizes (`precision.fills_rows`)
     halvings: int = 0  # how many halvings (`TrainingState.update_halving`) are in `epochs`
 
@@ -119,22 +114,14 @@ class UpdatePlan:
 
     def inputs(self, groups: list[list[int]]) -> list[SequenceBatch]:
         """Make the inputs of policy and critic of micro-batches, each a list of rows."""
-        fill = self.fill and not self.common_shapes
-        batches = sequences(self.prompts.prompt_ids, self.responses, groups, self.pad_token_id, fill=fill)
-        columns = self.responses.response_ids.shape[1]
-        return [in_common_shapes(batch, columns) for batch in batches] if self.common_shapes else batches
+        return sequences(self.prompts.prompt_ids, self.responses, groups, self.pad_token_id, fill=self.fill)
 
 
-def plan_update(
-    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, responses: Responses
-) -> UpdatePlan:
+def plan_update(state: TrainingState, prompts: PromptDataset, responses: Responses) -> UpdatePlan:
     """Return the plan of the next update, on these responses."""
     config, epochs = state.config, _cut(state, prompts, responses)
-    reads_batches = frozen_dtype(config).itemsize == 2 or config.kl_estimator == "full"
-    common_shapes = captures_update(state, reference_policy if reads_batches else None)
     fill, pad_token_id = fills_rows(config, state.device), state.sampling.pad_token_id
-    halvings = state.update_halving.count
-    return UpdatePlan(prompts, responses, epochs, pad_token_id, common_shapes, fill, halvings)
+    return UpdatePlan(prompts, responses, epochs, pad_token_id, fill, state.update_halving.count)
 
 
 def update_plan(state: TrainingState) -> UpdatePlan:
@@ -146,9 +133,8 @@ def update_plan(state: TrainingState) -> UpdatePlan:
 def halve_plan(state: TrainingState) -> UpdatePlan:
     """Cut the state's plan into the smaller micro-batches of `TrainingState.update_halving`, and return the plan."""
     plan = update_plan(state)
-    common_shapes = plan.common_shapes and state.captures.serves(UPDATE)  # only CUDA graphs need their padding
     epochs = _cut(state, plan.prompts, plan.responses)
-    state.plan = replace(plan, epochs=epochs, common_shapes=common_shapes, halvings=state.update_halving.count)
+    state.plan = replace(plan, epochs=epochs, halvings=state.update_halving.count)
     return state.plan
 
 
@@ -167,7 +153,7 @@ def measure(
     """
     config = state.config
     with state.clock.timed(LOGPROBS), deterministic(config):
-        state.plan = plan_update(state, reference_policy, prompts, responses)
+        state.plan = plan_update(state, prompts, responses)
         reads_batches = frozen_dtype(config).itemsize == 2
         if not reads_batches:
             reference_logprobs = compute_logprobs(
@@ -301,28 +287,6 @@ def sequences(
     ]
 
 
-def captures_update(state: TrainingState, reference: PreTrainedModel | None) -> bool:
-    """Return whether an update runs as CUDA graphs; log the reason if CUDA graphs are switched on but cannot be used.
-
-    `reference` is the reference policy if it reads the update's batches: in 16 bits, or for the KL over the whole
-    vocabulary; else None.
-    """
-    if not state.captures.serves(UPDATE):
-        return False
-    why = None
-    if process_count() > 1:
-        why = "several processes train"
-    elif state.computes_padding or not (reference is None or packs(backbone_of(reference))):
-        why = "an architecture needs padding"
-    elif state.sampling.engine is None and generates(state.policy, state.config.rollout_engine):
-        # CUDA graphs of torch's inductor free cuBLAS's workspace (clear_cublas_manager in torch's cudagraph_trees.py)
-        why = "transformers' generate uses CUDA graphs of its own, beside which other graphs compute wrong numbers"
-    if why is not None and why != state.plain_update:
-        log.info("The update runs without CUDA graphs: %s.", why)
-    state.plain_update = why
-    return why is None
-
-
 def reference_passes(state: TrainingState, reference: PreTrainedModel, plan: UpdatePlan) -> list[Tensor]:
     """Return the reference policy's log-probabilities of this process's micro-batches, the policy's own batches.
 
@@ -350,7 +314,6 @@ def policy_passes(state: TrainingState, plan: UpdatePlan, reference: PreTrainedM
         reference_on_device,
         # One autocast context around all passes, so that autocast casts each weight only once
         autocast(config, device),
-        copied_weights(state.policy, captured_by(config, state.captures)),
     ):
         batches = to_device(plan.first_inputs, device)
         return [forward(batch, with_entropy=True, reference=reference) for batch in batches]

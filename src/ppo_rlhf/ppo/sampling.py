@@ -14,8 +14,8 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.common_sizes import common_size
 from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.token_rows import common_size
 from ppo_rlhf.ppo.sequences import without_padding
 
 STEPS_BETWEEN_CHECKS = 16
@@ -126,7 +126,7 @@ def decode_packed(
         if step + 1 == width:
             break
         has_ended = has_ended | torch.isin(token, stops)
-        if is_check_due(step, device):
+        if _is_check_due(step, device):
             ended = has_ended.tolist()
             if all(ended):
                 break
@@ -139,7 +139,7 @@ def decode_packed(
     return tokens, logprobs
 
 
-def is_check_due(step: int, device: torch.device) -> bool:
+def _is_check_due(step: int, device: torch.device) -> bool:
     """Return whether to check after a decoding step which sequences have ended.
 
     On an accelerator a check forces a device sync, so it is due only every `STEPS_BETWEEN_CHECKS` steps.
@@ -173,6 +173,6 @@ def _rounded_to_few_sizes(ended: list[bool]) -> list[bool]:
         True for each sequence to drop.
     """
     live = len(ended) - sum(ended)
-    kept_count = min(len(ended), common_size(live, 16, ROWS_STEP)) - live
+    kept_count = min(len(ended), common_size(live, ROWS_STEP)) - live
     kept = [row for row, has_ended in enumerate(ended) if has_ended][:kept_count]
     return [has_ended and row not in kept for row, has_ended in enumerate(ended)]

@@ -1,9 +1,4 @@
-"""Turns prompts and responses into model inputs; masks come from lengths, never from token ids.
-
-`in_common_shapes` pads batches to a few common shapes, so that CUDA graphs can replay the batches' forward and backward
-passes. `in_common_shapes` appends padding sequences after the real sequences, and pads the states, the targets and the
-rows of the tables `[B, T]`. The losses read no result of the padding.
-"""
+"""Turns prompts and responses into model inputs; masks come from lengths, never from token ids."""
 
 from __future__ import annotations
 
@@ -13,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ppo_rlhf.models.common_sizes import filled_size, update_sizes
-from ppo_rlhf.models.packed_attention import PackedLayout, place_rows
-from ppo_rlhf.models.token_rows import TokenRows, joined_rows, token_parts
+from ppo_rlhf.models.packed_attention import place_rows
+from ppo_rlhf.models.token_rows import TokenRows, filled_size, joined_rows, token_parts
 
 
 @dataclass(frozen=True)
@@ -97,57 +91,3 @@ def _filled(indices: Tensor, available: int) -> Tensor:
     is_free = torch.ones(available, dtype=torch.bool)
     is_free[indices] = False
     return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
-
-
-def in_common_shapes(batch: SequenceBatch, columns: int) -> SequenceBatch:
-    """Pad a batch, which is on the CPU and was made without `fill`, to shapes that many batches share.
-
-    The batch's tables `[B, T]` get `columns` columns; `columns` must be the same for all batches of a run, and at least
-    the longest response. The padding rows follow the real rows. The returned batch lacks the token ids in padded form,
-    so the models must compute packed sequences (`forward.packs`).
-    """
-    (rows, width), layout = batch.shape, batch.rows.layout
-    tokens, responses, states = len(layout.slots), len(batch.response_slots), len(batch.state_slots)
-    size = update_sizes(rows, responses, tokens, layout.shape[1])
-
-    lengths: list[int] = layout.starts.diff().tolist()
-    missing = size.tokens - tokens
-    lengths += [min(size.longest, missing - done) for done in range(0, missing, size.longest)]
-    lengths += [0] * (size.sequences - len(lengths))
-
-    is_free = torch.ones(size.tokens, dtype=torch.bool)
-    is_free[batch.state_positions] = False
-    other_tokens = is_free.nonzero()[: size.states - states, 0]
-    fillers = size.responses - responses
-    shape = size.rows - (-size.spare_responses // columns), columns
-    empty = torch.empty(0, dtype=torch.long)
-    return SequenceBatch(
-        rows=TokenRows(
-            input_ids=empty,
-            attention_mask=empty,
-            position_ids=empty,
-            packed_ids=_longer(batch.rows.packed_ids, missing),
-            packed_positions=_longer(batch.rows.packed_positions, missing),
-            layout=PackedLayout.of(lengths, size.longest),
-            slots=empty,
-        ),
-        shape=shape,
-        state_positions=torch.cat([batch.state_positions, other_tokens]),
-        predicting=torch.cat([batch.predicting, torch.arange(states, states + fillers)]),
-        targets=_longer(batch.targets, fillers),
-        response_slots=_placed(batch.response_slots, width, columns, size.rows, fillers),
-        state_slots=_placed(batch.state_slots, width + 1, columns + 1, size.rows, size.states - states),
-    )
-
-
-def _longer(values: Tensor, more: int) -> Tensor:
-    return nn.functional.pad(values, (0, more))
-
-
-def _placed(slots: Tensor, width: int, columns: int, rows: int, fillers: int) -> Tensor:
-    """Convert flattened indices in a table of `width` columns to flattened indices in a table of `columns` columns.
-
-    The returned indices end with the indices of `fillers` padding entries, which begin after the first `rows` rows.
-    """
-    first_filler = rows * columns
-    return torch.cat([slots // width * columns + slots % width, torch.arange(first_filler, first_filler + fillers)])

@@ -22,7 +22,6 @@ from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.halvings import Halving, of_evaluations
@@ -104,7 +103,6 @@ class TrainingState:
     tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
     config: PPOConfig  # the run's settings, which never change within a run
     sampling: SamplingSettings  # the run's sampling settings, with the stop token ids of the policy's responses
-    captures: Captures  # the CUDA graphs of the run's decoding steps and updates, with the graphs' buffers
     accelerator: Accelerator  # accelerate's Accelerator, which wraps the forward passes, and scales losses in float16
     # The policy's forward pass, wrapped by DDP for several processes; with a shared trunk it also returns the values
     policy_forward: nn.Module
@@ -147,8 +145,6 @@ class TrainingState:
     history: list[dict[str, float]] = field(default_factory=list)
     plan: UpdatePlan | None = None  # how the current iteration's update cuts its responses; `ppo.rollouts` makes it
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
-    # Why the update runs without CUDA graphs although `ppo.cuda_graphs` allows CUDA graphs; None if there is no reason
-    plain_update: str | None = None
     minibatches: int = 0  # minibatches of this process, which a resumed run counts anew
     exchanged: bool = False  # True if the other processes wait for this process's gradients of the current minibatch
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
@@ -249,7 +245,6 @@ class TrainingState:
         self.history.append({"iteration": float(self.iteration), **metrics})
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
-        self.captures.say_once()
         self.updating = False
         self.requests.agree(save_by_time=self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration))
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.errors import DivergenceError, in_one_line
+from ppo_rlhf.core.errors import DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import (
     PolicyLoss,
@@ -29,11 +28,9 @@ from ppo_rlhf.core.losses import (
     clipped_value_loss,
     masked_policy_loss,
 )
-from ppo_rlhf.models.captures import UPDATE as UPDATE_GRAPHS
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.captured_passes import CapturedPasses, Inputs
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.forward_passes import Reference
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
@@ -73,12 +70,11 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
         plan = _agreed_plan(state)  # `measure` made the plan with these rollouts
         assert plan.responses is rollouts.responses
         _warn_of_no_tokens(experience)
-        passes = CapturedPasses.of(state.captures, state.forwards, state.optimizers) if plan.common_shapes else None
         batches = EpochBatches(state, experience)
         for epoch, minibatches in enumerate(plan.epochs):
             batches.start(epoch)
             for number in range(len(minibatches)):
-                step = _gradients_in_memory(state, experience, batches, number, reference, passes)
+                step = _gradients_in_memory(state, experience, batches, number, reference)
                 steps.append(step)
                 # Prepare the next epoch's micro-batches while the device works, before the next device sync
                 if number + 1 == len(minibatches) and epoch + 1 < len(plan.epochs):
@@ -96,11 +92,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one forward and backward pass: b rows with t response columns.
-
-    If `sequences.in_common_shapes` has padded the micro-batch, b and t count the padded rows and columns; the mask is
-    False on the padding.
-    """
+    """The inputs of one forward and backward pass: b rows with t response columns."""
 
     batch: SequenceBatch
     tokens: int  # number of the micro-batch's tokens that the losses count
@@ -167,40 +159,13 @@ def _micro_batches(
         *(() if experience.positive is None else (experience.positive,)),
     )
     return [
-        MicroBatch(batch, int(mask[rows].sum()), *(_cut(table, rows, batch.shape) for table in tables))
+        MicroBatch(batch, int(mask[rows].sum()), *(table[rows, : batch.shape[1]] for table in tables))
         for rows, batch in zip(groups, inputs or plan.inputs(groups), strict=True)
     ]
 
 
-def _cut(table: Tensor, rows: list[int], shape: tuple[int, int]) -> Tensor:
-    """Return the given `rows` of a table, cut and padded to the shape `[b, t]` of their micro-batch; padding is 0."""
-    cut = table[rows, : shape[1]]
-    return cut if len(rows) == shape[0] else nn.functional.pad(cut, (0, 0, 0, shape[0] - len(rows)))
-
-
-class Kind(NamedTuple):
-    """The kind of a forward and backward pass: with the settings and the shapes, a kind fixes the pass's operations."""
-
-    learns: bool  # False while only the critic warms up, so that the policy has no gradients
-    with_policy: bool  # False in epochs that train only the critic, so that the policy has no forward pass
-    reference: Reference  # the reference policy, if the loss has the KL over the whole vocabulary; else None
-
-
-class Factors(NamedTuple):
-    """Factors of a minibatch's losses; if the passes are CUDA graphs, the factors are scalars on the device."""
-
-    denominator: float | Tensor  # divisor of the summed losses of policy and critic
-    positives: float | Tensor  # divisor of the summed loss of positive examples
-    kl_coef: float | Tensor  # coefficient of the KL term in the loss
-
-
 def _gradients_in_memory(
-    state: TrainingState,
-    experience: Experience,
-    batches: EpochBatches,
-    number: int,
-    reference: Reference,
-    passes: CapturedPasses | None,
+    state: TrainingState, experience: Experience, batches: EpochBatches, number: int, reference: Reference
 ) -> StepSums:
     """Return `compute_gradients` of a minibatch; if memory runs out, begin it again with smaller micro-batches."""
     while True:
@@ -208,7 +173,7 @@ def _gradients_in_memory(
         # In its second minibatch DDP rebuilds its buckets of policy and critic, which the processes must do in step
         state.exchanged = process_count() > 1 and not state.shares_trunk and state.minibatches == 1
         with state.update_halving.catching(minibatch.most_rows, lambda: state.exchanged):
-            step = compute_gradients(state, experience, minibatch, micro_batches, reference, passes)
+            step = compute_gradients(state, experience, minibatch, micro_batches, reference)
             break
         _drop_gradients(state.optimizers)
         halve_plan(state)
@@ -230,92 +195,79 @@ def compute_gradients(
     minibatch: Minibatch,
     micro_batches: list[MicroBatch],
     reference: Reference,
-    passes: CapturedPasses | None = None,
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    If `passes` is given, the forward and backward passes run as CUDA graphs; if their buffers do not fit into memory,
-    the minibatch begins again without CUDA graphs. Returns the losses and token sums of this process's micro-batches,
-    and the number of tokens that the losses count in the whole minibatch.
+    Returns the losses and token sums of this process's micro-batches, and the number of tokens that the losses count in
+    the whole minibatch.
     """
-    config, aggregation = state.config, state.config.loss_aggregation
+    config = state.config
     # Mask of the minibatch's rows of all processes
     mask = experience.mask[minibatch.rows]
-    count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
+    count = partial(aggregation_count, loss_aggregation=config.loss_aggregation, fixed_length=config.response_length)
+    denominator = float(count(mask))
     positives = 0.0 if experience.positive is None else float(count(experience.positive[minibatch.rows]))
-    factors = Factors(float(count(mask)), positives, state.kl_controller.kl_coef)
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
-    kind = Kind(learns, minibatch.with_policy, reference)
     step = StepSums(tokens=int(mask.sum()), with_policy=minibatch.with_policy)
-    scalars = None if passes is None else torch.tensor(factors, dtype=state.statistics_dtype, device=state.device)
-
-    def compute(inputs: Inputs) -> Tensor:
-        micro_batch, numbers = inputs
-        return add_gradients(state, kind, micro_batch, Factors(*numbers.unbind()))
-
-    try:
-        for micro_batch in micro_batches:
-            with synchronised(state, is_last=micro_batch is micro_batches[-1]):
-                if passes is None:
-                    terms = add_gradients(state, kind, micro_batch, factors)
-                else:
-                    terms = passes.run(kind, (micro_batch, scalars), compute)
-            step.add(terms, micro_batch.tokens)
-        return step
-    except torch.OutOfMemoryError as error:
-        if passes is None or not state.captures.serves(UPDATE_GRAPHS):
-            raise
-        why = in_one_line(error)  # the exception itself would keep the tensors of its stack frames alive
-    passes.give_up(why)
-    _drop_gradients(state.optimizers)
-    return compute_gradients(state, experience, minibatch, micro_batches, reference)
+    for micro_batch in micro_batches:
+        with synchronised(state, is_last=micro_batch is micro_batches[-1]):
+            terms = add_gradients(
+                state,
+                micro_batch,
+                denominator=denominator,
+                positives=positives,
+                reference=reference,
+                learns=learns,
+                with_policy=minibatch.with_policy,
+            )
+        step.add(terms, micro_batch.tokens)
+    return step
 
 
-def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, factors: Factors) -> Tensor:
+def add_gradients(
+    state: TrainingState,
+    micro_batch: MicroBatch,
+    *,
+    denominator: float,
+    positives: float,
+    reference: Reference,
+    learns: bool,
+    with_policy: bool,
+) -> Tensor:
     """Add the gradients of a micro-batch; return the micro-batch's losses and means in the order of `StepSums.add`.
 
-    A CUDA graph may capture `add_gradients`, so `add_gradients` must not read values from the device.
+    Args:
+        state: The models, and the controller of the KL coefficient.
+        micro_batch: The inputs.
+        denominator: Divisor of the summed losses of policy and critic: the count of the whole minibatch.
+        positives: Divisor of the summed loss of positive examples.
+        reference: The reference policy, if the loss has the KL over the whole vocabulary; else None.
+        learns: False while only the critic warms up, so that the policy has no gradients.
+        with_policy: False in epochs that train only the critic, so that the policy has no forward pass.
     """
     config, accelerator, aggregation = state.config, state.accelerator, state.config.loss_aggregation
     kl = entropy = nll = micro_batch.advantages.new_zeros(())
     policy_terms = PolicyLoss(kl, kl, kl, kl)
-    if kind.with_policy:
+    if with_policy:
         with accelerator.autocast():
             output = state.policy_forward(
-                micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=kind.learns, reference=kind.reference
+                micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=learns, reference=reference
             )
-        compared = output.logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
-        if config.importance_low is not None and config.importance_high is not None:
-            policy_terms = masked_policy_loss(
-                *compared,
-                low=config.importance_low,
-                high=config.importance_high,
-                loss_aggregation=aggregation,
-                denominator=factors.denominator,
-            )
-        else:
-            policy_terms = clipped_policy_loss(
-                *compared,
-                cliprange=config.cliprange,
-                cliprange_high=config.cliprange_high,
-                dual_clip=config.dual_clip,
-                loss_aggregation=aggregation,
-                denominator=factors.denominator,
-            )
+        policy_terms = _surrogate(output.logprobs, micro_batch, denominator, config)
         policy_loss = policy_terms.loss
         if config.kl_in == "loss":
             estimate = output.kl
             if estimate is None:
                 estimate = kl_estimate(output.logprobs, micro_batch.reference_logprobs, config.kl_estimator)
-            kl = aggregate_loss(estimate, micro_batch.mask, aggregation, factors.denominator)
-            policy_loss = policy_loss + factors.kl_coef * kl
+            kl = aggregate_loss(estimate, micro_batch.mask, aggregation, denominator)
+            policy_loss = policy_loss + state.kl_controller.kl_coef * kl
         if output.entropy is not None:
-            entropy = aggregate_loss(output.entropy, micro_batch.mask, aggregation, factors.denominator)
+            entropy = aggregate_loss(output.entropy, micro_batch.mask, aggregation, denominator)
             policy_loss = policy_loss - config.entropy_coef * entropy
         if micro_batch.positive is not None:
-            nll = aggregate_loss(-output.logprobs, micro_batch.positive, aggregation, factors.positives)
+            nll = aggregate_loss(-output.logprobs, micro_batch.positive, aggregation, positives)
             policy_loss = policy_loss + config.positive_coef * nll
-        if kind.learns and not state.shares_trunk:
+        if learns and not state.shares_trunk:
             _backward(policy_loss, accelerator.scaler)
         values = output.values
     if state.critic_forward is not None:
@@ -328,15 +280,36 @@ def add_gradients(state: TrainingState, kind: Kind, micro_batch: MicroBatch, fac
         micro_batch.mask,
         cliprange_value=config.cliprange_value,
         loss_aggregation=aggregation,
-        denominator=factors.denominator,
+        denominator=denominator,
     )
     loss = config.vf_coef * value_terms.loss
-    if kind.learns and state.shares_trunk:
+    if learns and state.shares_trunk:
         loss = loss + policy_loss
     _backward(loss, accelerator.scaler)
     losses = policy_terms.loss, value_terms.loss, kl, entropy, nll
     means = policy_terms.approxkl, policy_terms.clipfrac, value_terms.clipfrac, policy_terms.ratio
     return torch.stack([number.detach() for number in (*losses, *means)])
+
+
+def _surrogate(logprobs: Tensor, micro_batch: MicroBatch, denominator: float, config: PPOConfig) -> PolicyLoss:
+    """Return the policy's loss of a micro-batch: clipped, or with `importance_low` masked outside a band of ratios."""
+    compared = logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
+    if config.importance_low is not None and config.importance_high is not None:
+        return masked_policy_loss(
+            *compared,
+            low=config.importance_low,
+            high=config.importance_high,
+            loss_aggregation=config.loss_aggregation,
+            denominator=denominator,
+        )
+    return clipped_policy_loss(
+        *compared,
+        cliprange=config.cliprange,
+        cliprange_high=config.cliprange_high,
+        dual_clip=config.dual_clip,
+        loss_aggregation=config.loss_aggregation,
+        denominator=denominator,
+    )
 
 
 def _backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:

@@ -24,11 +24,7 @@ from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
-from ppo_rlhf.models.captures import most_bytes
-from ppo_rlhf.models.common_sizes import buffer_rows, captured_columns
-from ppo_rlhf.models.decoding_in_place import rows_kept
 from ppo_rlhf.models.free_memory import (
-    cache_bytes,
     decoding_bytes,
     in_equal_parts,
     layer_bytes,
@@ -38,7 +34,6 @@ from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.stored_weights import cast_linear_weights
-from ppo_rlhf.models.weight_copies import linear_weights
 from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
 from ppo_rlhf.ppo.forward_passes import most_logits
 from ppo_rlhf.ppo.micro_batches import (
@@ -58,8 +53,6 @@ Linux)."""
 UNLIMITED = 2**62
 """Stands for the free bytes if a plan has no limit."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
-COPIES = "policy: linear weights in 16 bits"
-DECODING, PASSES = "CUDA graphs: keys and values of responses", "CUDA graphs: gradients, and what passes make"
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,7 @@ class RunShape:
 class MemoryPlan:
     """Bytes that one process needs, and the batch sizes that the run will use."""
 
-    # Bytes held during the whole run, by name: weights, copies, moments, moving average, CUDA graphs
-    held: dict[str, int]
+    held: dict[str, int]  # bytes held during the whole run, by name: weights, moments, moving average
     # Peak bytes of each phase of an iteration, including the bytes in `held`, in the order of the phases
     phases: dict[str, int]
     on_host: int  # bytes of offloaded models in the host's memory
@@ -118,7 +110,6 @@ class _Sizes(NamedTuple):
     moments: int  # bytes of the optimisers' moments
     # Bytes of copies in the computation's dtype: autocast's copies, or one dequantised layer of 4-bit weights
     copied: int
-    kept: int  # bytes of the static engine's 16-bit copies of the policy's linear weights
     exported: int  # bytes of the exported policy's weights, and of the exported critic's
     activations: int  # bytes of activations that an update keeps for one token
     layer: int  # bytes of one token's activations in one layer of the policy
@@ -142,19 +133,13 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     held[MOMENTS] = sizes.moments
     if config.ema_decay is not None:
         held[AVERAGE] = sizes.trained[0]
-    if not shape.on_cpu and config.captures_graphs and config.rollout_engine == "static" and sizes.kept:
-        held[COPIES] = sizes.kept
 
     text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
     tokens = shape.prompt_length + config.response_length
     scored_row, brought = tokens * sizes.scored_layer, max([sizes.copied, *offloaded.values()])
 
-    def decoding(columns: int) -> int:
-        return decoding_bytes(text, shape.prompt_length, columns, sizes.layer, number)
-
-    def left() -> int:
-        return (UNLIMITED if shape.free is None else shape.free) - sum(held.values()) - brought
-
+    decoded_row = decoding_bytes(text, shape.prompt_length, tokens, sizes.layer, number)
+    left = (UNLIMITED if shape.free is None else shape.free) - sum(held.values()) - brought
     # `kl_estimator=full` keeps the reference policy's logits in addition to the policy's logits
     models_scored = 2 if config.kl_estimator == "full" else 1
     held_logits = most_logits(None if shape.on_cpu else shape.card)
@@ -163,7 +148,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return min(rows * config.response_length * text.vocab_size, held_logits) * number
 
     def rollout(rows: int) -> int:
-        return rows * decoding(tokens) + (0 if COPIES in held and not config.load_in_4bit else sizes.copied)
+        return rows * decoded_row + sizes.copied
 
     # A pass without gradients keeps only one layer or one chunk of logits in memory at a time
     def scoring(rows: int) -> int:
@@ -178,34 +163,18 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         counted = {"copied": sizes.copied, "kept": sizes.activations, "held": held_logits}
         return update_bytes(config, shape.policy, tokens=tokens, gradients=gradients, **counted)
 
-    most_kept = most_bytes(shape.card) if config.captures_graphs and not shape.on_cpu else 0
-    rows = scored = most_rows = _most_rollout_rows(config)
-    columns = tokens
-    if most_kept and config.rollout_engine == "static":
-        columns = captured_columns(tokens)
-        most_rows = min(rows, rows_kept(text, columns, number, shape.card))
+    rows = scored = _most_rollout_rows(config)
     if config.local_rollout_forward_batch_size is None:
-        rows = in_equal_parts(rows, decoding(columns), left(), most_rows)
-    rows = min(rows, most_rows)
-    cache = cache_bytes(text, buffer_rows(rows) * columns, number)
-    graph_bytes = {DECODING: cache} if config.rollout_engine == "static" and cache <= most_kept else {}
+        rows = in_equal_parts(rows, decoded_row, left, rows)
+        scored = scored_at_a_time(scored, scored_row, left, on_cpu=shape.on_cpu)
     most_tokens = config.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
-        most_tokens = update(0).tokens_in(shape.free - sum(held.values()) - sum(graph_bytes.values()))
+        most_tokens = update(0).tokens_in(shape.free - sum(held.values()))
     micro = micro_batch_rows(config, tokens, most_tokens)
-    passing = micro * tokens, micro * config.response_length * text.vocab_size
-    pass_bytes = update(micro).gradients + update(micro).passing(*passing)
-    # Without enough memory, the run drops the CUDA graphs of the forward and backward passes
-    has_room = sum(graph_bytes.values()) + pass_bytes <= most_kept
-    if has_room and shape.processes == 1 and config.rollout_engine != "hf":
-        graph_bytes[PASSES] = pass_bytes
-    held |= graph_bytes
-    if config.local_rollout_forward_batch_size is None:
-        scored = scored_at_a_time(scored, scored_row, left(), on_cpu=shape.on_cpu)
     beyond_held = {
-        "rollout": rollout(rows) - (rows * cache_bytes(text, tokens, number) if DECODING in held else 0),
+        "rollout": rollout(rows),
         "scoring": scoring(max(scored, micro)),
-        "update": update(micro).needed(*passing) - held.get(PASSES, 0),
+        "update": update(micro).needed(micro * tokens, micro * config.response_length * text.vocab_size),
     }
     if shape.evaluation_rows:
         beyond_held["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
@@ -283,7 +252,6 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     trained = [sum(p.nbytes for p in parameters) for parameters in trainable]
     moments = sum(moment_bytes(p, config) for parameters in trainable for p in parameters)
     copied = copied_bytes(config, policy)
-    kept = 2 * sum(weight.numel() for weight in linear_weights(policy)) if frozen.itemsize == 2 else 0
     embedding, head = cast(nn.Embedding, policy.get_input_embeddings()).weight, policy.get_output_embeddings()
     as_trained = trained_dtype(config)
     exported = reference.num_parameters() * as_trained.itemsize
@@ -294,7 +262,6 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         trained=(trained[0], trained[1]),
         moments=moments,
         copied=copied,
-        kept=kept,
         exported=exported,
         activations=kept_activations(policy, critic, frozen.itemsize),
         layer=scoring[0],
@@ -344,7 +311,6 @@ def _shared_critic(c: PPOConfig) -> Changes:
 
 
 _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
-    ("the same numbers except for rounding, slower", lambda c: {"cuda_graphs": False}),
     (
         "the same numbers except for rounding, slower rollouts",
         lambda c: {"local_rollout_forward_batch_size": max(1, _most_rollout_rows(c) // 2)},

@@ -29,7 +29,7 @@ from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import below_project
-from ppo_rlhf.runtime.processes import process_count, shards_models
+from ppo_rlhf.runtime.processes import process_count
 
 
 @dataclass(frozen=True)
@@ -122,23 +122,6 @@ def plan(
         mean_prompt_length=round(mean(lengths)),
         is_here=not is_elsewhere and not memory_gib,
     )
-
-
-def graphs_line(config: PPOConfig) -> str:
-    """Return in words whether a run on CUDA captures its decoding steps as CUDA graphs."""
-    if config.cuda_graphs is False:
-        return "none (ppo.cuda_graphs=false)"
-    if config.rollout_engine == "hf":
-        return "none except those that transformers' generate makes (ppo.rollout_engine=hf)"
-    if config.rollout_engine != "static":
-        return f"no decoding step is captured (ppo.rollout_engine={config.rollout_engine})"
-    if not config.captures_graphs:
-        return "none (ppo.cuda_graphs=null is off until a GPU has timed them)"
-    if shards_models():
-        return "none, because FSDP2 moves the weights in memory"
-    if config.cuda_graphs:
-        return "decoding steps are captured; the run is refused if a probe of the policy fails at the run's start"
-    return "decoding steps are captured if a probe of the policy passes at the run's start"
 
 
 def table(planned: Planned) -> Iterator[str]:

@@ -98,7 +98,6 @@ class QuerySampler:
                 settings,
                 config,
                 batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
-                captures=state.captures,
                 halving=state.rollout_halving,
             )
         self.rows += len(prompt_ids)

@@ -290,8 +290,6 @@ class PPOTrainer:
         rollouts = measure(self.state, self.reference_policy, prompts, cut_responses)
         metrics = loop.learn(self.state, self.reference_policy, rollouts, scorer)
         self._sampler.start_iteration()
-        if self.state.finished:
-            self.state.captures.close()
         return metrics
 
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:

@@ -125,14 +125,13 @@ def pretrain_critic(
     held_out = generate_rollouts(evaluating, reference, held_out_prompts, scorer)
     scores = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
-    with state.captures.during():
-        for iteration in range(1, pretraining.iterations + 1):
-            metrics = iterate(state, reference, prompts, scorer)
-            logged = {name: metrics[source] for name, source in LOGGED.items()}
-            history.append({STEP: iteration, **logged})
-            report(iteration, logged)
+    for iteration in range(1, pretraining.iterations + 1):
+        metrics = iterate(state, reference, prompts, scorer)
+        logged = {name: metrics[source] for name, source in LOGGED.items()}
+        history.append({STEP: iteration, **logged})
+        report(iteration, logged)
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
-    evaluating.plan = plan_update(evaluating, reference, held_out.prompts, held_out.responses)
+    evaluating.plan = plan_update(evaluating, held_out.prompts, held_out.responses)
     values = critic_values(evaluating)
     history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
     return exported_critic(state), history

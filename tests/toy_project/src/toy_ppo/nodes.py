@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.models.captures import Captures
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardConfig
@@ -29,7 +28,6 @@ VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 class ToyState:
     total_iterations: int
     config: PPOConfig = field(default_factory=PPOConfig)
-    captures: Captures = field(default_factory=lambda: Captures(torch.device("cpu")))
     iteration: int = 0
     requests: RunRequests = field(default_factory=RunRequests)
     updating: bool = False
