@@ -7,17 +7,27 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 from ppo_rlhf.rewards.llm_judge import in_use
 
 KEY = "sk-of-the-stand-in-4711"
 
 
+@dataclass
+class Flood:
+    """A body of 300 megabytes, sent with a code."""
+
+    code: int
+    part: bytes = b"page " * 20_000
+    times: int = 3_000
+
+
 class ChatServer(ThreadingHTTPServer):
     """Answers a user's text by `answer`: a text, a code with the message of an error, or a whole body with status 200,
-    as a dictionary or as bytes of `content_type`.
+    as a dictionary or as bytes of `content_type`; or a `Flood`. It ignores `response_format`, or obeys or refuses it.
     """
 
     daemon_threads = True
@@ -28,10 +38,12 @@ class ChatServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.sent: list[dict[str, str]] = []  # the headers of each request
         self.finish_reason = "stop"
         self.pause_s = 0.0
         self.content_type = "application/json"
-        self.headers = {"retry-after-ms": "1"}  # so that tests do not wait
+        self.form: Literal["ignored", "obeyed", "refused"] = "ignored"
+        self.headers = {"retry-after": "0.001"}  # so that tests do not wait
         self.drip_s: float | None = None  # the pause between two bytes of an answer
         self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
@@ -52,15 +64,21 @@ class _Request(BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             server.keys.add(self.headers["Authorization"])
+            server.sent.append({name.lower(): value for name, value in self.headers.items()})
             server.under_way += 1
             server.most_under_way = max(server.most_under_way, server.under_way)
         time.sleep(server.pause_s)
         text = body["messages"][0]["content"]
         answer = server.answer(text) if self.path == "/v1/chat/completions" else (404, "no such page")
+        if "response_format" in body:
+            answer = self._in_form(answer, body["response_format"]["json_schema"]["schema"])
         with server.lock:
             server.under_way -= 1
         if isinstance(answer, tuple):
             self._send(answer[0], {"error": {"message": answer[1]}})
+            return
+        if isinstance(answer, Flood):
+            self._send(answer.code, answer.part, answer.times)
             return
         if isinstance(answer, dict | bytes):
             self._send(200, answer)
@@ -78,17 +96,29 @@ class _Request(BaseHTTPRequestHandler):
             },
         )
 
-    def _send(self, code: int, content: dict[str, Any] | bytes) -> None:
+    def _in_form(self, answer: Any, schema: dict[str, Any]) -> Any:
+        """The answer of a server that obeys or refuses a schema; one that obeys turns a last line into JSON."""
+        if self.server.form == "refused":
+            return 400, "'response_format' of type 'json_schema' is not supported with this model."
+        if self.server.form == "ignored" or not isinstance(answer, str):
+            return answer
+        *reason, last = answer.split("\n")
+        label, value = last.split(": ")
+        fields = {"reason": "\n".join(reason), label.lower(): float(value) if label == "Score" else value}
+        assert fields.keys() == schema["properties"].keys() == set(schema["required"])
+        return json.dumps(fields)
+
+    def _send(self, code: int, content: dict[str, Any] | bytes, times: int = 1) -> None:
         sent = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
         self.send_header("Content-Type", self.server.content_type)
-        self.send_header("Content-Length", str(len(sent)))
+        self.send_header("Content-Length", str(len(sent) * times))
         for name, value in self.server.headers.items():
             self.send_header(name, value)
         self.end_headers()
         pause_s = self.server.drip_s
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked did not wait
-            for part in [sent] if pause_s is None else [sent[place : place + 1] for place in range(len(sent))]:
+            for part in [sent] * times if pause_s is None else [sent[place : place + 1] for place in range(len(sent))]:
                 self.wfile.write(part)
                 time.sleep(pause_s or 0.0)
 

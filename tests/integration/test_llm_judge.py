@@ -120,7 +120,7 @@ def test_a_killed_run_is_resumed_without_paying_an_answer_twice(own: Path, serve
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda llm: llm.update(base_url="http://127.0.0.1:9/v1", max_retries=0), "APIConnectionError"),
+        (lambda llm: llm.update(base_url="http://127.0.0.1:9/v1", max_retries=0), "ConnectError"),
         (lambda llm: llm.update(api_key_variable="NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
         (lambda llm: llm.update(template="{{ respnse }}"), "'respnse' is undefined"),
         (lambda llm: llm.update(answer="pairwise"), "needs llm.against"),

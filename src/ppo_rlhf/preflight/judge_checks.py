@@ -15,7 +15,7 @@ from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES
 
 
 def check_judges(run: RunRequest) -> Iterator[str]:
-    """Find a language model that cannot judge: a package, key or server is missing, or the template does not fit.
+    """Find a language model that cannot judge: a key or server is missing, or the template does not fit.
 
     Each language model judges the first prompt of a table, whose text serves as the response. The judge's answer is
     cached as in a run.

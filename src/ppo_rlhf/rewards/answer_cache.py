@@ -7,9 +7,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ppo_rlhf.core.errors import RewardError
+from ppo_rlhf.core.errors import RewardError, in_one_line
 
 PATIENCE_S = 60.0
 """Timeout in seconds for waiting while another run writes to the same answer cache."""
@@ -21,8 +21,8 @@ class JudgeAnswer(NamedTuple):
     text: str
     is_whole: bool
     """False if the answer was cut off at the token limit: a number at the end of the answer may then lack digits."""
-    sent_instead: str = ""
-    """What the server sent in place of an empty text. Not cached, as empty answers are not."""
+    note: str = ""
+    """Why the answer is empty or was cut off; not cached."""
 
 
 class AnswerCache:
@@ -39,10 +39,8 @@ class AnswerCache:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._database = sqlite3.connect(self._path, timeout=PATIENCE_S, isolation_level=None)
-                self._database.execute(
-                    "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL, is_whole INTEGER)"
-                )
-                self._database.execute("CREATE TABLE IF NOT EXISTS unusable (key TEXT PRIMARY KEY)")
+                columns = "(key TEXT PRIMARY KEY, text TEXT NOT NULL, is_whole INTEGER)"
+                self._database.execute(f"CREATE TABLE IF NOT EXISTS answers {columns}")
             except (OSError, sqlite3.Error) as error:
                 self.__exit__()
                 raise self._unusable(error) from error
@@ -54,34 +52,24 @@ class AnswerCache:
 
     def read(self, keys: Iterable[str]) -> dict[str, JudgeAnswer]:
         """Return the cached answers to the requests with the given keys."""
-        answers = {}
-        if self._database is not None:
-            try:
-                for key in keys:
-                    row = self._database.execute("SELECT text, is_whole FROM answers WHERE key = ?", (key,)).fetchone()
-                    if row is not None:
-                        answers[key] = JudgeAnswer(row[0], bool(row[1]))
-            except sqlite3.Error as error:
-                raise self._unusable(error) from error
-        return answers
+        wanted = "SELECT text, is_whole FROM answers WHERE key = ? AND typeof(text) = 'text'"
+        rows = {key: self._run(wanted, key) for key in keys}
+        return {key: JudgeAnswer(found[0][0], bool(found[0][1])) for key, found in rows.items() if found}
 
-    def write(self, key: str, answer: JudgeAnswer, *, is_usable: bool) -> None:
-        """Store a judge's answer under the key of its request. The table `unusable` marks answers without a score or
-        verdict.
-        """
-        if self._database is not None:
-            try:
-                row = (key, answer.text, answer.is_whole)
-                self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", row)
-                mark = (
-                    "DELETE FROM unusable WHERE key = ?" if is_usable else "INSERT OR IGNORE INTO unusable VALUES (?)"
-                )
-                self._database.execute(mark, (key,))
-            except sqlite3.Error as error:
-                raise self._unusable(error) from error
+    def write(self, key: str, answer: JudgeAnswer) -> None:
+        """Store a judge's answer under the key of its request."""
+        self._run("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", key, answer.text, answer.is_whole)
+
+    def _run(self, command: str, *values: object) -> list[tuple[Any, ...]]:
+        if self._database is None:
+            return []
+        try:
+            return self._database.execute(command, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> RewardError:
         return RewardError(
-            f"{self._path}: the judge's answers cannot be stored there ({error}). Check the disk and the file's "
-            "permissions, or set llm.cache to another file, or to null, which disables the cache."
+            f"{self._path}: the judge's answers cannot be stored there ({in_one_line(error)}). Check the disk and the "
+            "file's permissions, or set llm.cache to another file, or to null, which disables the cache."
         )

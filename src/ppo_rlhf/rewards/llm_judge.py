@@ -13,19 +13,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ppo_rlhf.core.errors import ConfigError, RewardError, kind_and_text
 from ppo_rlhf.data.chats import Chat
+from ppo_rlhf.rewards import chat_requests
 from ppo_rlhf.rewards.answer_cache import AnswerCache, JudgeAnswer
-from ppo_rlhf.rewards.chat_requests import MOST_WORDS, REFUSED, RequestError, ask, key_kept_from_logs, masked
+from ppo_rlhf.rewards.answer_form import read_answer, response_format
+from ppo_rlhf.rewards.chat_requests import RequestError, in_words
 from ppo_rlhf.rewards.functions import RewardFunction, load_function, project_above
-from ppo_rlhf.rewards.judge_answers import plain_number, plain_verdict, read_match, read_score, read_verdict
 from ppo_rlhf.rewards.llm_settings import CRITERIA, LLMJudgeConfig
 
 log = logging.getLogger(__name__)
 
+_FORM = re.compile(r"response.?format|json.?schema|structured.?output", re.IGNORECASE)
+"""Names of `response_format` in the words of a server that refuses it."""
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -34,16 +38,14 @@ class Counts:
     """Counts of a judge's requests and their results since the start of the run."""
 
     requests: int = 0
-    """Number of answered requests to the judge; retries are not counted."""
-    retries: int = 0
-    failed: int = 0
-    """Number of requests without an answer: the server refused the text, or failed after all retries."""
+    """Number of answered requests to the judge."""
     cached: int = 0
     """Number of answers from the answer cache, or from an equal request in the same batch."""
     tokens_in: int = 0
     tokens_out: int = 0
     unparsable: int = 0
-    """Number of judge's answers without a score or verdict, including cached answers."""
+    """Number of answers without a score or verdict, including cached answers, and of requests that the server refused.
+    """
     contradictions: int = 0
     """Number of pairs of responses for which the judge names different winners in the two orders. Such a judge prefers
     a position, not a response."""
@@ -65,13 +67,10 @@ class LLMJudge:
         directory.
 
         Raises:
-            ConfigError: The package `openai` is not installed, or the judge's template is invalid.
+            ConfigError: The judge's template is invalid.
         """
-        try:
-            import openai  # noqa: F401  # an optional package
-        except ModuleNotFoundError as error:
-            raise ConfigError(f'{name}: openai is not installed; pip install "ppo_rlhf[judge]"') from error
         self.config, self.name, self.counts, self._has_warned = config, name, Counts(), False
+        self._has_answered = False
         self._path = None if config.cache is None else (project_path or project_above(Path.cwd())) / config.cache
         try:
             self._template = _ENVIRONMENT.from_string(config.question)
@@ -81,7 +80,8 @@ class LLMJudge:
             raise ConfigError(
                 f"{name}: llm.template does not use llm.criteria; add {{{{ criteria }}}} to the template."
             )
-        self._pattern = None if config.pattern is None else re.compile(config.pattern)
+        form = {"response_format": response_format(is_pairwise=config.is_pairwise)}
+        self._form: dict[str, Any] = form if config.pattern is None else {}  # emptied if the server refuses it
 
     async def __call__(
         self,
@@ -174,43 +174,25 @@ class LLMJudge:
         Raises:
             RewardError: The answer has no score or verdict, and `unparsable` is "error".
         """
-        if answer is None:  # there is no answer; `_ask` has counted the failure
+        if answer is None:  # there is no answer; `_ask` has counted the refusal
             return None
         score = self._read(answer)
         if score is not None:
             return score
         self.counts.unparsable += 1
         lowest, highest = self.config.scale
-        expected = "verdict A, B or tie" if self.config.is_pairwise else f"score from {lowest:g} to {highest:g}"
-        form = "that llm.pattern matches" if self.config.pattern else "in one of the forms of docs/rewards.md"
-        cut_off = "was cut off by llm.max_tokens or the server"
-        what = f"does not plainly say one {expected} {form}" if answer.is_whole else cut_off
-        text = repr(answer.text[-80:]) if answer.text.strip() else f"it is empty, the server sent {answer.sent_instead}"
-        problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {text}."
+        expected = "the verdict A, B or tie" if self.config.is_pairwise else f"a score from {lowest:g} to {highest:g}"
+        form = "that llm.pattern matches" if self.config.pattern else "as JSON or in its last line"
+        what = answer.note or (f"does not say {expected} {form}" if answer.is_whole else "was cut off")
+        problem = f"{self.name}: the answer of {self.config.model} on response {row} {what}: {answer.text[-80:]!r}."
         if self.config.unparsable == "error":
-            fix = "Change llm.template or llm.pattern" if answer.is_whole else "Raise llm.max_tokens"
+            fix = "Change llm.template or llm.pattern" if answer.is_whole else "Change llm.max_tokens"
             raise RewardError(f"{problem} {fix}, or set llm.unparsable to the score for such a response.")
-        if self.counts.unparsable == 1:
-            log.warning(
-                "%s The response gets the score %g. Further such answers are counted but not logged.",
-                problem,
-                self.config.unparsable,
-            )
+        self._warn_once(f"{problem} The response gets the score {self.config.unparsable:g}.")
         return None
 
     def _read(self, answer: JudgeAnswer) -> float | None:
-        """Return the score or verdict that an answer plainly says, or None."""
-        lowest, highest = self.config.scale
-        if not answer.is_whole:
-            return None
-        if self.config.is_pairwise:
-            if self._pattern is not None:
-                return read_match(answer.text, self._pattern, plain_verdict)
-            return read_verdict(answer.text)
-        if self._pattern is None:
-            return read_score(answer.text, lowest, highest)
-        score = read_match(answer.text, self._pattern, plain_number)
-        return score if score is not None and lowest <= score <= highest else None
+        return read_answer(answer.text, self.config) if answer.is_whole else None
 
     def _text(self, values: Mapping[str, Any]) -> str:
         try:
@@ -223,101 +205,101 @@ class LLMJudge:
 
     async def _answers(self, texts: Sequence[str]) -> list[JudgeAnswer | None]:
         """Return the judge's answer to each text; None for a text without an answer."""
-        bodies = {text: self._body(text) for text in texts}
-        keys = {text: self._key(body) for text, body in bodies.items()}
+        bodies = [self._body(text) for text in texts]
+        keys = [json.dumps([self.config.base_url, body], sort_keys=True).encode() for body in bodies]
+        digests = [hashlib.sha256(key).hexdigest() for key in keys]
         with AnswerCache(self._path) as cache:
-            known = cache.read(keys.values())
+            known = cache.read(digests)
             if self.config.unparsable == "error":  # the cached answer would end the run again: ask anew
-                known = {key: answer for key, answer in known.items() if self._read(answer) is not None}
-            missing = [text for text in bodies if keys[text] not in known]
+                known = {digest: answer for digest, answer in known.items() if self._read(answer) is not None}
+            self._has_answered |= bool(known)
+            missing = {digest: body for digest, body in zip(digests, bodies, strict=True) if digest not in known}
             self.counts.cached += len(texts) - len(missing)
-            answers: dict[str, JudgeAnswer | None] = {text: known.get(key) for text, key in keys.items()}
-            if missing:
-                await self._ask({text: bodies[text] for text in missing}, keys, cache, answers)
-        return [answers[text] for text in texts]
+            answers = known | (await self._ask(missing, cache) if missing else {})
+        return [answers.get(digest) for digest in digests]
 
-    async def _ask(
-        self,
-        bodies: dict[str, dict[str, Any]],
-        keys: dict[str, str],
-        cache: AnswerCache,
-        answers: dict[str, JudgeAnswer | None],
-    ) -> None:
-        """Send requests to the judge's server, and put each answer into `answers` and the answer cache when it arrives.
+    async def _ask(self, bodies: dict[str, dict[str, Any]], cache: AnswerCache) -> dict[str, JudgeAnswer]:
+        """Send requests to the judge's server, and put each answer into the answer cache when it arrives.
 
         After a failed request no new request starts, but requests that are already open are awaited.
         """
-        import openai
-
+        answers: dict[str, JudgeAnswer] = {}
         failures: list[RewardError] = []
-        foreign: list[RewardError] = []
-        free, ended = asyncio.Semaphore(self.config.concurrency), asyncio.Event()
-        key = self._api_key()
-        settings = {"timeout": self.config.timeout_s, "max_retries": 0}
-        async with openai.AsyncOpenAI(api_key=key or "none", base_url=self.config.base_url, **settings) as client:  # type: ignore[arg-type]
+        free, ended, key = asyncio.Semaphore(self.config.concurrency), asyncio.Event(), self._api_key()
 
-            async def ask_for(text: str) -> None:
-                async with free:
-                    if ended.is_set():
-                        return
-                    try:
-                        answer, counts = await ask(client, bodies[text], self.config, key, ended)
-                        answers[text] = answer
-                        self._count(counts)
-                        self._keep(cache, keys[text], answer)
-                    except RewardError as error:
-                        failures.append(error)
-                    except RequestError as failure:
-                        self.counts.failed += 1
-                        complaint = RewardError(self._complaint(failure, key))
-                        is_scored = self.config.unparsable != "error"
-                        if is_scored and failure.is_foreign:
-                            foreign.append(complaint)
-                        elif is_scored and failure.status in REFUSED:
-                            self._warn_of(complaint)
-                        else:
-                            failures.append(complaint)
-                if failures:
-                    ended.set()
+        async def ask_for(digest: str) -> None:
+            async with free:
+                if ended.is_set():
+                    return
+                try:
+                    answer, tokens = await self._answer_to(client, bodies[digest], ended)
+                    text, note = chat_requests.masked(answer.text, key), in_words(answer.note, key)
+                    answers[digest] = JudgeAnswer(text, answer.is_whole, note)
+                    self._has_answered = True
+                    self.counts.requests += 1
+                    self.counts.tokens_in += tokens["tokens_in"]
+                    self.counts.tokens_out += tokens["tokens_out"]
+                    self._keep(cache, digest, answers[digest])
+                except RewardError as error:
+                    failures.append(error)
+                except RequestError as failure:
+                    if self.config.unparsable == "error" or not self._is_of_text(failure):
+                        kept = "" if self._path is None else f" Answers so far are kept in {self._path}."
+                        failures.append(RewardError(self._complaint(failure, key, f"{failure.hint}.{kept}")))
+                    else:
+                        self.counts.unparsable += 1
+                        scored = f"The response gets the score {self.config.unparsable:g}."
+                        self._warn_once(self._complaint(failure, key, scored))
+            if failures:
+                ended.set()
 
-            with key_kept_from_logs(key):
+        try:
+            client = chat_requests.open_client(key)
+        except RequestError as failure:
+            raise RewardError(self._complaint(failure, key, f"{failure.hint}.")) from None
+        with chat_requests.key_kept_from_logs(key):
+            async with client:
                 await asyncio.gather(*map(ask_for, bodies))
-        if foreign and self.counts.requests == 0:
-            # No answer of this server was a chat completion, so the address is wrong
-            failures.append(foreign[0])
-        elif foreign:
-            self._warn_of(foreign[0])
         if failures:
             # Raise `from None`, because the text of the original error may contain the server's key
             raise failures[0] from None
+        return answers
 
-    def _count(self, counts: Mapping[str, int]) -> None:
-        self.counts.requests += 1
-        for name, count in counts.items():
-            setattr(self.counts, name, getattr(self.counts, name) + count)
+    def _is_of_text(self, failure: RequestError) -> bool:
+        """Return whether the server may answer other texts. If it never sent a completion, the address is wrong."""
+        return failure.status in chat_requests.REFUSED or (failure.is_foreign and self._has_answered)
+
+    async def _answer_to(
+        self, client: httpx2.AsyncClient, body: dict[str, Any], ended: asyncio.Event
+    ) -> tuple[JudgeAnswer, dict[str, int]]:
+        """Ask for the answer to a request as JSON; a server that refuses the JSON schema is asked without it."""
+        form = self._form
+        try:
+            return await chat_requests.ask(client, {**body, **form}, self.config, ended)
+        except RequestError as failure:
+            if not form or failure.status not in (400, 404, 422) or not _FORM.search(failure.words):
+                raise
+        if self._form:
+            self._form = {}
+            words = "%s: %s refuses response_format: its answers are read by their last line, unless they are JSON."
+            log.warning(words, self.name, self.config.base_url)
+        return await chat_requests.ask(client, body, self.config, ended)
 
     def _keep(self, cache: AnswerCache, key: str, answer: JudgeAnswer) -> None:
         """Put an answer into the cache, except an empty answer or one that ends the run: the next run asks anew."""
-        is_usable = self._read(answer) is not None
-        if is_usable or (answer.text.strip() and self.config.unparsable != "error"):
-            cache.write(key, answer, is_usable=is_usable)
+        if self._read(answer) is not None or (answer.text.strip() and self.config.unparsable != "error"):
+            cache.write(key, answer)
 
-    def _warn_of(self, error: RewardError) -> None:
+    def _warn_once(self, line: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("%s Further such failures are counted but not logged.", error)
+            log.warning("%s Further such answers are counted but not logged.", line)
 
     def _body(self, text: str) -> dict[str, Any]:
-        names = ("temperature", "seed", "max_tokens", "response_format")
-        settings = {name: getattr(self.config, name) for name in names}
-        sent = {
-            name: value for name, value in settings.items() if value is not None and name not in self.config.extra_body
-        }
+        """Return a request's body without the form, so that the key of the cache is the same with and without it."""
+        sampling = {"temperature": 0.0, "max_tokens": self.config.max_tokens, **self.config.extra_body}
+        sent = {name: value for name, value in sampling.items() if value is not None}
         return {"model": self.config.model, "messages": [{"role": "user", "content": text}], **sent}
-
-    def _key(self, body: dict[str, Any]) -> str:
-        request = [self.config.base_url, body, self.config.extra_body]
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def _api_key(self) -> str | None:
         variable = self.config.api_key_variable
@@ -329,8 +311,7 @@ class LLMJudge:
                 f"{self.name}: the environment variable {variable} is not set. Set the variable to the key, or leave "
                 "out llm.api_key_variable if the server needs no key."
             )
-        # Refuse a key with unusual characters: openai's errors may show such a key in escaped form, which a search for
-        # the key would miss, so the message would reveal the key
+        # Refuse a key with unusual characters: a server may show such a key in a form that `masked` does not know
         if not re.fullmatch("[!-~]+", key):
             raise RewardError(
                 f"{self.name}: the key in {variable} contains spaces or characters that are not printable ASCII. "
@@ -338,31 +319,10 @@ class LLMJudge:
             )
         return key
 
-    def _complaint(self, failure: RequestError, key: str | None) -> str:
-        """Return a request's problem and the fix in one line, without the server's key."""
-        fix, is_refused = "Check llm.base_url and whether the server runs.", failure.status in REFUSED
-        if is_refused or (failure.is_foreign and self.config.unparsable != "error"):
-            fix = f"A response whose text the server refuses gets llm.unparsable={self.config.unparsable}."
-            if self.config.unparsable == "error":
-                fix = "If the server refuses only some texts, set llm.unparsable to the score for these responses."
-        elif failure.status in (401, 403):
-            fix = f"Check the key in {self.config.api_key_variable}."
-            if self.config.api_key_variable is None:
-                fix = "Set llm.api_key_variable to the environment variable that holds the key."
-        elif failure.is_over_pause:
-            fix = "Raise llm.max_pause_s, or resume the run later."
-        elif failure.status == 429:
-            fix = "Lower llm.concurrency, or raise llm.max_retries."
-        elif failure.is_late:
-            fix = "Raise llm.timeout_s, or lower llm.concurrency."
-        elif failure.status == 404:
-            fix = "Check llm.model and llm.base_url."
-        elif failure.is_foreign:
-            fix = "Check llm.base_url: the address of most servers ends in /v1."
-        kept = "" if self._path is None or is_refused else f" Answers so far are kept in {self._path}."
-        words = masked(" ".join(failure.words.split()), key, 1)
-        words = words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} …"
-        return f"{self.name}: {self.config.model} at {self.config.base_url}: {words.rstrip('.')}. {fix}{kept}"
+    def _complaint(self, failure: RequestError, key: str | None, outcome: str) -> str:
+        """Return a request's problem and its outcome in one line, without the server's key."""
+        words = in_words(failure.words, key).rstrip(".")
+        return f"{self.name}: {self.config.model} at {self.config.base_url}: {words}. {outcome}"
 
 
 in_use: dict[tuple[str, LLMJudgeConfig], LLMJudge] = {}
@@ -395,13 +355,12 @@ def judges_in_words() -> list[str]:
     """Return one line with the counts of each of this run's judges."""
     lines = []
     for (place, config), judge in in_use.items():
-        counts = judge.counts
-        line = (
-            f"{place}, {config}: {counts.requests:,} requests ({counts.retries:,} retries, {counts.failed:,} failed), "
-            f"{counts.tokens_in:,} tokens in and {counts.tokens_out:,} out, {counts.cached:,} cached answers, "
-            f"{counts.unparsable:,} without a {'verdict' if config.is_pairwise else 'score'}"
+        counts = {name: f"{count:,}" for name, count in asdict(judge.counts).items()}
+        words = (
+            "{requests} requests, {tokens_in} tokens in and {tokens_out} out, {cached} cached answers, "
+            "{unparsable} without a score or verdict, {contradictions} contradictory pairs."
         )
-        lines.append(line + (f", {counts.contradictions:,} contradictory pairs" if config.is_pairwise else "") + ".")
+        lines.append(f"{place}, {config}: {words.format(**counts)}")
     return lines
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
@@ -92,35 +92,26 @@ class LLMJudgeConfig:
     policy's response to the prompt, which exists only in evaluations. Only for `answer: pairwise`."""
     pattern: str | None = None
     """Regular expression with one group, which matches the number, or A, B or tie. The last match in a judge's answer
-    counts. With None the answer is read in the forms that docs/rewards.md lists, such as `Score: 8` or `Verdict: A`."""
+    counts, and the judge is not asked for JSON. With None the judge is asked for JSON, and its answer is read as JSON
+    or by its last line, `Score: 8` or `Verdict: A` (docs/rewards.md)."""
     unparsable: Literal["error"] | float = "error"
-    """The score of a response if the judge's answer is cut off or does not plainly say one score or verdict, if the
-    server refuses the text (codes 400, 413 and 422), or if it answers a text with something else than a chat
-    completion. With `error` such an answer ends the run and is not cached. Metrics count unparsable answers and refused
-    texts."""
-    temperature: Annotated[float, Field(ge=0.0)] | None = 0.0
-    """Sampling temperature of the judge's answers. None uses the server's default temperature."""
-    seed: int | None = None
-    """Seed sent with each request, for servers that support a seed. With None no seed is sent."""
+    """The score of a response if the judge's answer is cut off or is in another form, if the server refuses the text
+    (codes 400, 413 and 422), or if it answers a text with something else than a chat completion. With `error` such an
+    answer ends the run and is not cached. Metrics count these responses."""
     max_tokens: Annotated[int, Field(ge=1)] | None = 1024
     """Maximum length of a judge's answer in tokens. With None the request has no `max_tokens`; models of OpenAI that
     refuse `max_tokens` take `extra_body: {max_completion_tokens: 1024}` instead."""
-    response_format: dict[str, Any] | None = None
-    """Structured output: the field `response_format` of each request, for servers that support it, such as
-    `{type: json_object}` or a JSON schema with a field `score` or `verdict`. With None the field is not sent."""
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the body of each request to the judge, such as `chat_template_kwargs` of vLLM."""
+    extra_body: dict[str, JsonValue] = field(default_factory=dict)
+    """Further fields of the body of each request to the judge, such as `seed`, or `chat_template_kwargs` of vLLM. The
+    temperature is 0 unless `extra_body` names another; a field with the value null is not sent."""
     concurrency: Annotated[int, Field(ge=1)] = 16
     """Maximum number of simultaneous requests to the judge."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """Timeout in seconds of a request to the judge, from sending the request to the answer's last byte."""
     max_retries: Annotated[int, Field(ge=0)] = 6
     """Number of retries of a request if the judge's server cannot be reached, times out, or answers 408, 409, 429 or
-    5xx, also if the body of an answer with status 200 names such an error. The pauses between retries double from 0.5
-    to 8 seconds, or are as long as the server asks. If the last retry fails, the run ends."""
-    max_pause_s: Annotated[float, Field(ge=0.0)] = 600.0
-    """The longest pause in seconds that a server may ask for before a retry. If the server asks for more, the run
-    ends."""
+    5xx, or if an answer with status 200 has an error or no choices. The pauses between retries double from 0.5 to 8
+    seconds, or are as long as the server asks, up to ten minutes. If the last retry fails, the run ends."""
     cache: str | None = CACHE
     """File below the project in which the judge's answers are cached; a request with a cached answer is not sent again.
     With None the judge's answers are not stored."""
@@ -156,10 +147,8 @@ class LLMJudgeConfig:
                     f"llm.pattern={self.pattern!r} has {groups} groups. Write exactly one group, around the score or "
                     "verdict."
                 )
-        if self.response_format is not None and not isinstance(self.response_format.get("type"), str):
-            raise ConfigError("llm.response_format has no type. Write for example {type: json_object}.")
-        given = set() if self.response_format is None else {"response_format"}
-        reserved = sorted(({"model", "messages", "stream", "n"} | given) & self.extra_body.keys())
+        own = {"model", "messages", "stream", "n"} | ({"response_format"} if self.pattern is None else set())
+        reserved = sorted(own & self.extra_body.keys())
         if reserved:
             raise ConfigError(f"llm.extra_body: {', '.join(reserved)} cannot be set here.")
 
@@ -187,9 +176,7 @@ class LLMJudgeConfig:
     @property
     def opinion(self) -> str:
         """The settings that affect the judge's answers, as JSON: judges with equal `opinion` give the same scores."""
-        left_out = {"api_key_variable", "concurrency", "timeout_s", "max_retries", "max_pause_s", "cache"}
-        if self.response_format is None:  # so that an opinion from before this setting stays equal
-            left_out.add("response_format")
+        left_out = {"api_key_variable", "concurrency", "timeout_s", "max_retries", "cache"}
         return json.dumps({k: v for k, v in asdict(self).items() if k not in left_out}, sort_keys=True, default=str)
 
 
