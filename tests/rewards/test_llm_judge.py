@@ -126,13 +126,6 @@ def test_a_field_of_the_body_that_is_null_is_not_sent_and_others_are(judge, serv
     assert server.bodies[0].keys() == {"model", "messages", "top_k", "response_format"}
 
 
-def test_an_answer_that_was_cut_off_has_no_score(judge, server):
-    server.finish_reason = "length"
-    server.answer = lambda text: "Score: 1"  # the answer may have been cut off within 10
-    with pytest.raises(RewardError, match=r"^judge: .*response 0 .*llm\.max_tokens"):
-        scores(judge(), ["one"])
-
-
 def test_an_unparsable_answer_ends_the_run_unless_a_score_is_set_for_it(judge, server, caplog):
     server.answer = lambda text: "No idea." if "two" in text else words(text)
     with pytest.raises(RewardError, match=r"response 1 .* 1 to 10 .*'No idea\.'.*llm\.template.*unparsable"):
@@ -274,8 +267,9 @@ def test_without_a_cache_nothing_is_kept(judge, server, tmp_path):
 
 def test_a_file_that_is_no_cache_is_named(judge, tmp_path):
     (tmp_path / "notes.txt").write_text("mine " * 1000)
-    with pytest.raises(RewardError, match=r"notes\.txt: .* llm\.cache"):
+    with pytest.raises(RewardError, match=r"notes\.txt: .* llm\.cache") as refused:
         scores(judge(cache="notes.txt"), ["one"])
+    assert "emove" not in str(refused.value), "answers that were paid for may be in the file"
     assert (tmp_path / "notes.txt").read_text() == "mine " * 1000
 
 
