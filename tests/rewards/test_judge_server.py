@@ -93,6 +93,7 @@ def test_an_answer_without_choices_is_asked_for_again_and_then_unparsable(judge,
     asked = judge(unparsable=2)
     assert scores(asked, "good") + scores(asked, *bad) == [4.0, *[2.0] * len(bad)]
     assert (asked.counts.requests, asked.counts.unparsable, len(server.bodies)) == (1, len(bad), 1 + 3 * len(bad))
+    assert scores(judge(unparsable=2), "good", "bad 0") == [4.0, 2.0], "the answer from the cache is the server's"
     with pytest.raises(RewardError, match=r"did not send a chat completion, but: <html>.*/v1\."):
         scores(judge(), "bad 0")
 
