@@ -113,7 +113,7 @@ async def ask(
             if failure.may_pass and pause_s > LONGEST_ASKED_S:
                 failure.hint = f"The server asks for a pause of {pause_s:,.0f} seconds: resume the run later"
                 raise
-            if retries == config.max_retries or not failure.may_pass or ended.is_set():
+            if retries == config.max_retries or not failure.may_pass:
                 raise
             if pause_s >= LONG_PAUSE_S:
                 log.warning("%s asks for a pause of %.0f seconds; the request waits.", config.base_url, pause_s)
