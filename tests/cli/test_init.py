@@ -20,7 +20,6 @@ from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf import __main__
 from ppo_rlhf.cli import cli
-from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.runtime.paths import DOCS
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.conftest import REPOSITORY
@@ -139,15 +138,13 @@ def test_in_a_project_whose_reward_is_a_function_the_feedback_page_ends_with_a_p
     shutil.copy(migrated_database, project / "mlflow.db")
     small = "ppo.response_length=8,reward_modelling.minimum_accuracy=0,evaluation.iteration_prompts=4"
     small += ",ppo.total_episodes=8,ppo.per_device_train_batch_size=4"
-    asked = "feedback.pairs=16,ppo.response_length=8"
+    asked = "feedback.pairs=16,ppo.response_length=8,feedback.export=pairs.jsonl"
     collected = kedro(project, "run", "--pipelines", "collect_feedback", "--params", asked)
     assert collected.exit_code == 0, collected.output
-    name = yaml.safe_load((project / "conf/base/globals.yml").read_text())["experiment"]
-    queues = ReviewQueues(f"sqlite:///{project}/mlflow.db", name)
-    for pair in queues.read("sft_policy"):
-        longer = "A" if len(pair.response_a) > len(pair.response_b) else "B"
-        queues.answer("sft_policy", pair.trace_id, longer, "ann")
-    reads = f"preferences_path=mlflow:sft_policy,{small}"
+    pairs = [json.loads(line) for line in (project / "pairs.jsonl").read_text().splitlines()]
+    rows = [f"{pair['number']},{'BA'[len(pair['response_a']) > len(pair['response_b'])]}" for pair in pairs]
+    (project / "answers.csv").write_text("\n".join(["number,answer", *rows]))
+    reads = f"preferences_path=answers.csv,{small}"
     refused = kedro(project, "run", "--pipelines", "reward_modelling,align", "--params", reads)
     assert refused.exit_code == 1
     assert "reward_components=[{type: model}]" in refused.stderr
@@ -245,34 +242,6 @@ def test_a_project_runs_with_a_node_of_its_own_and_tells_a_misspelt_name(
     assert result.exit_code == 0, result.output
     assert json.loads((project / "data/08_reporting/announcement.json").read_text()).keys() == {"better"}
     assert (project / "data/08_reporting/report.html").is_file()
-
-
-def test_a_project_of_a_version_without_feedback_runs_and_is_told_what_feedback_needs(
-    tmp_path: Path, kedro: Kedro, kedro_logging: None, no_mlflow_left_over: None, migrated_database: Path
-) -> None:
-    model, prompts = inputs(tmp_path)
-    project = tmp_path / "earlier"
-    assert init(project, "--model", model, "--prompts", prompts).exit_code == 0
-    shutil.copy(migrated_database, project / "mlflow.db")
-    (project / "conf/base/parameters_feedback.yml").unlink()
-    entries = (project / "conf/base/catalog_feedback.yml").rename(tmp_path / "catalog_feedback.yml")
-    result = kedro(project, "run", "--params", SMALL)
-    assert result.exit_code == 0, result.output
-    assert (project / "data/08_reporting/report.html").is_file()
-
-    for arguments, lacking in (
-        (["collect_feedback"], "params:feedback, feedback_pairs, collected_pairs"),
-        (["human_evaluation"], "params:feedback, collected_pairs, human_evaluation"),
-        (["reward_modelling", "--params", "preferences_path=mlflow:sft_policy"], "answered_preferences"),
-    ):
-        result = kedro(project, "run", "--pipelines", *arguments)
-        assert result.exit_code == 1
-        assert re.search(rf"Error: conf/base .*{lacking}.* conf/base/catalog_feedback\.yml ", result.stderr)
-        assert "No file holds" not in result.stderr
-    entries.rename(project / "conf/base/catalog_feedback.yml")
-    result = kedro(project, "run", "--pipelines", "collect_feedback")
-    assert "Error: conf/base has no params:feedback," in result.stderr
-    assert "feedback_pairs" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,17 @@ from markdown_it import MarkdownIt
 
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.datasets.pair_page import as_text, question, responses
-from tests.datasets.test_review_queues import HARD
 
+HARD = {
+    "markdown": "# Response B\n\n- a\n- b\n\n**bold** `code` ---\n\n---\n> quoted",
+    "html": "<script>alert(1)</script><div>&lt; &amp; <b>open",
+    "fence": "```python\nprint(1)\n\nnever closed\n~~~\n````",
+    "right to left": "مرحبا بالعالم \u202e reversed \u200f שלום",
+    "escape codes": "\x1b[31mred\x1b[0m \t tab \r carriage \r\n windows\u2028separator",
+    "long": "word \u00e9\U0001f600" * 500,
+    "empty": "",
+    "spaces": "  leading and trailing  \n\n",
+}
 TEXTS = {
     **HARD,
     "emphasis and escapes": "2*3*4 \\[x\\] a_b_c <b>\\`\\` trailing\\",

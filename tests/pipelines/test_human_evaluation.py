@@ -13,21 +13,18 @@ import pytest
 
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, with_people, with_result
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.datasets.review_queues import ReviewQueues
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.human_evaluation import nodes
-from ppo_rlhf.supervised.comparisons import FeedbackConfig, pair_key
-from ppo_rlhf.supervised.people_answers import Comparison
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from tests.chat_stand_in import between, running_chat
-from tests.datasets.test_review_queues import answer, filled
-from tests.pipelines.feedback_project import collect, pair_tables
-from tests.pipelines.test_collect_feedback import folder, queues
+from tests.datasets.test_mlflow_queue import answer, store
+from tests.pipelines.feedback_project import answers_file, collect, pair_tables
+from tests.pipelines.test_collect_feedback import folder
 from tests.tiny_models import draw_weights, save, tiny_model
 
-__all__ = ["folder", "queues"]
+__all__ = ["folder", "store"]
 
-QUEUE = "sft_policy against ppo_policy"
 CARD = f"# Policy\n\n## Result\n\n{BEGIN}\n\nnot evaluated\n\n{END}\n\n## Use\n"
 
 
@@ -37,21 +34,28 @@ def shortest(prompts: list[str], completions: list[str], **columns: Any) -> list
 
 
 @pytest.fixture
-def compared(folder: Path, queues: ReviewQueues) -> Any:
-    """A queue in which ben always prefers PPO, and anna SFT in all but every fourth pair."""
-    table, _ = collect(folder, against="ppo_policy", pairs=20, prompts="training")
-    for number, (each, is_sft_a) in enumerate(zip(queues.read(QUEUE), table["policy_is_a"], strict=True)):
-        of_ppo, of_sft = ("B", "A") if is_sft_a else ("A", "B")
-        answer(queues, each.trace_id, of_ppo, "ben")
-        answer(queues, each.trace_id, "tie" if number % 4 == 0 else of_sft, "anna")
-    return table
+def compared(folder: Path) -> pd.DataFrame:
+    """Pairs of two policies, SFT as `policy`."""
+    return collect(folder, against="ppo_policy", pairs=20, prompts="training", export=str(folder / "pairs.jsonl"))
 
 
-def test_answers_are_unblinded_and_no_name_is_in_the_result(folder: Path, compared: Any) -> None:
+def unblinded(folder: Path, answers: str | None = None, **settings: Any) -> pd.DataFrame:
+    return nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(answers=answers, **settings))
+
+
+def test_answers_are_unblinded_and_no_name_is_in_the_result(folder: Path, compared: pd.DataFrame) -> None:
+    """Ben always prefers PPO, and anna SFT in all but every fourth pair."""
+    parts = [compared[::4], compared.drop(compared.index[::4])]
+    both = (
+        answers_file(folder, parts[0], ben="against", anna="tie"),
+        answers_file(folder, parts[1], ben="against", anna="policy"),
+    )
+    (folder / "answers.jsonl").write_text("".join(Path(file).read_text() for file in both))
     evaluation = EvaluationConfig(judge=f"{__name__}:shortest", prompts_path=None)
     with mlflow.start_run() as run:
-        table = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))
+        table = unblinded(folder, str(folder / "answers.jsonl"))
         found = nodes.compare_by_people(table, evaluation)
+    assert table["number"].tolist() == compared["number"].tolist()
     assert (table["our_name"][0], table["their_name"][0]) == ("PPO", "SFT")
     assert (found["policy"], found["against"]) == (str(folder / "ppo"), str(folder / "sft"))
     count, ties = len(table), (len(table) + 3) // 4
@@ -93,91 +97,63 @@ def test_people_are_compared_with_a_language_model_that_compares_responses(tmp_p
     assert len(server.bodies) == 6
 
 
-def test_the_texts_are_those_of_the_policies(folder: Path, compared: Any, queues: ReviewQueues) -> None:
-    table = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))
+def test_the_texts_are_those_of_the_policies(folder: Path, compared: pd.DataFrame) -> None:
+    table = unblinded(folder, answers_file(folder, compared, anna="against"))
     ours = [b if is_a else a for a, b, is_a in compared[["response_a", "response_b", "policy_is_a"]].values]
     assert table["ours"].tolist() == ours
+    assert {*table["worths"]} == {'{"anna": 1.0}'}
     assert table["columns"].tolist() == compared["columns"].tolist()
 
 
-def test_a_queue_of_one_policy_or_of_deleted_runs_is_refused_and_nothing_is_lost(
-    folder: Path, compared: Any, queues: ReviewQueues, caplog: Any
-) -> None:
-    collect(folder)
-    with pytest.raises(DataError, match=r"^mlflow:sft_policy: .*feedback\.against=ppo_policy"):
-        nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig())
+def test_answers_of_a_queue_decide_as_those_of_a_file_do(folder: Path) -> None:
+    table = collect(folder, against="ppo_policy", prompts="training")
+    for number, is_a in zip(table["number"], table["policy_is_a"], strict=True):
+        answer(number, "B" if is_a else "A", "ben")
+    by_file = unblinded(folder, answers_file(folder, table, ben="against"))
+    for given in ({"against": "ppo_policy"}, {"answers": "mlflow:sft_policy against ppo_policy"}):
+        assert unblinded(folder, **given).equals(by_file)
+    [file] = (folder / "feedback_pairs").glob("*.answers.*.jsonl")
+    assert unblinded(folder, str(file)).equals(by_file)
+
+
+def test_answers_that_compare_no_two_policies_are_refused(folder: Path, compared: pd.DataFrame, caplog: Any) -> None:
+    of_one = collect(folder, export=str(folder / "of_one.jsonl"))
+    with pytest.raises(
+        DataError, match=r"jsonl: no answered pair compares two policies\. .*feedback\.against=ppo_policy"
+    ):
+        unblinded(folder, answers_file(folder, of_one, anna="policy"))
+    assert f"{len(of_one)} pairs are left out, because both responses are from one policy." in caplog.text
+    answers = answers_file(folder, compared, anna="policy")
     for file in (folder / "feedback_pairs").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match=r"feedback.against=ppo_policy"):
-        nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))
-    assert "pairs are left out" in caplog.text
-    assert all(len(each.answers) == 2 for each in queues.read(QUEUE))
+    with pytest.raises(DataError, match="no pair of these numbers"):
+        unblinded(folder, answers)
+    with pytest.raises(DataError, match="a file of answers has the columns number and answer; this one has number, "):
+        unblinded(folder, str(folder / "pairs.jsonl"))
 
 
-def test_pairs_of_an_earlier_version_whose_table_is_an_artifact_are_unblinded(
-    folder: Path, queues: ReviewQueues
-) -> None:
-    pairs = [Comparison(number, f"p{number}", f"a{number}", f"b{number}") for number in range(2)]
-    sides = {"policy_is_a": [True, False], "policy": "sft", "against": "ppo"}
-    names = {"policy_name": "sft_policy", "against_name": "ppo_policy", "columns": "{}"}
-    table = pd.DataFrame([vars(pair) for pair in pairs]).assign(
-        **sides, **names, pair=[pair_key(pair.prompt, pair.response_a, pair.response_b) for pair in pairs]
-    )
-    with mlflow.start_run():
-        table[["number", "pair", "prompt", "response_a", "response_b", *sides, *names]].to_parquet(
-            folder / "feedback_pairs.parquet"
-        )
-        mlflow.log_artifact(str(folder / "feedback_pairs.parquet"), "feedback")
-        ids = filled(queues, pairs, "earlier")
-    for trace_id in ids:
-        answer(queues, trace_id, "A", "ben")
-    found = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue="earlier"))
-    assert found["ours"].tolist() == ["b0", "a1"]
-    assert [json.loads(worths)["ben"] for worths in found["worths"]] == [0.0, 1.0]
-
-
-def test_of_a_queue_of_more_than_two_policies_the_newest_answered_are_compared(
-    folder: Path, compared: Any, queues: ReviewQueues, caplog: Any
+def test_of_more_than_two_policies_the_newest_answered_are_compared(
+    folder: Path, compared: pd.DataFrame, caplog: Any
 ) -> None:
     save(folder / "ppo", draw_weights(tiny_model(seed=7), 0.5, seed=7))  # other weights in the same folder
-    anew, _ = collect(folder, against="ppo_policy", queue=QUEUE, prompts="training")
-    assert len(nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))) == len(
-        compared
-    )  # nobody has answered the others
-    answer(queues, next(each.trace_id for each in queues.read(QUEUE) if not each.answers), "A", "ben")
-    table = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))
-    assert table["number"].tolist() == anew["number"].tolist()
+    anew = collect(folder, against="ppo_policy", prompts="training", export=str(folder / "newer.jsonl"))
+    assert len(unblinded(folder, answers_file(folder, compared, ben="policy"))) == len(compared)
+    table = unblinded(folder, answers_file(folder, pd.concat([anew[:1], compared]), ben="policy"))
+    assert table["number"].tolist() == [anew["number"][0]]
     assert {*table["our_weights"]} == {PretrainedHandle(str(folder / "ppo")).fingerprint()}
-    assert f"{len(compared)} of {len(compared) + len(anew)} pairs" in caplog.text
-    assert sum(bool(each.answers) for each in queues.read(QUEUE)) == len(compared) + 1
+    assert f"{len(compared)} of {len(compared) + 1} pairs" in caplog.text
 
 
-def test_a_policy_that_was_moved_keeps_its_verdict_and_its_card(
-    folder: Path, compared: Any, queues: ReviewQueues
-) -> None:
+def test_a_policy_that_was_moved_keeps_its_verdict_and_its_card(folder: Path, compared: pd.DataFrame) -> None:
     (folder / "ppo").rename(folder / "moved")
-    anew, _ = collect(folder, against=str(folder / "moved"), queue=QUEUE, prompts="training")
-    answer(queues, next(each.trace_id for each in queues.read(QUEUE) if not each.answers), "A", "ben")
-    table = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(queue=QUEUE))
+    moved = {"against": str(folder / "moved"), "prompts": "training", "export": str(folder / "moved.jsonl")}
+    anew = collect(folder, queue="sft_policy against ppo_policy", **moved)
+    table = unblinded(folder, answers_file(folder, pd.concat([compared, anew]), ben="policy"))
     assert len(table) == len(compared) + len(anew)
     found = nodes.compare_by_people(table, EvaluationConfig())
     (folder / "moved" / "README.md").write_text(CARD)
     directory, _ = nodes.write_people_card(found, PretrainedHandle(str(folder / "moved")))
     assert directory == str(folder / "moved")
-
-
-def test_answers_of_a_file_decide_as_those_of_a_queue_do(folder: Path, queues: ReviewQueues) -> None:
-    table, _ = collect(folder, against="ppo_policy", pairs=12, prompts="training", export=str(folder / "pairs.jsonl"))
-    file = folder / "answers.jsonl"
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    sides = dict(zip(table["number"], table["policy_is_a"], strict=True))
-    file.write_text(
-        "".join(json.dumps({"number": n["number"], "answer": "B" if sides[n["number"]] else "A"}) + "\n" for n in rows)
-    )
-    found = nodes.unblind_answers(pair_tables(folder).load(), FeedbackConfig(answers=str(file)))
-    assert len(found) == len(table)
-    assert {*found["worths"]} == {'{"default": 1.0}'}
-    assert found["ours"].tolist() == [row["response_b" if sides[row["number"]] else "response_a"] for row in rows]
 
 
 def test_the_card_has_what_people_decided_last_and_keeps_the_rest() -> None:
@@ -196,7 +172,7 @@ def test_the_card_has_what_people_decided_last_and_keeps_the_rest() -> None:
 
 def test_the_card_of_the_policy_that_people_judged_is_written(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(CARD)
-    said = {"policy": str(tmp_path), "result": "PPO beats SFT."}
+    said = {"policy": str(tmp_path), "result": "PPO beats SFT.", "fingerprint": "of other weights"}
     directory, card = nodes.write_people_card(said, PretrainedHandle("newer"))
     assert directory == str(tmp_path)
     assert "By people: PPO beats SFT." in card

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.datasets import RecordsDataset, review_queues
-from ppo_rlhf.datasets.review_queues import ReviewQueues
+from ppo_rlhf.datasets import RecordsDataset, mlflow_queue
+from ppo_rlhf.datasets.mlflow_queue import get, put
+from ppo_rlhf.datasets.pair_tables import comparison_of
 from ppo_rlhf.supervised.people_answers import ANSWERS, Comparison
+from tests.datasets.test_mlflow_queue import QUESTION, store
 from tests.datasets.test_pair_page import TEXTS
-from tests.datasets.test_review_queues import filled, queues
+from tests.datasets.test_pair_tables import collected
 from tests.pipelines.review_page import answer, answer_by_keys, serving, shown, start_review
 from tests.reporting.test_browser import browser
 
-__all__ = ["browser", "queues"]
+__all__ = ["browser", "store"]
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +36,15 @@ log = logging.getLogger(__name__)
 
 
 def test_a_person_sees_every_text_character_for_character_and_no_server_is_asked(
-    browser: Any, queues: ReviewQueues, tmp_path: Path
+    browser: Any, store: str, tmp_path: Path
 ) -> None:
     texts = [text for text in TEXTS.values() if text] + [LONG]
-    filled(queues, [Comparison(n, CHAT, text, f"{text}!") for n, text in enumerate(texts)])
+    pairs = [Comparison(n, CHAT, text, f"{text}!") for n, text in enumerate(texts)]
     asked: list[str] = []
     with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
         page.on("request", lambda request: asked.append(request.url))
-        start_review(page, ReviewQueues(address, "own").address("sft"))
+        mlflow_queue.place.uri = address
+        start_review(page, put("sft", pairs, QUESTION))
         seen = set()
         for number in range(len(texts)):
             page.get_by_text(f"{number} of {len(texts)} reviewed").wait_for()
@@ -58,33 +62,32 @@ def _visible(text: str) -> str:
     return visible(text.replace("\r\n", "\n"))
 
 
-def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(
-    browser: Any, queues: ReviewQueues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(browser: Any, store: str, tmp_path: Path) -> None:
     first, second = "".join(TEXTS.values()), f"{LONG}{TEXTS['right to left']}"
     assert len(second) >= 4_000
-    filled(queues, [Comparison(0, "Once **upon**", first, second)])
+    tables = collected(tmp_path, [("Once **upon**", first, second)])
+    [row] = tables.load().table.to_dict("records")
     with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
-        here = ReviewQueues(address, "own")
-        start_review(page, here.address("sft"))
+        mlflow_queue.place.uri = address
+        start_review(page, put("sft", [comparison_of(row)], QUESTION))
         body = page.inner_text("body")
         assert "0 of 1 reviewed" in body
         assert "Which response is better?" in body
-        assert not {"sft_policy", "ppo_policy", "policy_is_a"} & {*page.content().split()}
+        assert not re.search("sft_policy|ppo_policy|policy_is_a|models/one|models/two", page.content())
         answer(page, "B", "clearer")
-        monkeypatch.setattr(review_queues, "place", review_queues.Place(address, "own"))
-        table: Any = RecordsDataset("mlflow:sft").load()
-        [row] = table.to_list()
-    assert (row["prompt"], row["chosen"], row["rejected"]) == ("Once **upon**", second, first)
-    assert (row["people"], row["rationales"]) == (["default"], ["clearer"])
+        [given] = get("sft")
+        table: Any = RecordsDataset("mlflow:sft", pairs={"path": str(tables.folder)}).load()
+        [preferred] = table.to_list()
+    assert (preferred["prompt"], preferred["chosen"], preferred["rejected"]) == ("Once **upon**", second, first)
+    assert (given["person"], given["answer"], given["rationale"]) == ("default", "B", "clearer")
 
 
-def test_forty_pairs_are_answered_by_the_keyboard_alone(browser: Any, queues: ReviewQueues, tmp_path: Path) -> None:
-    filled(queues, [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(40)])
+def test_forty_pairs_are_answered_by_the_keyboard_alone(browser: Any, store: str, tmp_path: Path) -> None:
+    pairs = [Comparison(n, f"prompt {n}", f"a{n}", f"b{n}") for n in range(40)]
     keys, expected = list[int](), dict[str, str]()
     with serving(tmp_path / "mlflow.db") as address, browser.new_page() as page:
-        here = ReviewQueues(address, "own")
-        start_review(page, here.address("sft"))
+        mlflow_queue.place.uri = address
+        start_review(page, put("sft", pairs, QUESTION))
         begin = time.monotonic()
         for number in range(40):
             page.get_by_role("heading", name="Response B").wait_for()
@@ -94,7 +97,7 @@ def test_forty_pairs_are_answered_by_the_keyboard_alone(browser: Any, queues: Re
             if number < 39:
                 page.get_by_text(f"{number + 1} of 40 reviewed").wait_for()
         seconds = time.monotonic() - begin
-        given = {each.prompt: each.answers[0].value for each in here.read("sft")}
+        given = {f"prompt {row['number']}": row["answer"] for row in get("sft")}
     log.info("40 pairs: %d keys, %.0f s", sum(keys), seconds)
     assert given == expected
     assert max(keys[1:]) <= 13

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pandas as pd
@@ -11,8 +12,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, sample_comparisons
-from tests.tiny_models import END, PAD, VOCABULARY, tiny_model, word_tokenizer
+from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, contents, sample_comparisons
+from tests.tiny_models import END, PAD, VOCABULARY, draw_weights, tiny_model, word_tokenizer
 
 PPO = PPOConfig(response_length=3, device="cpu", dtype="float32")
 
@@ -29,20 +30,20 @@ def always(word: str) -> Any:
     return model
 
 
-def sampled(pairs: int, prompts: int, start: int = 7 * PLACES, **settings: Any) -> pd.DataFrame:
-    """Sample pairs of a policy that says `a` against one that says `b`."""
+def sampled(pairs: int, prompts: int, start: int = 7 * PLACES, policies: Any = None, **given: Any) -> pd.DataFrame:
+    """Sample pairs, of a policy that says `a` against one that says `b` unless others are given."""
     data = PromptDataset([[4 + row % 20] for row in range(prompts)], [f"p{row}" for row in range(prompts)], {})
-    sampling = SamplingSettings(3, 1.0, 0, 1.0, (END,), PAD)
+    known = given.pop("known", frozenset())
     return sample_comparisons(
-        (always("a"), always("b")),
+        policies or (always("a"), always("b")),
         word_tokenizer(),
         data,
-        sampling,
+        SamplingSettings(3, 1.0, 0, 1.0, (END,), PAD),
         PPO,
-        FeedbackConfig(against="ppo_policy", **settings),
+        FeedbackConfig(against="ppo_policy", pairs=pairs, **given),
         start=start,
-        pairs=pairs,
-    )[0]
+        known=known,
+    )
 
 
 def test_the_side_of_each_response_is_the_one_that_the_table_says() -> None:
@@ -65,10 +66,28 @@ def test_the_sides_of_the_same_seed_and_numbers_are_drawn_anew() -> None:
     assert 10 < (first == second).sum() < 50  # by chance 30, with a deviation of 3.9
 
 
-def test_a_response_at_the_length_limit_is_marked_as_cut_off() -> None:
-    table = sampled(5, 5)
-    assert table["cut_off_a"].all()
-    assert table["cut_off_b"].all()
+def test_the_mark_of_a_response_at_the_length_limit_is_on_its_own_side() -> None:
+    table = sampled(40, 40, policies=(always("a"), always(VOCABULARY[END])))
+    assert {*table["policy_is_a"]} == {True, False}
+    assert table["cut_off_a"].tolist() == table["policy_is_a"].tolist()
+    assert table["cut_off_b"].tolist() == [not is_a for is_a in table["policy_is_a"]]
+
+
+def test_two_policies_get_the_same_noise_and_a_policy_against_itself_gets_another() -> None:
+    model = draw_weights(tiny_model(), 0.5)
+    assert sampled(20, 20, policies=(model, deepcopy(model))).empty  # with equal noise equal models say the same
+    assert len(sampled(20, 20, policies=(model, model))) > 10
+
+
+def test_pairs_are_a_random_sample_only_if_none_was_left_out() -> None:
+    table = sampled(10, 30)
+    assert table["random_sample"].tolist() == [True] * 10
+    said = table["response_a"][0], table["response_b"][0]
+    again = sampled(10, 30, known={contents(table["prompt"][0], *reversed(said))})
+    assert again["number"].tolist() == table["number"].tolist()[1:]
+    assert again["random_sample"].tolist() == [False] * 9
+    both = [("a", "b"), ("a", "c")]
+    assert len({contents("p", *pair) for pair in [*both, ("b", "a"), ("a", "a")]} | {contents("q", "a", "b")}) == 4
 
 
 def test_nothing_that_the_page_gives_predicts_the_side() -> None:

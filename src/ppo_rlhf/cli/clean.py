@@ -31,8 +31,7 @@ ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and pr
 UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 COLLECTING = "collect_feedback"
-"""The pipeline whose runs record which policy wrote each response. Without the record of the policies people's answers
-are useless."""
+"""The pipeline whose runs are kept with the policies that people compare: their verdict goes onto the policy's card."""
 DAY = 86_400  # one day in seconds: many file systems update a file's access time at most once a day
 Folders = Mapping[str, list[Path]]
 

@@ -6,7 +6,7 @@ from ppo_rlhf.datasets.checkpoints import (
     EvaluationLogDataset,
     ResumeCheckpointDataset,
 )
-from ppo_rlhf.datasets.pair_tables import MlflowAnswersDataset, PairSheetDataset, PairTablesDataset
+from ppo_rlhf.datasets.pair_tables import PairTablesDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records_dataset import RecordsDataset, ReferenceTextsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
@@ -16,11 +16,9 @@ __all__ = [
     "CheckpointDataset",
     "CompletionsDataset",
     "EvaluationLogDataset",
-    "MlflowAnswersDataset",
     "ModelCardDataset",
     "OptionalJSONDataset",
     "OptionalTableDataset",
-    "PairSheetDataset",
     "PairTablesDataset",
     "PretrainedModelDataset",
     "RecordsDataset",

@@ -7,11 +7,18 @@ import re
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.data.chats import Chat, Tools
 from ppo_rlhf.data.shown import turns
+from ppo_rlhf.supervised.people_answers import Comparison
 
 CUT_OFF = "cut off at the length limit"
 _ISOLATED = "\u2068{}\u2069"
 """Unicode's isolates around a line: the line takes the direction of its first letter, and no space at its end is
 dropped."""
+
+
+def page(pair: Comparison) -> tuple[str, str]:
+    """Return the question and the two responses of a pair."""
+    shown = responses(pair.response_a, pair.response_b, cut_off_a=pair.cut_off_a, cut_off_b=pair.cut_off_b)
+    return question(pair.prompt, pair.tools), shown
 
 
 def question(prompt: str | Chat, tools: Tools = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,16 @@ from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.files import HUB, Found, digest, find, is_hub_name
-from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.datasets.pair_tables import is_answers, join_answers, read_pair_tables
-from ppo_rlhf.datasets.review_queues import SCHEME, queues_here
+from ppo_rlhf.datasets.mlflow_queue import SCHEME
+from ppo_rlhf.datasets.pair_tables import CollectedPairs, file_of_answers
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
-from ppo_rlhf.supervised.people_answers import preferences_of
+from ppo_rlhf.supervised.people_answers import is_answers, preferences_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,9 +37,10 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     - a folder that `save_to_disk` wrote;
     - the name of a dataset on the hub, with `@<revision>`, `#<configuration>` and `:<split>` where needed;
     - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
-    - `mlflow:<queue>`, people's answers in a review queue of MLflow (`answers.preferences_of`), read once per run.
+    - with `pairs`, `mlflow:<queue>`: people's answers in a review queue of MLflow, which are written to a file.
 
-    With `pairs`, a table with the columns `number` and `answer` is people's answers, too (`pair_tables.join_answers`).
+    With `pairs`, a table with the columns `number` and `answer` is people's answers (`people_answers.preferences_of`),
+    read once per run.
 
     The table is memory-mapped, except for CSV files and answers. In CSV only an empty cell is a missing value. A CSV
     column of numbers, or of true and false, is read as numbers or truth values (007 as 7), unless the column is called
@@ -74,9 +73,10 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         place = None if filepath is None else expand_home(str(filepath))
         name = None if place is None else restore_hub_name(place)
         self._source = name if name is not None and is_hub_name(name) else place
+        self._file = self._source  # of a review queue, once it is read: the file of its answers
         self._text_column, self._prepare = text_column, prepare
         self._answers: Dataset | None = None
-        self._pairs = (pairs or {}).get("path")
+        self._pairs = Path(pairs["path"]) if pairs else None
         self.cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata
 
@@ -91,13 +91,12 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         # Load people's answers only once, so that all nodes of a run use the same answers
         if self._answers is not None:
             table = self._answers
-        elif self._source.startswith(SCHEME):
-            pairs = queues_here().read(self._source.removeprefix(SCHEME))
-            table = self._answers = preferences_of(pairs, self._source)
         else:
-            table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
+            if self._pairs is not None:
+                self._file = file_of_answers(self._source, self._pairs)
+            table = load_table(self._file, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
             if self._pairs is not None and is_answers(table.column_names):
-                joined = join_answers([*table], read_pair_tables(Path(self._pairs)), self._source, self._pairs)
+                joined = CollectedPairs.read(self._pairs).join([*table], self._source)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
@@ -112,11 +111,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the table's files, or of a review queue's answers; None for a dataset on the hub."""
+        """Return the SHA-256 of the table's files, of a review queue that of its answers; None for a dataset on the
+        hub.
+        """
         if self._source is not None and self._source.startswith(SCHEME):
             self.load()
-            assert self._answers is not None
-            return hashlib.sha256(as_json(self._answers.to_list()).encode("utf-8", "surrogatepass")).hexdigest()
         found = self._found()
         return None if found is None else digest(found.files)
 
@@ -125,10 +124,10 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
 
     def _found(self) -> Found | None:
         """Return the table's files on this machine; None for other sources, and for a source that cannot be found."""
-        if self._source is None or self._source.startswith((HUB, SCHEME)):
+        if self._file is None or self._file.startswith((HUB, SCHEME)):
             return None
         try:
-            return find(self._source, (self._load_args or {}).get("split"))
+            return find(self._file, (self._load_args or {}).get("split"))
         except DataError:
             return None
 

@@ -22,11 +22,9 @@ MIN_PEOPLE = 5
 
 
 def is_policy_of(summary: Mapping[str, Any], policy: PretrainedHandle) -> bool:
-    """Return whether people judged this policy: by its weights, or by its path in a summary of an earlier version."""
-    if "fingerprint" not in summary:
-        return bool(summary.get("policy") == policy.source)
+    """Return whether people judged a policy with these weights; the summary is empty if people judged none."""
     try:
-        return bool(summary["fingerprint"] == policy.fingerprint())
+        return bool(summary) and bool(summary["fingerprint"] == policy.fingerprint())
     except ModelError:  # there is no policy at this path
         return False
 

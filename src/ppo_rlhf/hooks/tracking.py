@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
-from ppo_rlhf.datasets import review_queues
+from ppo_rlhf.datasets import mlflow_queue
 from ppo_rlhf.datasets.tracking_errors import short_timeouts, without_password
 from ppo_rlhf.hooks.abandoned import end_abandoned
 from ppo_rlhf.hooks.run_description import (
@@ -118,9 +118,9 @@ class TrackingHook(MlflowHook):
             lines = (f"{'.'.join(map(str, each['loc']))}={each['input']!r}: {each['msg']}" for each in error.errors())
             raise ConfigError("\n".join(f"mlflow.yml: {line}" for line in lines)) from error
         place_in_project(settings, Path(context.project_path))
-        review_queues.place.uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-        review_queues.place.experiment = settings.tracking.experiment.name
-        review_queues.place.ui = f"http://{settings.ui.host}:{settings.ui.port}"
+        mlflow_queue.place.uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
+        mlflow_queue.place.experiment = settings.tracking.experiment.name
+        mlflow_queue.place.ui = f"http://{settings.ui.host}:{settings.ui.port}"
         context.config_loader["mlflow"] = settings.model_dump()
         context.mlflow = self.mlflow_config = settings  # type: ignore[attr-defined]
         self._context = context

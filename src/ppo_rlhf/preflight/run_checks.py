@@ -111,7 +111,7 @@ def check_sharding(run: RunRequest) -> None:
 
 
 def check_feedback(run: RunRequest) -> Iterator[str]:
-    """Find a file of `feedback.export` that exists, before any response is sampled."""
+    """Find a file for the pairs that exists, before any pair is sampled."""
     feedback = run.group("feedback", FeedbackConfig)
     export = None if feedback is None or not run.writes("feedback_pairs") else feedback.export
     if export and (run.project_path / export).exists():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +20,12 @@ if TYPE_CHECKING:
 
 ANSWERS = ("A", "B", "tie", "both bad")
 """The answers that people can give."""
+NUMBER, ANSWER, PERSON, TIME, RATIONALE = "number", "answer", "person", "time", "rationale"
+"""Columns of a table of people's answers. Only `number` and `answer` are needed; rationales are for people."""
 AGREEMENT = "feedback/agreement"
-"""The MLflow key of the metric `agreement`."""
-NUMBER, TRACE, ALPHA = "number", "trace_id", "agreement"
-PEOPLE, WHEN, RATIONALES = "people", "answered_at", "rationales"
-KEPT = (NUMBER, TRACE, PEOPLE, WHEN, RATIONALES, ALPHA)
-"""Columns that a table of people's preferences has beside the columns from which a reward model is trained."""
+"""The MLflow key of the metric `agreement`, and its column in a table of people's preferences."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One person's answer about a pair of responses."""
-
-    value: str  # the person's answer, one of ANSWERS
-    person: str
-    when: str  # time of the answer: ISO 8601 in UTC
-    rationale: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,10 +39,44 @@ class Comparison:
     tools: Tools = None
     cut_off_a: bool = False  # whether the response ended at the length limit
     cut_off_b: bool = False
-    answers: tuple[Answer, ...] = ()  # each person's newest answer to the pair of responses
-    trace_id: str = ""
-    run_id: str = ""  # MLflow run that collected this pair of responses
-    others: tuple[str, ...] = field(default=(), repr=False)  # people's answers that are not in ANSWERS
+    answers: Mapping[str, str] = field(default_factory=dict)  # each person's newest answer, one of ANSWERS
+
+
+def is_answers(columns: Iterable[str]) -> bool:
+    """Return whether a table has people's answers."""
+    return {NUMBER, ANSWER} <= {*columns}
+
+
+def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dict[str, str]]:
+    """Return each person's newest answer to each pair, by the pair's number and by person.
+
+    Rows without an answer are left out; answers that are not in `ANSWERS` are left out with a warning.
+
+    Raises:
+        DataError: A number is not a whole number.
+    """
+    given: list[tuple[str, int, str, str]] = []
+    for row, each in enumerate(table):
+        number = each[NUMBER]
+        if not isinstance(number, int | str | float) or not re.fullmatch(r"\d+(\.0)?", str(number)):
+            raise DataError(f"{source}: row {row}: number={number!r} is not the number of a pair. Give it as exported.")
+        time, person = (str(each[name]) if each.get(name) is not None else "" for name in (TIME, PERSON))
+        if each[ANSWER] not in (None, ""):
+            given.append((time, int(str(number).removesuffix(".0")), person or "default", str(each[ANSWER])))
+    newest = {(number, person): answer for _, number, person, answer in sorted(given, key=lambda row: row[0])}
+    if others := [answer for answer in newest.values() if answer not in ANSWERS]:
+        log.warning(
+            "%s: %d answers are not one of %s and are left out: %s.",
+            source,
+            len(others),
+            ", ".join(ANSWERS),
+            ", ".join(sorted({*others})[:3]),
+        )
+    answers: dict[int, dict[str, str]] = {}
+    for (number, person), answer in newest.items():
+        if answer in ANSWERS:
+            answers.setdefault(number, {})[person] = answer
+    return answers
 
 
 def majority(answers: Mapping[str, str]) -> str | None:
@@ -89,18 +112,26 @@ def preferences_of(comparisons: Sequence[Comparison], source: str) -> Dataset:
     """Return one row per pair in which a majority prefers one response.
 
     The columns are `prompt`, `chosen` and `rejected` (texts, or chats as messages), `tools` if a prompt has tools, and
-    `number`, `trace_id`, `people`, `answered_at`, `rationales` and `agreement`, which no model sees.
+    `AGREEMENT`, Krippendorff's alpha of all answers, which no model sees.
 
     Raises:
         DataError: No answer prefers a response, or the pairs have both texts and chats.
     """
-    answers = [{answer.person: answer.value for answer in comparison.answers} for comparison in comparisons]
-    chosen = [majority(values) for values in answers]
-    alpha = agreement(answers)
-    preferred = [pair for pair in zip(comparisons, chosen, strict=True) if pair[1] in ("A", "B")]
+    alpha = agreement([pair.answers for pair in comparisons])
+    chosen = [majority(pair.answers) for pair in comparisons]
+    preferred = [each for each in zip(comparisons, chosen, strict=True) if each[1] in ("A", "B")]
     # Leave out pairs with a blank response, because a table of preferences refuses blank texts
-    rows = [_row(*pair, alpha) for pair in preferred if is_text(pair[0].response_a) and is_text(pair[0].response_b)]
-    _log_counts(source, answers, chosen, alpha, blank=len(preferred) - len(rows))
+    rows = [_row(*each, alpha) for each in preferred if is_text(each[0].response_a) and is_text(each[0].response_b)]
+    counts, people = Counter(chosen), {person for pair in comparisons for person in pair.answers}
+    line = (
+        f"{source}: {len(rows)} of {len(comparisons)} answered pairs are used; {counts['tie']} ties, "
+        f"{counts['both bad']} both bad, {counts[None]} without a majority, {len(preferred) - len(rows)} with a blank "
+        f"response. {len(people)} people"
+        + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
+    )
+    if line not in said:
+        said.add(line)
+        log.info("%s", line)
     if not rows:
         raise DataError(
             f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Let people answer some."
@@ -111,50 +142,13 @@ def preferences_of(comparisons: Sequence[Comparison], source: str) -> Dataset:
     return table_of({name: [row[name] for row in rows] for name in rows[0] if name != "tools" or has_tools})
 
 
-def _row(comparison: Comparison, chosen: str | None, alpha: float | None) -> dict[str, Any]:
-    better, worse = comparison.response_a, comparison.response_b
-    if chosen == "B":
-        better, worse = worse, better
-    answers = sorted(comparison.answers, key=lambda answer: answer.when)
-    is_chat = not is_text(comparison.prompt)
+def _row(pair: Comparison, chosen: str | None, alpha: float | None) -> dict[str, Any]:
+    better, worse = (pair.response_b, pair.response_a) if chosen == "B" else (pair.response_a, pair.response_b)
+    is_chat = not is_text(pair.prompt)
     return {
-        "prompt": comparison.prompt,
+        "prompt": pair.prompt,
         "chosen": [{"role": ASSISTANT, "content": better}] if is_chat else better,
         "rejected": [{"role": ASSISTANT, "content": worse}] if is_chat else worse,
-        "tools": None if comparison.tools is None else as_json(comparison.tools),
-        NUMBER: comparison.number,
-        TRACE: comparison.trace_id,
-        PEOPLE: [answer.person for answer in answers],
-        WHEN: [answer.when for answer in answers],
-        RATIONALES: [answer.rationale for answer in answers],
-        ALPHA: alpha,
+        "tools": None if pair.tools is None else as_json(pair.tools),
+        AGREEMENT: alpha,
     }
-
-
-def _log_counts(
-    source: str, answers: list[dict[str, str]], chosen: list[str | None], alpha: float | None, *, blank: int
-) -> None:
-    """Log once per run how many pairs of a review queue are used, and why the remaining pairs are not used."""
-    unanswered = sum(not values for values in answers)
-    counts = Counter(choice for choice, values in zip(chosen, answers, strict=True) if values)
-    used, people = counts["A"] + counts["B"] - blank, len({person for values in answers for person in values})
-    line = (
-        f"{source}: {used} of {len(answers)} pairs are used; {counts['tie']} ties, {counts['both bad']} both bad, "
-        f"{counts[None]} without a majority, {unanswered} unanswered, {blank} with a blank response. {people} people"
-        + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
-    )
-    if line not in said:
-        said.add(line)
-        log.info("%s", line)
-
-
-def warn_of_others(source: str, others: Sequence[str]) -> None:
-    """Log how many answers are not in `ANSWERS`."""
-    if others:
-        log.warning(
-            "%s: %d answers are not one of %s and are left out: %s.",
-            source,
-            len(others),
-            ", ".join(ANSWERS),
-            ", ".join(sorted({*others})[:3]),
-        )

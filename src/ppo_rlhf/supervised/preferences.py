@@ -38,7 +38,7 @@ from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
 from ppo_rlhf.runtime.processes import on_main
-from ppo_rlhf.supervised.people_answers import KEPT, TRACE
+from ppo_rlhf.supervised.people_answers import AGREEMENT
 
 SIDES = ("prompt", "chosen", "rejected")
 COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")
@@ -74,9 +74,7 @@ def check_preferences(
     records = [_separate_prompt(record, row) for row, record in enumerate(table.to_dict("records"))]
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
-    # Columns about people's answers count as used, because the answers' columns are stored with the reward model
-    used = [*renamed, *(KEPT if TRACE in frame else ())]
-    name_unused("preferences", frame.columns, used, of_chats=any(are_chats))
+    name_unused("preferences", frame.columns, [*renamed, AGREEMENT], of_chats=any(are_chats))
     for row in np.flatnonzero(are_chats) if SYSTEM in frame else ():
         where = f"preferences: row {row}"
         checked.at[row, "prompt"] = with_system(checked.at[row, "prompt"], frame[SYSTEM].iloc[row], where)

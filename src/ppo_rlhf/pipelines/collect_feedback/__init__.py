@@ -1,4 +1,4 @@
-"""Samples pairs of responses, and queues them in MLflow for people to compare."""
+"""Samples pairs of responses for people to compare, as a file and in a review queue of MLflow."""
 
 from ppo_rlhf.pipelines.collect_feedback.pipeline import create_pipeline
 

@@ -9,20 +9,15 @@ from ppo_rlhf.pipelines.wiring import named, stage
 def create_pipeline() -> Pipeline:
     """Return the pipeline policies and prompts → pairs of responses with random sides → a review queue in MLflow.
 
-    The pipeline writes the table of pairs, with the side of each response, before it adds the first pair to MLflow.
+    The files of the pairs, and the table of the sides, are written before the first pair is put into MLflow.
     """
     sampled = ["sft_policy", "ppo_policy", "raw_prompts", "raw_evaluation_prompts"]
     return stage(
         "collect_feedback",
-        named(nodes.find_queued_pairs, ["collected_pairs", "params:feedback"], "queued_pairs"),
         named(
             nodes.sample_pairs,
-            ["queued_pairs", *sampled, "params:ppo", "params:prompts", "params:feedback"],
+            ["collected_pairs", *sampled, "params:ppo", "params:prompts", "params:feedback"],
             "feedback_pairs",
         ),
-        named(
-            nodes.queue_pairs,
-            ["feedback_pairs", "queued_pairs", "params:feedback"],
-            ["feedback_queue", "feedback_sheet"],
-        ),
+        named(nodes.put_pairs, ["feedback_pairs", "params:feedback"], None),
     )

@@ -1,4 +1,4 @@
-"""Comparison of two policies by people, in one of MLflow's review queues."""
+"""Comparison of two policies by people."""
 
 from ppo_rlhf.pipelines.human_evaluation.pipeline import create_pipeline
 

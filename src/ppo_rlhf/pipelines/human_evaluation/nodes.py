@@ -3,7 +3,6 @@
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ import pandas as pd
 
 from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.datasets.pair_tables import answered_pairs
-from ppo_rlhf.datasets.review_queues import queues_here
+from ppo_rlhf.datasets.mlflow_queue import SCHEME
+from ppo_rlhf.datasets.pair_tables import CollectedPairs
 from ppo_rlhf.evaluation import people_win_rate
 from ppo_rlhf.evaluation.people_win_rate import is_policy_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
@@ -22,7 +21,7 @@ from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
 from ppo_rlhf.runtime.paths import last_name, shown
-from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig, pair_key
+from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.people_answers import Comparison, agreement
 
 log = logging.getLogger(__name__)
@@ -30,11 +29,10 @@ log = logging.getLogger(__name__)
 _WORTH_OF_A = {"A": 1.0, "B": 0.0, "tie": 0.5, "both bad": 0.5}
 
 
-def unblind_answers(collected_pairs: pd.DataFrame, feedback: FeedbackConfig) -> pd.DataFrame:
-    """Read people's answers, in an MLflow review queue or in the file `feedback.answers`, and unblind them.
+def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -> pd.DataFrame:
+    """Read people's answers from `feedback.answers`, a file or MLflow's review queue, and unblind them.
 
-    Which policy wrote each response is recorded in `collected_pairs`, the tables of the `collect_feedback` runs that
-    made the pairs. An earlier version kept the table of a run as its artifact in MLflow.
+    Which policy wrote each response is recorded in `collected_pairs`.
 
     Returns:
         One row for each pair of the two policies that the newest answered pair compares. Columns: `number`, `prompt`
@@ -44,30 +42,21 @@ def unblind_answers(collected_pairs: pd.DataFrame, feedback: FeedbackConfig) -> 
         Pairs of other policies, such as an earlier version of a policy, are left out with a warning.
 
     Raises:
-        DataError: The review queue does not exist, or no pair in the review queue is known to compare two policies.
+        DataError: There are no answers, or no answered pair compares two policies.
     """
-    found: Sequence[tuple[Comparison, dict[str, Any] | None]]
-    if feedback.answers is None:
-        source, found = f"mlflow:{feedback.queue_name}", _in_queue(collected_pairs, feedback.queue_name)
-    else:
-        source, found = feedback.answers, answered_pairs(feedback.answers, collected_pairs, "feedback_pairs")
-    rows = [_unblinded(each, row) for each, row in found if row is not None and isinstance(row["against"], str)]
-    if unknown := len(found) - len(rows):
-        log.warning(
-            "%s: %d pairs are left out, because no table of pairs names two policies for them (the table or the "
-            "run was deleted, or both responses are from one policy).",
-            source,
-            unknown,
-        )
+    source = feedback.answers or f"{SCHEME}{feedback.queue_name}"
+    answered = collected_pairs.answered(source)
+    rows = [_unblinded(each, row) for each, row in answered if isinstance(row["against"], str)]
+    if of_one := len(answered) - len(rows):
+        log.warning("%s: %d pairs are left out, because both responses are from one policy.", source, of_one)
     if not rows:
         raise DataError(
-            f"{source}: no pair here compares two policies. Collect some: kedro run --pipelines "
-            "collect_feedback --params feedback.against=ppo_policy, and set feedback.queue to the queue that it names."
+            f"{source}: no answered pair compares two policies. Collect some: kedro run --pipelines collect_feedback "
+            "--params feedback.against=ppo_policy, and set feedback.answers to their answers."
         )
-    table = pd.DataFrame(rows).sort_values("number", ignore_index=True)
+    table = pd.DataFrame(rows)  # in the order of numbers: the pair that was collected last has the highest
     sources, weights = ["our_source", "their_source"], ["our_weights", "their_weights"]
-    answered = table[table["answers"] != "{}"]
-    newest = (table if answered.empty else answered).iloc[-1]  # the pair that was queued last has the highest number
+    newest = table.iloc[-1]
     is_newest = (table[weights] == newest[weights]).all(axis=1)
     if not is_newest.all():
         log.warning(
@@ -78,24 +67,6 @@ def unblind_answers(collected_pairs: pd.DataFrame, feedback: FeedbackConfig) -> 
             *map(shown, newest[sources]),
         )
     return table[is_newest].reset_index(drop=True)
-
-
-def _in_queue(collected_pairs: pd.DataFrame, queue: str) -> list[tuple[Comparison, dict[str, Any] | None]]:
-    """Return the pairs of an MLflow review queue, each with its row of the tables of pairs; None without a row."""
-    queues = queues_here()
-    known = {(row["number"], row["pair"]): row for row in collected_pairs.to_dict("records")}
-    by_run: dict[str, list[Comparison]] = defaultdict(list)
-    found: list[tuple[Comparison, dict[str, Any] | None]] = []
-    for each in queues.read(queue):
-        if each.number < PLACES:
-            by_run[each.run_id].append(each)
-        else:
-            found.append((each, known.get((each.number, _key(each)))))
-    for run_id, compared in by_run.items():
-        table = queues.table_of_run(run_id) if run_id else None
-        earlier = {} if table is None else {row["pair"]: row for row in table.to_dict("records")}
-        found += [(each, earlier.get(_key(each))) for each in compared]
-    return found
 
 
 def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: EvaluationConfig) -> dict[str, Any]:
@@ -158,23 +129,18 @@ def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHa
     return (None, text) if card is None else (policy.source, card)
 
 
-def _key(pair: Comparison) -> str:
-    return pair_key(pair.prompt, pair.response_a, pair.response_b)
-
-
 def _numbers(scores: Any) -> list[float]:
     return [float(score) for score in scores]
 
 
 def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `unblind_answers`. `row` is the pair's row in the table of the run that collected the pair."""
+    """Return a row of `unblind_answers`. `row` is the pair's row in the tables of the sides."""
     if row["policy_name"] == "ppo_policy":
         ours, theirs, is_ours_a = "policy", "against", row["policy_is_a"]
     else:
         ours, theirs, is_ours_a = "against", "policy", not row["policy_is_a"]
-    answers = {answer.person: answer.value for answer in each.answers}
     worths = {
-        person: _WORTH_OF_A[value] if is_ours_a else 1.0 - _WORTH_OF_A[value] for person, value in answers.items()
+        person: _WORTH_OF_A[value] if is_ours_a else 1.0 - _WORTH_OF_A[value] for person, value in each.answers.items()
     }
     return {
         "number": each.number,
@@ -182,14 +148,14 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
         "columns": row["columns"],
         "ours": row["response_a"] if is_ours_a else row["response_b"],
         "theirs": row["response_b"] if is_ours_a else row["response_a"],
-        "answers": json.dumps(answers),
+        "answers": json.dumps(each.answers),
         "worths": json.dumps(worths),
         "our_name": _name_of(row[f"{ours}_name"]),
         "their_name": _name_of(row[f"{theirs}_name"]),
         "our_source": row[ours],
         "their_source": row[theirs],
-        "our_weights": row.get(f"{ours}_fingerprint") or row[ours],  # earlier versions know the path only
-        "their_weights": row.get(f"{theirs}_fingerprint") or row[theirs],
+        "our_weights": row[f"{ours}_fingerprint"],
+        "their_weights": row[f"{theirs}_fingerprint"],
     }
 
 

@@ -7,7 +7,7 @@ from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Return the pipeline answers in an MLflow review queue → win rate by people → model card of the policy."""
+    """Return the pipeline people's answers → win rate by people → model card of the policy."""
     return stage(
         "human_evaluation",
         named(nodes.unblind_answers, ["collected_pairs", "params:feedback"], "answered_comparisons"),

@@ -19,31 +19,23 @@ from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.progress import watching
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised import reward_training
-from ppo_rlhf.supervised.people_answers import AGREEMENT, ALPHA, TRACE
+from ppo_rlhf.supervised.people_answers import AGREEMENT
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
 log = logging.getLogger(__name__)
 
 
 def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardModellingConfig) -> pd.DataFrame:
-    """Check the user's preferences before any training; without preferences return an empty table."""
+    """Check the user's preferences before any training; without preferences return an empty table.
+
+    The agreement between the people who gave them is logged to MLflow.
+    """
     if raw_preferences is None:
         return pd.DataFrame()
-    return pairs.check_preferences(frame_of(raw_preferences), *reward_modelling.columns)
-
-
-def keep_answers(raw_preferences: Dataset | None, checked_preferences: pd.DataFrame) -> pd.DataFrame:
-    """Return the preferences that people gave in MLflow, with the person, the time and the reason, to be stored.
-
-    With the stored preferences, a reward model can be trained again after MLflow's traces are deleted. Preferences that
-    do not come from MLflow give an empty table.
-    """
-    if raw_preferences is None or TRACE not in raw_preferences.column_names:
-        return pd.DataFrame()
-    rows = frame_of(raw_preferences).loc[checked_preferences.index]
-    if ALPHA in rows and mlflow.active_run() is not None and pd.notna(rows[ALPHA].iloc[0]):
-        mlflow.log_metric(AGREEMENT, float(rows[ALPHA].iloc[0]))
-    return rows
+    given = frame_of(raw_preferences)
+    if AGREEMENT in given and pd.notna(given[AGREEMENT].iloc[0]) and mlflow.active_run() is not None:
+        mlflow.log_metric(AGREEMENT, float(given[AGREEMENT].iloc[0]))
+    return pairs.check_preferences(given, *reward_modelling.columns)
 
 
 def collect_preferences(

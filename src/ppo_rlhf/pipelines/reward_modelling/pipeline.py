@@ -12,7 +12,6 @@ def create_pipeline() -> Pipeline:
     return stage(
         "reward_modelling",
         named(nodes.check_preferences, ["raw_preferences", "params:reward_modelling"], "checked_preferences"),
-        named(nodes.keep_answers, ["raw_preferences", "checked_preferences"], "answered_preferences"),
         named(
             nodes.collect_preferences,
             ["checked_preferences", *sampled, "params:reward_modelling", "params:ppo", "params:prompts"],
