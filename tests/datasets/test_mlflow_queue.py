@@ -182,8 +182,13 @@ def test_a_pair_that_another_project_gave_the_same_number_is_not_taken_for_ours(
     assert traces().keys() == {0}
 
 
-def test_answers_are_rows_of_a_file_and_only_those_of_people(store: str) -> None:
+def test_answers_are_rows_of_a_file_and_only_peoples_to_our_question_that_stand(store: str) -> None:
     put("sft", PAIRS[:2], QUESTION)
+    source, trace_id = AssessmentSource("HUMAN", "carl"), traces()[0].trace_id
+    mlflow.log_feedback(trace_id=trace_id, name="kinder", value="A", source=source)
+    given = mlflow.log_feedback(trace_id=trace_id, name="preferred", value="A", source=source)
+    corrected = AssessmentSource("LLM_JUDGE", "gpt")
+    mlflow.override_feedback(trace_id=trace_id, assessment_id=given.assessment_id, value="B", source=corrected)
     answer(1, "A", "anna", rationale="shorter")
     answer(0, "tie", "ben")
     answer(0, "B", "gpt", "LLM_JUDGE")

@@ -139,11 +139,12 @@ def test_the_newest_answer_of_each_person_counts_and_what_is_no_answer_is_named(
     assert "1 answers are not one of A, B, tie, both bad and are left out: C." in caplog.text
 
 
-def test_answers_in_csv_are_read_and_an_empty_cell_is_no_answer(tmp_path: Path) -> None:
+def test_answers_in_csv_are_read_and_an_empty_cell_is_no_answer(tmp_path: Path, caplog: Any) -> None:
     collected(tmp_path, [("p", "a", "b"), ("q", "c", "d"), ("r", "e", "f")])
     (tmp_path / "answers.csv").write_text("number,answer\n0,B\n1,\n2,A\n")
     table: Any = preferences(tmp_path, tmp_path / "answers.csv").load()
     assert [row["chosen"] for row in table] == ["b", "e"]
+    assert "left out" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
+from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import mlflow_queue
 from ppo_rlhf.pipelines.collect_feedback import nodes
 from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig
-from tests.datasets.test_mlflow_queue import answer, queued, store, traces
+from tests.datasets.test_mlflow_queue import queued, store, traces
 from tests.pipelines.feedback_project import PROMPTS, collect, pair_tables
 from tests.tiny_models import draw_weights, save, tiny_model
 
@@ -123,18 +125,16 @@ def test_numbers_differ_between_all_collections_of_a_project(folder: Path, monke
     assert {*tables[0]["prompt"]}.isdisjoint(tables[2]["prompt"])
 
 
-def test_a_second_run_that_collects_the_same_pairs_writes_nothing(folder: Path) -> None:
-    from ppo_rlhf.models.loading import PretrainedHandle
-    from tests.pipelines.feedback_project import PPO
-
-    handles = [PretrainedHandle(str(folder / name)) for name in ("sft", "ppo")]
-    empty, feedback = pair_tables(folder).load(), FeedbackConfig(pairs=6)
-    given = empty, *handles, PROMPTS, None, PPO, PromptsConfig(), feedback
-    first, second = nodes.sample_pairs(*given), nodes.sample_pairs(*given)
-    pair_tables(folder).save(first)
+def test_of_two_runs_that_collect_the_same_pairs_the_second_writes_nothing(folder: Path) -> None:
+    tables, export = pair_tables(folder), str(folder / "pairs.jsonl")
+    first = collect(folder, export=export)
+    (folder / "feedback_pairs/sft_policy.0.pairs.jsonl").write_text("of the other run")
     before = {file.name for file in (folder / "feedback_pairs").iterdir()}
-    with pytest.raises(Exception, match="exists, and is not overwritten"):
-        pair_tables(folder).save(second.assign(number=second["number"] + PLACES))
+    with pytest.raises(DatasetError) as failed:
+        tables.save(first.assign(number=first["number"] + PLACES, export=None))
+    assert re.search(
+        r"sft_policy\.0\.pairs\.jsonl: this file exists, and is not overwritten", str(failed.value.__cause__)
+    )
     assert {file.name for file in (folder / "feedback_pairs").iterdir()} == before
 
 
@@ -163,13 +163,6 @@ def test_a_collection_of_equal_responses_is_refused_with_what_to_change(folder: 
     with pytest.raises(DataError, match=r"^6 of 6 pairs have equal responses .*feedback\.temperature"):
         collect(folder, temperature=1e-4)
     assert pair_tables(folder).load().table.empty
-
-
-def test_people_go_on_answering_where_pairs_are_added(folder: Path) -> None:
-    first = collect(folder)
-    answer(first["number"][0], "A")
-    collect(folder)
-    assert [row["number"] for row in mlflow_queue.get("sft_policy")] == [first["number"][0]]
 
 
 def test_a_policy_that_has_gone_is_named_before_anything_is_made(folder: Path) -> None:

@@ -92,9 +92,9 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if self._answers is not None:
             table = self._answers
         else:
-            if self._pairs is not None:
-                self._file = file_of_answers(self._source, self._pairs)
-            table = load_table(self._file, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
+            file = self._source if self._pairs is None else file_of_answers(self._source, self._pairs)
+            table = load_table(file, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
+            self._file = file
             if self._pairs is not None and is_answers(table.column_names):
                 joined = CollectedPairs.read(self._pairs).join([*table], self._source)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
