@@ -36,6 +36,7 @@ from ppo_rlhf.reporting.wording import headline, measure, remarks, say_verdict, 
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of
+from tests.tiny_models import save, tiny_model
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = "</script><script>alert('x')</script> & \"quoted\" {{ title }}"
@@ -331,11 +332,12 @@ def test_an_expected_curve_is_drawn_beside_the_runs_own_where_its_metric_was_mea
     assert "expected" in [trace.name for trace in outputs["training_curves_plot"].data]
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_people_decided_of_this_policy_is_on_the_page_and_of_another_is_not(version):
-    said = {"result": "PPO beats SFT, decided by 3 people on 120 pairs", "policy": f"/policies/{version}"}
-    page = Page(run_reporting(human_evaluation=said, ppo_policy=PretrainedHandle("/policies/1"))["report"])
-    assert ("By people: PPO beats SFT, decided by 3 people on 120 pairs" in page.text) is (version == 1)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_people_decided_of_these_weights_is_on_the_page_and_of_others_is_not(tmp_path, seed):
+    judged, policy = (PretrainedHandle(save(tmp_path / str(each), tiny_model(seed=each))) for each in (1, seed))
+    said = {"result": "PPO beats SFT, decided by 3 people on 120 pairs", "fingerprint": judged.fingerprint()}
+    page = Page(run_reporting(human_evaluation=said, ppo_policy=policy)["report"])
+    assert ("By people: PPO beats SFT, decided by 3 people on 120 pairs" in page.text) is (seed == 1)
 
 
 def test_page_fetches_nothing_and_is_whole_after_one_iteration():
