@@ -233,24 +233,8 @@ def test_a_winner_is_named_only_from_ten_prompts_an_interval_on_one_side_and_an_
         }
 
 
-@pytest.mark.parametrize(
-    ("stored", "verdict"),
-    [
-        ("better", Verdict.BETTER),
-        ("reward_fell", Verdict.REWARD_FELL),
-        ("PPO beats SFT", Verdict.BETTER),  # from here on as earlier runs stored it
-        ("PPO loses to SFT", Verdict.WORSE),
-        ("The reward rose", Verdict.REWARD_ROSE),
-        ("The reward fell", Verdict.REWARD_FELL),
-        ("No clear difference between PPO and SFT", Verdict.NO_CLEAR_DIFFERENCE),
-        ("Too few held-out prompts to tell PPO and SFT apart", Verdict.TOO_FEW_PROMPTS),
-    ],
-)
-def test_a_stored_verdict_is_read_also_of_earlier_runs(stored, verdict):
-    assert read_verdict(stored) is verdict
-
-
-def test_a_stored_verdict_of_another_kind_is_refused():
+def test_a_stored_verdict_is_read_and_another_text_is_refused():
+    assert read_verdict("reward_fell") is Verdict.REWARD_FELL
     with pytest.raises(DataError, match=r"^evaluation_summary: .*'PPO won'.* better, worse"):
         read_verdict("PPO won")
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import TrainingHistoryDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.evaluation.verdict import SENTENCES_OF_EARLIER_RUNS, Verdict
+from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.reporting.charts import (
@@ -32,7 +32,7 @@ from ppo_rlhf.reporting.charts import (
 )
 from ppo_rlhf.reporting.report_page import MAX_TEXT
 from ppo_rlhf.reporting.token_view.page import QUANTITIES
-from ppo_rlhf.reporting.wording import headline, measure, remarks, say_verdict, write_change, write_value
+from ppo_rlhf.reporting.wording import headline, measure, remarks, write_change, write_value
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of
@@ -148,7 +148,6 @@ def test_a_value_and_a_change_have_their_standard_error(name, before, after, err
     assert write_change(measure(name), before, after, error) == change
 
 
-@pytest.mark.parametrize("of_an_earlier_run", [False, True])
 @pytest.mark.parametrize(
     ("verdict", "said"),
     [
@@ -160,20 +159,14 @@ def test_a_value_and_a_change_have_their_standard_error(name, before, after, err
         ("too_few_prompts", "Too few held-out prompts to tell PPO and SFT apart"),
     ],
 )
-def test_report_and_terminal_give_the_verdict_of_the_comparison(verdict, said, of_an_earlier_run, capsys):
+def test_report_and_terminal_give_the_verdict_of_the_comparison(verdict, said, capsys):
     """Nothing else in it says who won: report, terminal, model card and champion cannot differ."""
-    summary = json.loads(json.dumps(GOOD | SAID | {"verdict": said if of_an_earlier_run else Verdict(verdict)}))
-    assert summary["verdict"] == (said if of_an_earlier_run else verdict)
+    summary = json.loads(json.dumps(GOOD | SAID | {"verdict": Verdict(verdict)}))
+    assert summary["verdict"] == verdict
     page = run_reporting(evaluation_summary=summary)["report"]
     assert f"<h1>{said}</h1>" in page
     assert f"{said}. PPO's response is the better one on 88.0%" in " ".join(capsys.readouterr().out.split())
     assert len(remarks(summary, before_after())) == (verdict != "better")
-
-
-def test_the_words_of_earlier_runs_are_still_the_words():
-    assert {said: say_verdict(verdict) for said, verdict in SENTENCES_OF_EARLIER_RUNS.items()} == {
-        said: said for said in SENTENCES_OF_EARLIER_RUNS
-    }
 
 
 def test_headline_gives_rate_interval_number_of_prompts_and_judge():
@@ -360,17 +353,6 @@ def test_a_policy_of_another_origin_is_reported_without_curves_advice_and_tokens
     TrainingHistoryDataset(filepath=str(file), save_args={"index": False}).save(history(2))
     assert len(TrainingHistoryDataset(filepath=str(file)).load()) == 2
     assert TrainingHistoryDataset(filepath=str(file), policy_path="elsewhere").load().empty
-
-
-def test_the_history_of_a_run_before_its_layer_changed_is_read_where_it_lies(tmp_path):
-    new, old = (tmp_path / layer / "history.csv" for layer in ("07_model_output", "08_reporting"))
-    old.parent.mkdir()
-    old.write_text("iteration\n1\n2\n3\n")
-    dataset = TrainingHistoryDataset(filepath=str(new), save_args={"index": False})
-    assert len(dataset.load()) == 3
-    assert TrainingHistoryDataset(filepath=str(new), policy_path="elsewhere").load().empty
-    dataset.save(history(2))
-    assert len(dataset.load()) == 2
 
 
 def test_texts_of_models_and_users_cannot_become_markup():

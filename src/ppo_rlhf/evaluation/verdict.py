@@ -35,25 +35,14 @@ LEVELS = {
     Verdict.WORSE: -1.0,
 }
 """Value of the metric eval/verdict for each verdict."""
-SENTENCES_OF_EARLIER_RUNS = {
-    "PPO beats SFT": Verdict.BETTER,
-    "PPO loses to SFT": Verdict.WORSE,
-    "The reward rose": Verdict.REWARD_ROSE,
-    "The reward fell": Verdict.REWARD_FELL,
-    "No clear difference between PPO and SFT": Verdict.NO_CLEAR_DIFFERENCE,
-    "Too few held-out prompts to tell PPO and SFT apart": Verdict.TOO_FEW_PROMPTS,
-}
-"""Sentences that summaries of older versions stored instead of the value."""
 
 
 def read_verdict(stored: str) -> Verdict:
-    """Return the verdict of a stored summary, in which older versions stored a sentence.
+    """Return the verdict of a stored summary.
 
     Raises:
-        DataError: `stored` is neither a value of `Verdict` nor one of `SENTENCES_OF_EARLIER_RUNS`.
+        DataError: `stored` is no value of `Verdict`.
     """
-    if stored in SENTENCES_OF_EARLIER_RUNS:
-        return SENTENCES_OF_EARLIER_RUNS[stored]
     try:
         return Verdict(stored)
     except ValueError as error:
