@@ -501,11 +501,10 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
     ("before", "after", "refused", "changed"),
     [
         ({"ppo.gamma": "1.0"}, {"ppo.gamma": "0.9"}, "ppo.gamma", ""),
-        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that no longer exists
-        ({"ppo.lam": "1.0"}, {"ppo.lam": "1.0", "ppo.new": "2"}, "", ""),
+        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),
         ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
         (
-            {"ppo.local_rollout_forward_batch_size": "64"},  # the default of earlier versions
+            {"ppo.local_rollout_forward_batch_size": "64"},
             {"ppo.local_rollout_forward_batch_size": "None"},
             "",
             "local_rollout_forward_batch_size",
@@ -514,18 +513,6 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
         ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # a group that this run does not read
         ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow
-        (  # the function has moved
-            {"reward.components": '[{"function": "ppo_rlhf.demo.random_walks:optimality"}]'},
-            {"reward.components": '[{"function": "ppo_rlhf.recipes.random_walks:optimality"}]'},
-            "",
-            "",
-        ),
-        (
-            {"reward.components": '[{"function": "a:b", "name": null}]'},  # of an earlier version
-            {"reward.components": '[{"function": "a:b", "llm": null, "name": null}]'},
-            "",
-            "",
-        ),
         (
             {"reward.components": '[{"function": "a:b", "weight": 1.0}]'},
             {"reward.components": '[{"function": "a:b", "weight": 2.0}]'},

@@ -30,7 +30,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROCESSES, PROJECT_PATH, RunDescription
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
-from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS, with_new_names
+from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
 from ppo_rlhf.runtime.paths import shown
 
 if TYPE_CHECKING:
@@ -274,9 +274,6 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
     now = {**this.params, **_compared(this.tags)}
     now |= {name: before[name] for name in this.chosen_here & before.keys()}
-    before, now = (
-        {with_new_names(name): with_new_names(value) for name, value in settings.items()} for settings in (before, now)
-    )
     # Look in the earlier and in the new settings, because the resumed run may lack a callback of the earlier run
     texts = (*before.values(), *this.params.values())
     functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
@@ -292,11 +289,8 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         # MLflow stored only the first MAX_PARAM_VAL_LENGTH characters of a param with a longer value
         if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):
             continue
-        # Runs of an earlier version recorded no value for a newer setting, which equals null
-        if name in JUDGED and _plain(was) == _plain(is_now):
-            continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
-        may_change |= name in JUDGED and _plain(was, judge="any") == _plain(is_now, judge="any")
+        may_change |= name in JUDGED and _without_models(was) == _without_models(is_now)
         if name in compared:
             refused.append(f"{name.removesuffix('.fingerprint')}, as {reason} compares the scores of all evaluations")
         elif may_change or name.startswith(_OF_THE_MACHINE):
@@ -329,20 +323,20 @@ def _batch(settings: Mapping[str, str]) -> int | None:
     return math.prod(int(settings[name]) for name in BATCH) if all(name in settings for name in BATCH) else None
 
 
-def _plain(text: str, judge: str | None = None) -> Any:
-    """Return a param's JSON without nulls, with each language model replaced by `judge` if `judge` is given."""
+def _without_models(text: str) -> Any:
+    """Return a param's JSON, in which one word replaces the settings of each language model that judges."""
 
-    def plain(value: Any) -> Any:
+    def without(value: Any) -> Any:
         if isinstance(value, list):
-            return [plain(each) for each in value]
+            return [without(each) for each in value]
         if not isinstance(value, Mapping):
             return value
-        if judge is not None and {"model", "base_url"} <= value.keys():
-            return judge
-        return {name: plain(each) for name, each in value.items() if each is not None}
+        if {"model", "base_url"} <= value.keys():
+            return "a language model"
+        return {name: without(each) for name, each in value.items()}
 
     try:
-        return plain(json.loads(text))
+        return without(json.loads(text))
     except ValueError:  # the param is plain text, or JSON that MLflow has truncated
         return text
 

@@ -19,7 +19,6 @@ import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
 from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
-from ppo_rlhf.runtime.names import with_new_names
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import warn_if_slow
 from ppo_rlhf.runtime.stops import TerminationSignal
@@ -285,11 +284,8 @@ def _written(report: list[str]) -> str:
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form.
-
-    The former name of a module of this package that has moved is replaced by the module's new name.
-    """
-    module_name, _, name = with_new_names(reference).partition(":")
+    """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form."""
+    module_name, _, name = reference.partition(":")
     parts = [name, *module_name.split(".")]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")

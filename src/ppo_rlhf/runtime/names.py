@@ -32,20 +32,3 @@ grid."""
 def env_option(environment: str | None) -> str:
     """Return the option ` --env …` for a command; empty for conf/local, the default environment."""
     return f" --env {environment}" if environment not in (None, "local") else ""
-
-
-MOVED = {
-    "ppo_rlhf.rewards.exact_answer": "ppo_rlhf.recipes.exact_answer",
-    "ppo_rlhf.rewards.sentiment": "ppo_rlhf.recipes.sentiment",
-    "ppo_rlhf.data.recipe_prompts": "ppo_rlhf.recipes.recipe_prompts",
-    "ppo_rlhf.demo.calculator": "ppo_rlhf.recipes.calculator",
-    "ppo_rlhf.demo.random_walks": "ppo_rlhf.recipes.random_walks",
-}
-"""Maps the former name of a module to the new name, for modules that settings refer to as module:function."""
-
-
-def with_new_names(text: str) -> str:
-    """Return a setting's value, or a tag's name, with the former module names replaced by the new names."""
-    for former, new in MOVED.items():
-        text = text.replace(former, new)
-    return text
