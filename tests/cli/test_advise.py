@@ -173,12 +173,6 @@ def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: 
 
 
 @pytest.mark.slow
-def test_settings_of_another_version_are_left_out_and_named(kedro: Kedro, toy_project: Path):
-    record(toy_project, history(), **{"ppo.of_tomorrow": "3"})
-    assert "Settings that this version does not know are left out: ppo.of_tomorrow" in advised(kedro, toy_project)
-
-
-@pytest.mark.slow
 def test_without_any_run_the_command_says_so_and_makes_no_store(kedro: Kedro, toy_project: Path):
     (toy_project / "mlflow.db").unlink()
     assert "mlflow.db" in refused(kedro, toy_project)

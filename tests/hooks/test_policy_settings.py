@@ -37,7 +37,7 @@ class Project:
         tokenizer = word_tokenizer(chat_template="{{ tone }}" + CHAT_TEMPLATE)
         self.policy = Path(save(folder / "policy", tiny_model(), tokenizer))
         (self.policy / "generation_config.json").write_text('{"max_new_tokens": 32, "temperature": 0.9}')
-        record = {"ppo": {"kl_coef": 0.2, "seed": 7}, "chat_template_kwargs": {"tone": "b"}}
+        record = {"processes": 1, "ppo": {"kl_coef": 0.2, "seed": 7}, "chat_template_kwargs": {"tone": "b"}}
         (self.policy / "ppo_rlhf.json").write_text(json.dumps(record))
 
     def run(self, pipeline: Pipeline = READS, **typed: Any) -> tuple[DataCatalog, list[str]]:
@@ -79,7 +79,7 @@ def test_a_typed_setting_wins_also_by_another_name(own: Project):
 
 
 def test_a_policy_from_elsewhere_may_not_name_code_to_import_unless_it_is_typed(own: Project):
-    record = {"ppo": {"environment": "evil:fly", "turn_length": 4}, "chat_template_kwargs": {}}
+    record = {"processes": 1, "ppo": {"environment": "evil:fly", "turn_length": 4}, "chat_template_kwargs": {}}
     (own.policy / "ppo_rlhf.json").write_text(json.dumps(record))
     assert own.run()[0].load("params:ppo").environment == "evil:fly"
     own.is_ours = False

@@ -5,8 +5,6 @@ The models have what hides in small random ones: logits near 25, where a step of
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -16,10 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_rlhf.checkpoints.restore import restore
-from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
@@ -157,28 +152,6 @@ def test_only_weights_that_autocast_casts_are_stored_in_16_bits(saved, tied):
     assert not any(weight.requires_grad for weight in reference.parameters())
     for name, weight in reference.named_parameters():
         assert torch.equal(weight, start.get_parameter(name).to(weight.dtype)), name
-
-
-def test_a_run_of_an_older_version_goes_on_and_is_told_that_its_kl_was_another(make_run, tmp_path, caplog):
-    run = make_run(dtype="bfloat16")
-    run.state.origin = {"reference_policy": "before", "policy": "the same"}
-    run.iteration()
-    checkpoint = write_checkpoint(tmp_path / "run", run.state)
-    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
-    del state["alike_in_16_bits"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    content = (checkpoint / "state.json").read_bytes()
-    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    again = make_run(dtype="bfloat16")
-    again.state.origin = {"reference_policy": "now", "policy": "the same"}
-    with caplog.at_level("WARNING"):
-        restore(again.state, checkpoint)
-    assert again.state.iteration == 1
-    assert "the KL is exact from now on" in caplog.text
-    again.state.origin["policy"] = "another"
-    with pytest.raises(ConfigError, match=r"^policy: differs"):
-        restore(again.state, checkpoint)
 
 
 @pytest.mark.slow

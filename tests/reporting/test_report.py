@@ -452,7 +452,7 @@ def test_settings_and_advice_are_those_of_the_policys_training_whatever_conf_say
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     own = {"kl_coef": 0.15, "kl_alarm": 40.0, "kl_warning": 35.0, "gamma": 0.99}
-    (tmp_path / "ppo_rlhf.json").write_text(json.dumps({"ppo": own, "chat_template_kwargs": {}}))
+    (tmp_path / "ppo_rlhf.json").write_text(json.dumps({"processes": 1, "ppo": own, "chat_template_kwargs": {}}))
     inputs = {"training_history": history().assign(**{"objective/kl": 30.0}), "params:ppo": PPOConfig(lam=0.5)}
     page = Page(run_reporting(**inputs, ppo_policy=PretrainedHandle(str(tmp_path)))["report"]).text
     assert "ppo.gamma" in page

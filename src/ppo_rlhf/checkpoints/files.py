@@ -19,7 +19,7 @@ from ppo_rlhf.runtime.whole_files import delete, draft_of, written_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"iteration_(\d+)")
 

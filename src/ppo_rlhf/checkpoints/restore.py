@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
-from ppo_rlhf.checkpoints.store import ALIKE, STATE, read_checkpoint
+from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
-from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 
@@ -42,15 +40,10 @@ def printed_date(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
     return {DATE: ", ".join(dates)} if dates else {}
 
 
-def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return `name: (saved, now)` for every setting whose value differs.
-
-    A setting that the checkpoint does not record counts as having its default value. For a setting that this version of
-    ppo_rlhf lacks, `now` is None.
-    """
+def config_changes(saved: dict[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
+    """Return `name: (saved, now)` for every setting whose value differs; None stands for a setting that one lacks."""
     now = dataclasses.asdict(config)
-    before = {field.name: field.default for field in dataclasses.fields(config)} | dict(saved)
-    return {name: (value, now.get(name)) for name, value in before.items() if name not in now or value != now[name]}
+    return {name: (saved.get(name), now.get(name)) for name in saved | now if saved.get(name) != now.get(name)}
 
 
 def restore(state: TrainingState, directory: Path) -> None:
@@ -79,23 +72,15 @@ def restore(state: TrainingState, directory: Path) -> None:
             "ppo.gradient_accumulation_steps so that their product times the number of processes is the same"
         )
     changed_origin = [name for name, now in state.origin.items() if saved["origin"].get(name, now) != now]
-    # An older reference policy was stored in 16 bits as a whole, so its fingerprint differs, too
-    differed = frozen_dtype(state.config).itemsize == 2 and not saved.get(ALIKE)
     refused += [
         f"{name}: differs from the run of {directory}; give the same {name}, or start a new run in another folder"
         for name in changed_origin
-        if name not in (MENDABLE, DATE) and not (differed and name == "reference_policy")
+        if name not in (MENDABLE, DATE)
     ]
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
     if is_main_process():
-        if differed:
-            log.warning(
-                "%s was written by a version whose reference policy rounded unlike the policy in 16 bits: the KL is "
-                "exact from now on, so the numbers differ from those of an uninterrupted run.",
-                directory,
-            )
         if MENDABLE in changed_origin:
             log.warning("The reward functions changed since %s; the run continues with the new functions.", directory)
         if DATE in changed_origin:

@@ -33,8 +33,6 @@ from ppo_rlhf.ppo.epilogue import is_best
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
-ALIKE = "alike_in_16_bits"
-"""Key of a checkpoint's state whose reference policy did the policy's own arithmetic, in 16 bits, too."""
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
 
@@ -86,15 +84,13 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         state.load_extra_state(values["extra"])
         for name in _COUNTERS:
             setattr(state, name, values[name])
-    state.requests.end, state.micro_batch_tokens = values.get("ended", False), values.get("micro_batch_tokens")
-    for name, halving in state.halvings.items():
-        # A changed setting says anew how many responses fit
-        field = halving.setting.removeprefix("ppo.")
-        is_same = values["config"][field] == getattr(state.config, field)
-        halving.count = values.get(name, 0) if is_same else 0
-    state.requests.restore_best = values.get("restore_best", False)
-    state.best_evaluation, state.loaded_iteration = values.get("best_evaluation"), None
-    state.history = history
+        state.requests.end, state.requests.restore_best = values["ended"], values["restore_best"]
+        state.best_evaluation, state.micro_batch_tokens = values["best_evaluation"], values["micro_batch_tokens"]
+        for name, halving in state.halvings.items():
+            # A changed setting says anew how many responses fit
+            field = halving.setting.removeprefix("ppo.")
+            halving.count = values[name] if values["config"][field] == getattr(state.config, field) else 0
+    state.loaded_iteration, state.history = None, history
     state.updating = False
 
 
@@ -188,12 +184,11 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
         "origin": state.origin,
-        ALIKE: True,
-        **({"ended": True} if state.requests.end else {}),
-        **({"restore_best": True} if state.requests.restore_best else {}),
-        **({} if state.best_evaluation is None else {"best_evaluation": state.best_evaluation}),
-        **({} if state.micro_batch_tokens is None else {"micro_batch_tokens": state.micro_batch_tokens}),
-        **{name: halving.count for name, halving in state.halvings.items() if halving.count},
+        "ended": state.requests.end,
+        "restore_best": state.requests.restore_best,
+        "best_evaluation": state.best_evaluation,
+        "micro_batch_tokens": state.micro_batch_tokens,
+        **{name: halving.count for name, halving in state.halvings.items()},
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")

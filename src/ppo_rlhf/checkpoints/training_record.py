@@ -180,23 +180,19 @@ def settings_of_training(policy: PretrainedHandle, here: PPOConfig) -> PPOConfig
     """Return the settings that a policy was trained with, for report and advice, or `here` if they were not recorded.
 
     If all settings of `here` except the settings of a machine or a run (`HERE`) equal the record, the function returns
-    `here`; if not, the settings in `HERE` get their defaults. A log line names recorded settings that this version does
-    not know or refuses.
+    `here`; if not, the settings in `HERE` get their defaults. A log line names recorded settings that are refused.
     """
     if (record := _read(policy)) is None:
         return here
-    known = {each.name for each in fields(PPOConfig)} - {*HERE}
-    if unknown := sorted(record.ppo.keys() - known - {*HERE}):
-        names = ", ".join(f"ppo.{name}" for name in unknown)
-        say_once(f"{policy.source}: this version does not know these recorded settings, and leaves them out: {names}")
     try:
-        own = PPOConfig.of_run(record.processes, {name: record.ppo[name] for name in known & record.ppo.keys()})
+        own = PPOConfig.of_run(record.processes, {name: x for name, x in record.ppo.items() if name not in HERE})
     except ConfigError as error:
         say_once(
-            f"{policy.source}: this version refuses the recorded settings, so the report shows those of conf: "
+            f"{policy.source}: its recorded settings are refused, so the report shows those of conf: "
             f"{in_one_line(error)}"
         )
         return here
+    known = {each.name for each in fields(PPOConfig)} - {*HERE}
     is_alike = own.world_size == here.world_size and all(getattr(own, n) == getattr(here, n) for n in known)
     return here if is_alike else own
 
@@ -217,7 +213,7 @@ def _read(policy: PretrainedHandle) -> _Record | None:
             return None
         record = json.loads(text)
         settings, given = dict(record["ppo"]), dict(record[TEMPLATE])
-        processes = max(1, int(record.get("processes", 1)))
+        processes = max(1, int(record["processes"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "copy it again from the policy that was trained, or delete it: the settings of conf then apply"
         raise ModelError(f"{policy.source}: its {RECORD} is damaged ({in_one_line(error)}); {fix}") from error

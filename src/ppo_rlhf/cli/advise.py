@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -23,8 +23,6 @@ GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
 TRAINED = "objective/kl"
 """Key of a metric that every run which trained a policy has."""
-
-_KNOWN = {field.name for field in fields(PPOConfig)}
 
 
 @click.command(cls=Command)
@@ -54,7 +52,7 @@ class RecordedRun:
     history: list[dict[str, float]]
     """One mapping of metrics per iteration, as `ppo_rlhf.advice.advise` takes them."""
     heading: list[str]
-    """Lines with the run's name, its last iteration, and its settings that this version of ppo_rlhf does not know."""
+    """A line with the run's name and its last iteration."""
 
 
 def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:
@@ -82,7 +80,7 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
     Raises:
         MlflowException: There is no such run.
         DataError: The run did not train a policy.
-        ConfigError: The run has settings that this version of ppo_rlhf refuses.
+        ConfigError: A setting of the run is refused.
     """
     run = client.get_run(run_id)
     if TRAINED not in run.data.metrics:
@@ -93,21 +91,17 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
     # A resumed run records changed settings in tags of its MLflow run, and never changes the run's params
     params = {**run.data.params, **as_last_resumed(run.data.tags)}
     given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
-    values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
+    values: dict[str, Any] = {name: None if text == "None" else text for name, text in given.items()}
     try:
         config = PPOConfig.of_run(int(run.data.tags.get(PROCESSES, 1)), values)
     except ConfigError as error:
-        where = f"MLflow run {run_id} has settings that this version refuses"
+        where = f"MLflow run {run_id} has settings that are refused"
         raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
     history = _history(client, run)
     heading = [
         f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
         f"{config.num_total_batches}"
     ]
-    unknown = sorted(given.keys() - _KNOWN)
-    if unknown:
-        names = ", ".join(f"{GROUP}{name}" for name in unknown)
-        heading.append(f"Settings that this version does not know are left out: {names}")
     return RecordedRun(config, history, heading)
 
 

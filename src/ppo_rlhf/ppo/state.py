@@ -267,7 +267,7 @@ class TrainingState:
         """Return the JSON-able parts of a checkpoint other than weights, optimiser moments and counters."""
         parts = {name: part.state_dict() for name, part in self._parts()}
         by_component = {name: moments.state_dict() for name, moments in self.component_moments.items()}
-        return {**parts, "early_stops": self.early_stops, **({COMPONENTS: by_component} if by_component else {})}
+        return {**parts, "early_stops": self.early_stops, COMPONENTS: by_component}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Load the result of `extra_state`.
@@ -276,7 +276,7 @@ class TrainingState:
             CheckpointError: `extra`, or the state of the KL controller, the reward moments or the loss scale in
                 `extra`, has other keys than this version of ppo_rlhf writes.
         """
-        expected, given = (sorted({*keys} - {COMPONENTS}) for keys in (self.extra_state(), extra))
+        expected, given = (sorted(keys) for keys in (self.extra_state(), extra))
         if given != expected:
             raise CheckpointError(
                 f"TrainingState.load_extra_state: got the keys {given}; {', '.join(expected)} are expected. "
@@ -285,7 +285,7 @@ class TrainingState:
         for name, part in self._parts():
             part.load_state_dict(extra[name])
         self.early_stops = int(extra["early_stops"])
-        self.component_moments = {name: RunningMoments() for name in extra.get(COMPONENTS, {})}
+        self.component_moments = {name: RunningMoments() for name in extra[COMPONENTS]}
         for name, moments in self.component_moments.items():
             moments.load_state_dict(extra[COMPONENTS][name])
 

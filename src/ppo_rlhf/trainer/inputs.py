@@ -188,9 +188,7 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """
     if scorer is None:
         return {}
-    defaults = (("normalise", "total"), ("combine", "sum"))
-    attributes = {name: value for name, value in vars(scorer).items() if (name, value) not in defaults}
-    parts = {**attributes, "components": [(name, weight) for name, weight, _ in scorer.components]}
+    parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
     if others := scorers.models_of(scorer)[1:]:
         parts["other_models"] = others
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
