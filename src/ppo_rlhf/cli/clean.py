@@ -20,14 +20,14 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, existing_store
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.files import FORMATS
-from ppo_rlhf.hooks.run_description import CHECKPOINTS, HOST, NONE, PROJECT_PATH, place_of
+from ppo_rlhf.hooks.run_description import CHECKPOINTS, NONE, PROJECT_PATH, place_of
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.runtime.locks import LOCK_FILE, lock_run, one_at_a_time
 from ppo_rlhf.runtime.names import env_option
 
 OUTSIDE = "outside the project"
-ELSEWHERE, UNKNOWN = "of other projects or hosts", "without the tags host and project_path"
+ELSEWHERE = "of other projects or hosts"
 UNFINISHED = ("FAILED", "KILLED", "SCHEDULED", "RUNNING")
 MOST_PLACES = 10
 COLLECTING = "collect_feedback"
@@ -173,9 +173,6 @@ def _what_is_kept(runs: Runs, folders: Folders, why_kept: Mapping[str, str]) -> 
             "If one of these is a former place of this project (a former path or host name), --moved-from HOST:PATH "
             "includes its runs; * as HOST means any host."
         )
-    if UNKNOWN in kept:
-        own = f"{HOST}={platform.node()}, {PROJECT_PATH}={runs.project}"
-        yield f"To include a run without these tags, set the tags in MLflow: {own}."
 
 
 def _size(folder: Path) -> int:
@@ -229,7 +226,7 @@ def _needed(
     best = _best()
     for run_id, run in runs.all.items():
         if not runs.is_own(run_id):
-            why[run_id] = UNKNOWN if runs.places[run_id] is None else ELSEWHERE
+            why[run_id] = ELSEWHERE
             continue
         own = next((folder for folder in folders[run_id] if (folder / LOCK_FILE).exists()), None)
         if own is None and run.data.tags.get(MLFLOW_PARENT_RUN_ID) in runs.all:
@@ -272,11 +269,11 @@ def _has_no_checkpoints(runs: Runs, run: Run) -> bool:
 
     A run has no checkpoints if its pipeline writes none, or if its folder is gone while other runs' folders exist. If
     the folder of all runs' checkpoints is missing or empty, the function returns False, because the folder's disk may
-    be unmounted. The function also returns False for runs of earlier versions, which did not record the folder.
+    be unmounted.
     """
-    noted = run.data.tags.get(CHECKPOINTS)
-    if noted in (None, NONE):
-        return noted == NONE
+    noted = run.data.tags[CHECKPOINTS]
+    if noted == NONE:
+        return True
     root = runs.here(run, noted)
     return runs.is_inside(root) and root.is_dir() and any(root.iterdir())
 
