@@ -205,9 +205,10 @@ def test_a_critic_of_one_block_in_several_places_is_held_once_and_read_strictly(
 # --- the moving average ----------------------------------------------------------------------------------------------
 
 
-def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
+def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run, monkeypatch):
     """w̄ = d w̄ + (1 − d) w after every step, worked along with the optimiser."""
-    run = make_run(ema_decay=0.7, num_ppo_epochs=2, num_mini_batches=3, max_skipped_steps=100)
+    monkeypatch.setattr("ppo_rlhf.ppo.update.MAX_SKIPPED_STEPS", 100)
+    run = make_run(ema_decay=0.7, num_ppo_epochs=2, num_mini_batches=3)
     expected = {name: p.detach().clone() for name, p in run.state.policy.named_parameters()}
 
     def follow(*_):

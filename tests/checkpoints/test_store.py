@@ -69,7 +69,6 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
 EVERY_STATE = {
     "kl_controller": "adaptive",
     "kl_horizon": 30.0,
-    "kl_hold_iterations": 1,
     "reward_normalisation": "running",
     "target_kl": 0.05,
     "weight_decay": 0.01,

@@ -28,7 +28,6 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "drop_uniform_prompts": (2, {"responses_per_prompt": 2}),
     "kl_target": (3.0, {"kl_controller": "adaptive"}),
     "kl_horizon": (200.0, {"kl_controller": "adaptive"}),
-    "kl_hold_iterations": (2, {"kl_controller": "adaptive"}),
     "kl_in": ("loss", {"kl_estimator": "k2"}),
     "truncated_responses": ("replace", {"missing_eos_penalty": 1.0}),
     "environment": ("my_environment:reply", {"turn_length": 4}),

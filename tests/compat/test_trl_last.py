@@ -70,16 +70,6 @@ def test_epochs_become_episodes_if_the_number_of_prompts_is_known():
     assert ppo(total_episodes=300, num_train_epochs=9)["total_episodes"] == 300  # as in TRL
 
 
-def test_a_number_of_samples_becomes_the_iterations_between_them():
-    # 1000 episodes in batches of 8 x 2: 63 iterations; TRL samples every 63 // n
-    settings = {"total_episodes": 1000, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    for samples, interval in ((1, 63), (10, 6), (40, 1), (100, 1)):
-        assert ppo(**settings, num_sample_generations=samples)["sample_interval"] == interval
-    assert ppo(**settings)["sample_interval"] == 6  # 10 is TRL's default
-    assert "always sampled" in reasons(**settings, num_sample_generations=0)["num_sample_generations"]
-    assert "not known" in reasons(num_sample_generations=3)["num_sample_generations"]
-
-
 def test_warm_up_steps_become_the_share_that_gives_as_many_iterations():
     # 1000 episodes in batches of 8 x 2: 63 iterations
     settings = {"total_episodes": 1000, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}

@@ -79,7 +79,7 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iteratio
         ("lora_dropout", "dropout is always off"),
         ("model_name", "sft_model_path"),
         ("use_cpu", "ppo.device=cpu"),
-        ("num_sample_generations", "ppo.sample_interval"),
+        ("num_sample_generations", "each fifth"),
     ],
 )
 def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):

@@ -71,11 +71,6 @@ BROKEN_AND_KEPT = [
     ({"kl_coef": 0, **ADAPTIVE}, {"kl_coef": 0, "kl_controller": "fixed"}),
     ({"kl_target": 3.0}, {"kl_target": 3.0, **ADAPTIVE}),
     ({"kl_horizon": 200.0}, {"kl_horizon": 200.0, **ADAPTIVE}),
-    ({"kl_hold_iterations": 1}, {"kl_hold_iterations": 1, **ADAPTIVE}),
-    (
-        {"kl_hold_iterations": 9, **ADAPTIVE, "critic_warmup_iterations": 1, "total_episodes": 80},
-        {"kl_hold_iterations": 8, **ADAPTIVE, "critic_warmup_iterations": 1, "total_episodes": 80},
-    ),
     ({"lam": 0.9, "lam_alpha": 0.05, "lam_critic": 1.0}, {"lam": 0.9, "lam_alpha": 0.05}),
     ({"positive_coef": 0.1}, {"positive_coef": 0.1, "positive_threshold": 0.0}),
     ({"positive_threshold": 1.0}, {"positive_threshold": 1.0, "positive_coef": 0.1}),

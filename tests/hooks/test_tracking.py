@@ -129,7 +129,7 @@ def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
     assert tags["seed"] == "11"
     assert tags["data.raw_prompts.fingerprint"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
     assert tags["data.raw_prompts.path"] == str(prompts)
-    assert tags["ppo.not_default"] == "kl_coef=0.25, total_episodes=24, seed=11, sample_interval=2"
+    assert tags["ppo.not_default"] == "kl_coef=0.25, total_episodes=24, seed=11, save_total_limit=3"
     assert tags["set"] == "kl_coef=0.25 seed=11"
     assert (tags["runner"], json.loads(tags["runtime_params"])) == (
         "ppo_rlhf.runner.LoopRunner",

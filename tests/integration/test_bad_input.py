@@ -45,7 +45,6 @@ class OwnProject:
                 "missing_eos_penalty": None,
             },
             "reward": {"components": [{"type": "function", "function": f"{MODULE}:score"}]},
-            "evaluation": {"sample_pairs": 4},
         }
         save(project / "models" / "mine", tiny_model())
         self.write_rows("prompts", *({"prompt": prompt, "genre": "drama"} for prompt in PROMPTS))

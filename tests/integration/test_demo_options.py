@@ -43,7 +43,7 @@ OPTIONS = {
         "lora_target_modules": "all-linear+head",
     },
     "kl_from_0.8": {**ADAPTIVE, "kl_coef": 0.8},
-    "kl_from_0.008": {**ADAPTIVE, "kl_coef": 0.008, "kl_hold_iterations": 10},
+    "kl_from_0.008": {**ADAPTIVE, "kl_coef": 0.008},
 }
 Runs = Callable[[str], list[Path]]
 

@@ -59,7 +59,7 @@ def own(project: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> P
             },
             "prompts": {"max_held_out": EVALUATED},
             "reward": {"components": [{"type": "llm", "llm": model, "name": "helpful"}]},
-            "evaluation": {"judge": {**model, "answer": "pairwise"}, "sample_pairs": 2},
+            "evaluation": {"judge": {**model, "answer": "pairwise"}},
         },
     }
     for name, values in settings.items():

@@ -127,7 +127,6 @@ def inputs(tmp_path_factory):
         "params:evaluation": EvaluationConfig(
             judge=f"{__name__}:word_count",
             rates={"wordy_rate": f"{__name__}:is_wordy"},
-            sample_pairs=2,
             prompts_path="own.jsonl",
         ),
     }
@@ -321,7 +320,7 @@ def test_sample_pairs_show_a_chat_as_its_turns(inputs, outputs):
     chats = [json.dumps([{"role": "user", "content": f"Say {text}"}]) for text in prompts.texts[:-1]]
     table = replace(prompts, chats=[*chats, None]).to_frame()
     evaluations = (outputs[name] for name in ("sft_evaluation", "ppo_evaluation"))
-    pairs = pair_samples(*evaluations, table, EvaluationConfig(sample_pairs=len(prompts)))
+    pairs = pair_samples(*evaluations, table, EvaluationConfig())
     expected = [f"User: Say {text}\n\nAssistant: " for text in prompts.texts[:-1]] + prompts.texts[-1:]
     assert sorted(pairs["prompt"]) == sorted(expected)
 

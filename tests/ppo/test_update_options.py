@@ -311,8 +311,9 @@ def test_in_its_warm_up_only_the_critic_learns_and_the_controller_hears_nothing(
     assert run.state.optimiser_steps == 12
 
 
-def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(make_run):
-    run = make_run(kl_controller="adaptive", kl_hold_iterations=2, kl_horizon=50.0, kl_target=2.0, total_episodes=60)
+def test_the_adaptive_controller_holds_still_while_the_critic_warms_up_and_then_follows_the_kl(make_run):
+    adaptive = {"kl_controller": "adaptive", "kl_horizon": 50.0, "kl_target": 2.0}
+    run = make_run(**adaptive, critic_warmup_iterations=2, total_episodes=60)
     coefficients, observed = [], []
     while not run.state.finished:
         metrics = run.iteration()
@@ -323,14 +324,6 @@ def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(ma
         expected.append(expected[-1] * (1 + min(max(kl / 2.0 - 1, -0.2), 0.2) * 12 / 50))
     assert coefficients == pytest.approx(expected, rel=1e-12)
     assert len(set(coefficients)) > 1
-
-
-def test_the_controller_holds_still_for_the_critics_warm_up_and_then_for_its_own_iterations(make_run):
-    held = {"critic_warmup_iterations": 2, "kl_hold_iterations": 1}
-    run = make_run(kl_controller="adaptive", kl_horizon=50.0, kl_target=2.0, total_episodes=60, **held)
-    coefficients = [run.iteration()["objective/kl_coef"] for _ in range(5)]
-    assert coefficients[:4] == [0.05] * 4  # the controller's first update follows the fourth iteration
-    assert coefficients[4] != 0.05
 
 
 # --- cut-off responses left out of the loss ---------------------------------------------------------------------------

@@ -347,9 +347,12 @@ def test_only_the_main_process_saves(sft: str, tmp_path: Path, monkeypatch: pyte
     assert saved(tmp_path / "run") == []
 
 
-def test_completions_of_sampled_iterations_are_files_that_datasets_reads(tmp_path: Path):
+def test_completions_of_sampled_iterations_are_files_that_datasets_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Iterations 1, 2 and 3 of 3; a resumed run that repeats an iteration replaces its file by the same one."""
-    settings = config(sample_interval=2, save_interval=1, save_total_limit=3)
+    monkeypatch.setattr("ppo_rlhf.config.ppo.SAMPLE_INTERVAL", 2)
+    settings = config(save_interval=1, save_total_limit=3)
 
     def trainer() -> PPOTrainer:
         return PPOTrainer(settings, tiny_model(), None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
@@ -372,12 +375,12 @@ def test_completions_of_sampled_iterations_are_files_that_datasets_reads(tmp_pat
     assert [file.read_bytes() for file in files] == before
 
 
-def test_only_sampled_iterations_have_a_file(tmp_path: Path):
-    settings = config(sample_interval=100, total_episodes=20)
+def test_only_the_first_each_fifth_and_the_last_iteration_have_a_file(tmp_path: Path):
+    settings = config(total_episodes=28)
     PPOTrainer(settings, tiny_model(), None, word_tokenizer(), reward=early_letters, prompts=PROMPTS).train(
         output_dir=tmp_path
     )
-    assert [file.name[-7:-6] for file in sorted((tmp_path / "completions").iterdir())] == ["1", "5"]
+    assert [file.name[-7:-6] for file in sorted((tmp_path / "completions").iterdir())] == ["1", "5", "7"]
 
 
 def test_a_run_whose_template_prints_the_date_goes_on_the_next_day_and_a_line_says_so(

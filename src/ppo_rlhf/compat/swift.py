@@ -67,7 +67,7 @@ LEFT = {
     "leave no room for a response in the model's context",
     "top_k top_p": "ms-swift's PPO ignores this setting; here set ppo.top_k and ppo.top_p",
     "max_steps max_epochs": "ms-swift's PPO uses num_train_epochs",
-    "num_sample_generations": "ppo.sample_interval sets how often responses are shown, in iterations",
+    "num_sample_generations": "samples are logged of the first, each fifth and the last iteration",
     "ref_*": "the reference is always the policy that PPO starts from",
     "*model_type task_type model_* num_labels new_special_tokens rope_scaling": "models and tokenizers are loaded "
     "unchanged",

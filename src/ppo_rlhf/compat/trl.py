@@ -234,7 +234,7 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
 
 
 def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
-    """Carry over the number of responses, the interval of samples, and the warm-up as a share of the iterations."""
+    """Carry over the number of responses, and the warm-up as a share of the iterations."""
     episodes, setting = None, "num_train_epochs" if c["total_episodes"] is None else "total_episodes"
     if setting == "total_episodes":
         episodes = c.count("total_episodes")
@@ -247,13 +247,7 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
     iterations = None if episodes is None else math.ceil(episodes / batch_size)
 
-    samples = c.checked("num_sample_generations", int)
-    if iterations is None:
-        c.leave("ppo.sample_interval is in iterations, whose number is not known", "num_sample_generations")
-    elif samples > 0:
-        c.carry("ppo.sample_interval", "num_sample_generations", value=max(1, iterations // samples))
-    else:
-        c.leave("the first and the last iteration are always sampled", "num_sample_generations")
+    c.leave("samples are logged of the first, each fifth and the last iteration", "num_sample_generations")
     arguments.carry_warmup(c, iterations)
 
 

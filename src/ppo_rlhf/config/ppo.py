@@ -27,6 +27,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 
 EIGHT_BIT = "adamw_8bit"
 VLLM_IMPORTANCE_CAP = 3.0
+SAMPLE_INTERVAL = 5
+"""Iterations between two samples: a table in MLflow, some responses token by token, and all completions in a file. No
+setting: a sample takes milliseconds and some kilobytes, and responses that nobody kept cannot be read afterwards."""
 
 
 class _Processes(int):
@@ -151,11 +154,6 @@ class PPOConfig:
     ] = 10_000.0
     """Number of episodes in which the adaptive KL controller changes beta by at most 20 %. Set kl_horizon to a fifth of
     total_episodes or less."""
-    kl_hold_iterations: Annotated[
-        int, Field(ge=0), Typical(0, 100, "docs/results.md: 10"), Use("left out", group="adaptive_kl")
-    ] = 0
-    """Number of iterations at the start of training in which the adaptive KL controller does not change beta. KL starts
-    at 0, so the controller would lower beta in the first iterations."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Use("none", resume="free")] = 15.0
     """Threshold in nats per response. The run warns once of a KL above kl_warning, and the warning names the setting to
     change first."""
@@ -414,18 +412,11 @@ class PPOConfig:
     callbacks: Annotated[str | None, Use("none", resume="free", record="here")] = None
     """Comma-separated `module:name` of transformers TrainerCallbacks, or of functions that return a TrainerCallback
     (docs/trainer.md). PPOTrainer also takes callback objects."""
-    sample_interval: Annotated[Count, Use("none", resume="free")] = 5
-    """Number of iterations between two logged samples. A logged sample is a table in MLflow, some responses token by
-    token, and a file beside the checkpoints with all completions of the iteration. The first and the last iteration
-    always log a sample."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0), Use("none", resume="free", record="here")] = 25.0
     """Seconds that a run may take to finish an update that runs, and to save its last complete iteration, after
     SIGTERM, SIGINT or SIGHUP. A run that takes longer stops without saving, and can resume from its last checkpoint.
     Ctrl-C at a terminal has no limit. Kubernetes kills a process 30 seconds after SIGTERM. With 0 the run stops without
     saving."""
-    max_skipped_steps: Annotated[Count, Use("none", resume="free")] = 5
-    """Number of consecutive optimiser steps that may be skipped because of a non-finite gradient before the run
-    stops."""
 
     # No setting: `of_run` gives the number, and `replace` passes it on
     _processes: InitVar[InstanceOf[_Processes] | None] = None
@@ -493,14 +484,9 @@ class PPOConfig:
         """Different prompts of one iteration: batch_size / responses_per_prompt."""
         return self.batch_size // self.responses_per_prompt
 
-    @property
-    def held_iterations(self) -> int:
-        """Iterations at the start in which the KL controller does not change beta."""
-        return self.critic_warmup_iterations + self.kl_hold_iterations
-
     def samples(self, iteration: int) -> bool:
-        """Return whether an iteration's responses are kept as samples."""
-        return iteration in (1, self.num_total_batches) or iteration % self.sample_interval == 0
+        """Return whether an iteration's responses are kept as samples: of the first, each fifth and the last one."""
+        return iteration in (1, self.num_total_batches) or iteration % SAMPLE_INTERVAL == 0
 
     def not_default(self) -> dict[str, Any]:
         """Return the settings whose value differs from the default, in order of declaration."""

@@ -170,11 +170,6 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         {"kl_controller": "adaptive", "kl_coef": 0},
         "the controller multiplies {1}, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
     ),
-    _rule(
-        ("kl_hold_iterations", "critic_warmup_iterations", "num_total_batches"),
-        lambda c: c.kl_hold_iterations > 0 and c.held_iterations >= c.num_total_batches,
-        "{0} plus {1} must be less than {2}; lower {0}, or set ppo.kl_controller=fixed",
-    ),
     _clash(
         {"lam": _CHANGED, "lam_alpha": _CHANGED, "lam_critic": _CHANGED},
         "{1} sets the policy's lambda and {2} the critic's, so {0} has no effect; unset one of them",

@@ -25,8 +25,6 @@ class BestOfNConfig:
     """Largest number of held-out prompts that best-of-n and the reward audit sample responses to."""
     samples: Annotated[int, Field(ge=2)] = 64
     """Number of responses to each prompt. The number is also the largest n of the best-of-n estimates."""
-    batch_size: Annotated[int, Field(ge=1)] = 256
-    """Number of responses generated at a time."""
     seed: Seed = 42
     """Seed of the sampling noise."""
 

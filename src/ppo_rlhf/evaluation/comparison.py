@@ -21,8 +21,9 @@ from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 from ppo_rlhf.evaluation.verdict import conclude_outcomes
 from ppo_rlhf.evaluation.win_rate import win_rate
 
-EXTREMES = 3
-"""Number of widest wins, and of widest losses, that the table of sample pairs has in addition to its random rows."""
+RANDOM_PAIRS, EXTREMES = 8, 3
+"""Numbers of random prompts, of widest wins, and of widest losses in the table of sample pairs. No settings: the pairs
+are what a reader of the report looks through, and the tables of the two evaluations have all responses."""
 
 
 def outcomes(
@@ -174,7 +175,9 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
     return pd.DataFrame(rows)
 
 
-def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int, seed: int) -> pd.DataFrame:
+def sample_pairs(
+    policy: PolicyEvaluation, sft: PolicyEvaluation, *, seed: int, count: int = RANDOM_PAIRS
+) -> pd.DataFrame:
     """Return a table of sample pairs: for some prompts, the first response of each of both policies.
 
     The first `count` rows of the table are drawn at random. After the random rows come the widest wins and the widest

@@ -102,9 +102,6 @@ class EvaluationConfig:
     nothing falls are warned or stopped."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of responses generated or scored, or reference texts read, at a time."""
-    sample_pairs: Annotated[int, Field(ge=1)] = 8
-    """Number of random prompts whose two responses are shown side by side, in addition to the widest wins and
-    losses."""
     prompts_path: str | None = None
     """Source of the held-out prompts, for the model card."""
     reference_texts: str | None = None

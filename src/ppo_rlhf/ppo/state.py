@@ -240,7 +240,9 @@ class TrainingState:
                     "reward/%s is %g for each of the first %d responses; normalised alone it adds 0 until it varies",
                     *(name, moments.mean, self.config.batch_size),
                 )
-        if self.iteration > self.config.held_iterations:
+        # The controller follows KL from the policy's first iteration on, as in TRL, verl and OpenRLHF. KL starts at 0,
+        # so beta falls at first: with `kl_horizon` at a fifth of the episodes by 1 % in the first 1 % of the iterations
+        if self.iteration > self.config.critic_warmup_iterations:
             self.kl_controller.update(metrics["objective/kl"], self.config.batch_size)
         self.history.append({"iteration": float(self.iteration), **metrics})
         for line in kl_alarms(self.config, self.history):

@@ -44,6 +44,10 @@ from ppo_rlhf.runtime.processes import process_count, shards_models, together
 
 log = logging.getLogger(__name__)
 
+MAX_SKIPPED_STEPS = 5
+"""Optimiser steps in a row that may be skipped because of a non-finite gradient. No setting: a skipped step changes no
+weight, so what made the gradient non-finite stays; a batch that was at fault has passed after fewer steps."""
+
 # The update ends early above target_kl times this factor, as in TRL's first PPO, Spinning Up and stable-baselines3
 EARLY_STOP_FACTOR = 1.5
 
@@ -55,7 +59,7 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
     optimiser step if the loss has the KL over the whole vocabulary.
 
     Raises:
-        DivergenceError: The rollouts' KL exceeds `kl_stop` (no weight was changed), or `max_skipped_steps` optimiser
+        DivergenceError: The rollouts' KL exceeds `kl_stop` (no weight was changed), or `MAX_SKIPPED_STEPS` optimiser
             steps in a row had a non-finite gradient.
     """
     config, rollouts = state.config, experience.rollouts
@@ -324,7 +328,7 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     """Clip the gradients of policy and critic and step both optimisers; step neither if a gradient is not finite.
 
     Raises:
-        DivergenceError: `max_skipped_steps` optimiser steps in a row were skipped.
+        DivergenceError: `MAX_SKIPPED_STEPS` optimiser steps in a row were skipped.
     """
     config, scaler = state.config, state.accelerator.scaler
     # A shared trunk and its value head are clipped as one gradient, by however many optimisers they are moved
@@ -368,22 +372,21 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
     """Count and log a skipped optimiser step.
 
     Raises:
-        DivergenceError: `max_skipped_steps` optimiser steps in a row were skipped.
+        DivergenceError: `MAX_SKIPPED_STEPS` optimiser steps in a row were skipped.
     """
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
-    # A smaller loss scale may end float16's overflow, so do not count the skipped step towards `max_skipped_steps`
+    # A smaller loss scale may end float16's overflow, so do not count the skipped step towards `MAX_SKIPPED_STEPS`
     if scaler is not None and scaler.get_scale() > 1.0:
         log.info("float16 overflow of the %s in %s: step skipped, loss scale lowered.", culprits, where)
         return
     state.skipped_in_a_row += 1
     log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
-    if state.skipped_in_a_row >= state.config.max_skipped_steps:
+    if state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise DivergenceError(
             f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the "
-            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). The steps were "
-            "skipped; lower ppo.learning_rate, or check for non-finite rewards",
+            f"{culprits} in {where}. The steps were skipped; lower ppo.learning_rate, or check for non-finite rewards",
             last_good_iteration=state.iteration,
         )
 

@@ -54,7 +54,7 @@ def sample_responses(
         ppo_config,
         sampling=sampling_settings(ppo_config, tokenizer, policy),
         seed=best_of_n.seed,
-        batch_size=best_of_n.batch_size,
+        batch_size=evaluation.batch_size,
     )
     samples = evaluator.evaluate(policy, None).to_frame()
     samples.insert(0, PROMPT, numbers)

@@ -79,7 +79,6 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_critic=1.0,
         lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
-        kl_hold_iterations=0,
         # The pretraining is PPO's critic warm-up: the one PPO iteration after the warm-up is planned but never runs
         total_episodes=(pretraining.iterations + 1) * ppo.batch_size,
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),

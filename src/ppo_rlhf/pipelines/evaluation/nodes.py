@@ -289,7 +289,6 @@ def pair_samples(
     pairs = sample_pairs(
         PolicyEvaluation.from_frame(ppo_evaluation),
         PolicyEvaluation.from_frame(sft_evaluation),
-        count=evaluation.sample_pairs,
         seed=evaluation.seed,
     )
     prompts = PromptDataset.from_frame(evaluation_prompts)
