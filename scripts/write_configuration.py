@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.config import PPOConfig
@@ -29,12 +30,15 @@ from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised.optimisation import OptimisationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import FromScratchConfig, SupervisedFinetuningConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
-GLOBALS = ROOT / "conf" / "base" / "globals.yml"
+BASE = ROOT / "conf" / "base"
+GLOBALS = BASE / "globals.yml"
+SHARED = "supervised_finetuning and reward_modelling"
 GROUPS = {
     "ppo": PPOConfig,
     "prompts": PromptsConfig,
@@ -43,6 +47,7 @@ GROUPS = {
     "llm": LLMJudgeConfig,
     "evaluation": EvaluationConfig,
     "data_preparation": DataPreparationConfig,
+    SHARED: OptimisationConfig,
     "supervised_finetuning": SupervisedFinetuningConfig,
     "supervised_finetuning.from_scratch": FromScratchConfig,
     "reward_modelling": RewardModellingConfig,
@@ -67,14 +72,17 @@ place the environment of `--env`, such as the demo's `conf/demo`. An unknown nam
 that it misspells, or where another library's setting is here. Values outside a typical range are advised on when a run
 starts, not refused.
 
-The names of the groups are those of the parameters; where runs are tracked is in `conf/base/mlflow.yml`.
+The names of the groups are those of the parameters; where runs are tracked is in `conf/base/mlflow.yml`. What
+`conf/base` fills from a global stands only among the globals: set it there. That goes for the `seed` of each group with
+random numbers, too, which one group may have to itself (`best_of_n.seed=1`).
 """
 BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [INTRODUCTION, _globals(), *(_group(name, group) for name, group in GROUPS.items())]
+    filled = _filled_from_globals()
+    parts = [INTRODUCTION, _globals(), *(_group(name, group, filled) for name, group in GROUPS.items())]
     return "\n".join(parts)
 
 
@@ -86,13 +94,26 @@ def _globals() -> str:
     return "\n".join([heading, "| setting | value in conf/base | meaning |", "| --- | --- | --- |", *lines, ""])
 
 
-def _group(name: str, group: Any) -> str:
+def _filled_from_globals() -> set[str]:
+    """Return `group.name` of each parameter whose value in conf/base is a global's."""
+    files = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in BASE.glob("parameters_*.yml")]
+    groups = [(group, values) for file in files for group, values in file.items()]
+    return {f"{group}.{name}" for group, values in groups for name in values if "${globals:" in str(values[name])}
+
+
+def _group(name: str, group: Any, filled: set[str]) -> str:
     hints, meanings = get_type_hints(group, include_extras=True), _meanings(group)
-    summary = str(inspect.getdoc(group)).split("\n\n")[0]
-    lines = [f"## {name}\n\n{' '.join(summary.split())}\n"]
+    names = [other for other, each in GROUPS.items() if issubclass(each, group)]
+    summary = " ".join(str(inspect.getdoc(group)).split("\n\n")[0].split())
+    if group in (SupervisedFinetuningConfig, RewardModellingConfig):
+        summary += f" Beside these the group has the settings of [{SHARED}](#{SHARED.replace(' ', '-')})."
+    lines = [f"## {name}\n\n{summary}\n"]
     lines += ["| setting | type | default | meaning | typical range |", "| --- | --- | --- | --- | --- |"]
     for each in fields(group):
-        if each.name not in meanings:
+        is_filled = any(f"{other}.{each.name}" in filled for other in names) and f"{name}.{each.name}" not in GROUPS
+        if each.name not in meanings or is_filled:
+            continue
+        if not meanings[each.name]:
             raise SystemExit(f"{name}.{each.name} has no docstring: write its meaning, unit and effect below the field")
         typical = _typical(hints[each.name])
         usual = _range(typical) if typical else ""
@@ -103,14 +124,11 @@ def _group(name: str, group: Any) -> str:
 
 
 def _meanings(group: Any) -> dict[str, str]:
-    """Return the docstrings of all fields of a class, including inherited fields."""
-    found = {}
-    for base in filter(is_dataclass, reversed(group.__mro__)):
-        (tree,) = ast.parse(inspect.getsource(base)).body
-        for field, text in itertools.pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[field.target.id] = " ".join(text.value.value.split())
-    return found
+    """Return the docstring of each field that a class declares itself; a field without one has an empty text."""
+    (tree,) = ast.parse(inspect.getsource(group)).body
+    declared = [pair for pair in itertools.pairwise([*tree.body, None]) if isinstance(pair[0], ast.AnnAssign)]
+    texts = ((field.target.id, text.value.value if isinstance(text, ast.Expr) else "") for field, text in declared)
+    return {name: " ".join(text.split()) for name, text in texts}
 
 
 def _type(hint: Any) -> str:

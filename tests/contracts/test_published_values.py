@@ -74,7 +74,6 @@ def test_gsm8k_has_the_values_in_the_log_of_verls_run() -> None:
             {
                 **{"overlong_prompts": "drop", "eval_interval": 100, "save_interval": 100},
                 "local_rollout_forward_batch_size": None,  # what memory allows
-                "sample_interval": 5,  # TRL samples ten times in the run
             },
         ),
     ],
