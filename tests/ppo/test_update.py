@@ -379,7 +379,7 @@ def test_skipped_steps_in_a_row_are_counted_across_iterations(make_run):
     run = make_run(**{**ONE_STEP, "total_episodes": 120})
     for _ in range(4):
         learn_from(run.state, with_nan(run.before_update()[-1], 0))
-    with pytest.raises(TrainingError, match=r"^5 .* iteration 5, optimiser step 5 "):
+    with pytest.raises(TrainingError, match=r"^5 .* iteration 5, optimiser step 5\."):
         learn_from(run.state, with_nan(run.before_update()[-1], 0))
 
 
