@@ -267,18 +267,6 @@ def test_the_champion_of_a_sweep_is_the_best_that_beats_sft_under_the_same_condi
     assert mlflow.MlflowClient().get_model_version_by_alias(NAME, "champion").tags["win_rate"] == "0.95"
 
 
-def test_a_summary_of_an_earlier_version_makes_a_champion_and_its_tag_is_the_value(
-    store: Path, caplog: pytest.LogCaptureFixture
-):
-    model_log.register(logged_model(), "sft", summary_of(0.9, "PPO beats SFT"))
-    model_log.register(logged_model(), "sft", summary_of(0.95, "The reward rose"))
-    assert champion() == "1"
-    assert "not its champion" in caplog.messages[-1]
-    assert "The reward rose" in caplog.messages[-1]
-    versions = mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")
-    assert {str(each.version): each.tags["verdict"] for each in versions} == {"1": "better", "2": "reward_rose"}
-
-
 def test_each_start_model_has_a_champion_of_its_own(store: Path):
     """The demo's champion does not stand in the way of a user's own model, of the same folder's name even."""
     model_log.register(logged_model(), "sft", summary_of(0.99))

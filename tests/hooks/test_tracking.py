@@ -166,9 +166,9 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
     }
 
 
-def test_samples_are_a_table_of_the_first_every_second_and_the_last_iteration(tracked: TrackedRun):
+def test_samples_are_a_table_of_the_first_and_the_last_iteration_of_three(tracked: TrackedRun):
     table = mlflow.load_table("samples.json", run_ids=[tracked.run.info.run_id])
-    assert table["iteration"].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert table["iteration"].tolist() == [1, 1, 1, 3, 3, 3]
     assert table["prompt"].tolist()[:3] == ["the film was", "a story of", "i have seen"]
     assert table["response"].tolist()[:3] == ["answer 0", "answer 1", "answer 2"]
     assert table["score"].tolist()[:3] == [0.0, 1.0, 2.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -60,11 +59,6 @@ class Run:
     def model(self, name: str) -> Path:
         """Return the newest version of a model."""
         return max((self.project / "data/test/06_models" / name).glob("*/config.json")).parent
-
-    def sampled(self) -> list[int]:
-        artifacts = Path(self.tracked.info.artifact_uri.removeprefix("file://"))
-        tables = [json.loads(table.read_text()) for table in artifacts.glob("samples*.json")]
-        return sorted(row[0] for table in tables for row in table["data"])
 
     def outcome(self) -> dict[str, object]:
         """Return what must be equal to the last bit, whether a run was interrupted or not.

@@ -96,9 +96,9 @@ def test_optimiser_steps_are_batches_times_epochs_times_minibatches(chain: Run) 
 
 
 def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: Run) -> None:
-    """conf/test: samples are due at each of the three iterations."""
+    """Samples are due at the first and the last of the three iterations."""
     pages = [artifact.path for artifact in chain.client.list_artifacts(chain.tracked.info.run_id, "token_view")]
-    assert pages == [f"token_view/iteration_{iteration:06d}.html" for iteration in (1, 2, 3)]
+    assert pages == [f"token_view/iteration_{iteration:06d}.html" for iteration in (1, 3)]
     first, newest = json.loads((chain.project / "data/test/08_reporting/token_samples.json").read_text())
     assert (first["iteration"], newest["iteration"]) == (1, 3)
     assert (

@@ -181,7 +181,8 @@ def test_the_runs_completions_are_read_by_datasets_and_have_the_metrics_of_mlflo
     by_iteration = table.groupby("iteration")
     for column, metric in {"score": "objective/scores", "kl": "objective/kl", "tokens": "response/length"}.items():
         logged = dict(chain.metrics()[metric])
-        assert by_iteration[column].mean().to_dict() == pytest.approx(logged), metric
+        sampled = {iteration: logged[iteration] for iteration in (1, 3)}
+        assert by_iteration[column].mean().to_dict() == pytest.approx(sampled), metric
 
 
 def test_tensorboard_has_mlflows_numbers(chain: Run) -> None:
