@@ -95,8 +95,7 @@ LAST |= {"use_cpu": ("ppo.device", False)}
 LAST_IF_GIVEN = {name: place_of(name) for name in ("sft_model_path", "reward_model_path", "save_total_limit")}
 LAST_DERIVED = {
     **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None, "report_to": None},
-    **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "num_sample_generations": 10},
-    "load_in_4bit": False,
+    **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "load_in_4bit": False},
 }
 LAST_ALWAYS = {
     "value_model": "reward_init",  # TRL's example scripts load the critic from reward_model_path
@@ -247,7 +246,6 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
     iterations = None if episodes is None else math.ceil(episodes / batch_size)
 
-    c.leave("samples are logged of the first, each fifth and the last iteration", "num_sample_generations")
     arguments.carry_warmup(c, iterations)
 
 
