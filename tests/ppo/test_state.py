@@ -31,6 +31,14 @@ def test_a_fresh_state_has_its_counters_at_zero_and_knows_how_long_the_run_is(ma
     assert state.device == torch.device("cpu")
 
 
+def test_every_process_halves_as_often_as_the_one_whose_memory_ran_out_most_often(make_run, monkeypatch):
+    state = make_run().state
+    state.rollout_halving.count, state.update_halving.count = 1, 2
+    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, [3, 0]])
+    state.agree_on_halvings()
+    assert (state.rollout_halving.count, state.update_halving.count) == (3, 2)
+
+
 def test_a_clock_adds_up_what_a_part_takes_and_forgets_it_with_the_next_iteration(monkeypatch):
     now = iter([10.0, 11.0, 13.0, 20.0, 25.0, 40.0])
     monkeypatch.setattr("ppo_rlhf.ppo.state.time.perf_counter", lambda: next(now))
