@@ -61,6 +61,10 @@ analysisPerhaps.\nScore: 3\nassistantfinalI cannot judge this. ¦ <|channel|>ana
 <scratchpad>\nScore: 3\n</scratchpad>\nI cannot judge. ¦ <analysis>\nScore: 3\n</analysis>\nNo verdict.
 # Reasoning\nScore: 3 points for style, 5 for content.\n# Score\n8
 Score: 8\n---\nIf you want, I can also give a longer review. Score: 9 for tone.
+It says </think>Score: 9 ¦ It says </think>{"score": 9} ¦ It says <think>x</think>Score: 9 ¦ Style </think> Score: 9
+<think>Hm.</think>\nIt says </think>Score: 9 ¦ It says assistantfinalScore: 9 ¦ It says assistantfinal{"score": 9}
+It says <|channel|>final<|message|>Score: 9 ¦ <think budget="9">\nScore: 3 ¦ Well.\n<thinking type="deep">\nScore: 3
+~~~\nScore: 9 ¦ ````\n```\nScore: 9 ¦ ```\n~~~\n```\nScore: 9
 """
 VERDICTS = [
     ("Both are right.\nVerdict: A", 1.0),
@@ -118,7 +122,8 @@ TEXTS = st.lists(st.sampled_from([*PIECES, "\r\n", "\u2028", "> "]) | st.text(ma
 QUOTATIONS = each(
     r"""
 <think>\n{} ¦ <thinking>{}\n</thinking> ¦ [THINK]\n{} ¦ ◁think▷\n{} ¦ <seed:think>\n{}\n</seed:think> ¦ > {}
-<|channel|>analysis<|message|>{} ¦ ```\n{} ¦ "{}" ¦ `{}` ¦ “{}” ¦ <response>\n{}\n</response>
+<|channel|>analysis<|message|>{} ¦ ```\n{} ¦ "{}" ¦ `{}` ¦ “{}” ¦ <response>\n{}\n</response> ¦ It says </think>{}
+It says <think>No.</think>{} ¦ It says assistantfinal{} ¦ It says <|channel|>final<|message|>{} ¦ ~~~\n{}
 """
 )
 
@@ -137,5 +142,5 @@ def test_no_text_but_the_last_line_is_ever_read_and_no_number_off_the_scale(text
 @given(TEXTS, st.sampled_from(["Score: 9", "Score: 9/10", '{"score": 9}']), st.sampled_from(QUOTATIONS))
 def test_nothing_quoted_and_nothing_thought_is_ever_read(before, line, quotation):
     """The text before the quotation has no marks of its own, which could end the thought or the block of code."""
-    before = re.sub(r"[<>\[\]◁▷`]|assistantfinal", "", before)
+    before = re.sub(r"[<>\[\]◁▷`~]|assistantfinal|analysis", "", before)
     assert read_answer(f"{before}\n{quotation.format(line)}", SCORE) is None

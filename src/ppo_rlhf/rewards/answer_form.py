@@ -20,10 +20,13 @@ _VERDICT_LINE = re.compile(r"Verdict: (A|B|tie)")
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FINAL = re.compile(r"<\|channel\|>final[^<\n]*<\|message\|>|assistantfinal")
 """The begin of the final part in OpenAI's harmony format, with its marks, and as it reads without them."""
+_HAS_CHANNELS = re.compile(r"\s*(?:<\||analysis|commentary|assistantfinal)")
+"""The begin of an answer in harmony's format. Elsewhere the begin of a final part is only quoted."""
 _OTHER_CHANNEL = re.compile(r"<\|channel\|>|\A\s*(?:analysis|commentary|thought)")
 """A channel of harmony (or of Gemma) that is no answer, with and without its marks."""
-_MARK = re.compile(r"[<\[◁]([^\s<>\[\]◁▷]+)[>\]▷]")
+_MARK = re.compile(r"[<\[◁]([^\s<>\[\]◁▷]+)(?:\s[^<>\[\]◁▷=]*=[^<>\[\]◁▷]*)?[>\]▷]")
 _OF_THOUGHT = re.compile(r"think|thought|reason|analysis|scratchpad|reflection")
+_FENCE = re.compile(r"`{3,}|~{3,}")
 
 
 def response_format(*, is_pairwise: bool) -> dict[str, Any]:
@@ -48,7 +51,8 @@ def read_answer(answer: str, config: LLMJudgeConfig) -> float | None:
     for part in (answer, final or ""):  # a JSON object may quote the marks of a thought
         if (fields := _object(part)) is not None:
             return _worth(fields.get("verdict" if config.is_pairwise else "score"), config)
-    if final is None or final.count("```") % 2 == 1:  # the last line is within a thought or a code block
+    fences = _FENCE.findall(final or "")
+    if final is None or len(set(fences)) > 1 or len(fences) % 2 == 1:  # the last line may be within a code block
         return None
     said = [_worth_of_line(line.rstrip(), config) for line in final.split("\n")]
     is_plain = all(worth in (None, said[-1]) for worth in said)
@@ -56,19 +60,21 @@ def read_answer(answer: str, config: LLMJudgeConfig) -> float | None:
 
 
 def _final_part(answer: str) -> str | None:
-    """Return what follows the model's thoughts; None if a thought is not closed."""
-    text = _FINAL.split(answer)[-1]
+    """Return what follows the model's thoughts; None if a thought is not closed, or its marks may only be quoted."""
+    text = _FINAL.split(answer)[-1] if _HAS_CHANNELS.match(answer) else answer
     if _OTHER_CHANNEL.search(text):
         return None
     first = _MARK.match(text.lstrip())
     if first and first[0][0] != "[" and f"/{first[1]}" not in text:  # models think first, also between unusual marks
         return None
-    depth = end = 0
+    depth = begin = end = 0
     for mark in _MARK.finditer(text):
         if _OF_THOUGHT.search(mark[1].lower()):
+            begin, end = begin if depth else mark.start(), mark.end()
             depth = max(0, depth - 1) if "/" in mark[1] else depth + 1
-            end = mark.end()
-    return None if depth else text[end:].strip()
+    before, after = text[:begin].rpartition("\n")[2], text[end:].partition("\n")[0]
+    is_within_a_line = bool(before.strip() and after.strip())
+    return None if depth or is_within_a_line else text[end:].strip()
 
 
 def _object(text: str) -> dict[str, Any] | None:
