@@ -180,6 +180,7 @@ def test_a_script_is_not_read_and_one_line_says_what_to_give_instead(tmp_path: P
         ("ppo.json", "[" * 200_000, "too many brackets"),
         ("ppo.yaml", "- kl_coef", "must be a mapping.* the fields of its PPOConfig"),
         ("ppo.yaml", "kl_coef: [", "cannot be read"),
+        ("ppo.yaml", "? [a, b]\n: 1\n", "unhashable key"),
         ("ppo.json", "kl_coef: 1", "cannot be read"),
         ("ppo.yaml", None, "cannot be read"),
     ],

@@ -103,7 +103,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _once([(key.value, None) for key, _ in node.value])
+        _once([(str(key.value), None) for key, _ in node.value])  # a key may be a list of nodes
         return cast("dict[Any, Any]", super().construct_mapping(node, deep))
 
 
