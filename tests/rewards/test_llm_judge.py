@@ -396,7 +396,7 @@ URL = "http://localhost:1/v1"
         ({"model": "m", "base_url": URL, "extra_body": {"stream": True}}, "llm.extra_body: stream"),
         ({"model": "m", "base_url": URL, "extra_body": {"response_format": {}}}, "llm.extra_body: response_format"),
         ({"model": "m", "base_url": URL, "extra_body": {"day": date(2026, 1, 1)}}, "llm.extra_body"),
-        ({"model": "m", "base_url": URL, "max_pause_s": 9.0}, "llm.max_pause_s is not a parameter"),
+        ({"model": "m", "base_url": URL, "max_retry": 9}, "llm.max_retry is not a parameter"),
         ({"model": "m", "base_url": URL, "concurrency": 0}, "llm.concurrency=0"),
     ],
 )
