@@ -16,7 +16,7 @@ from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
-from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
+from ppo_rlhf.models.adapters import LoraSettings, has_adapter, save_adapter, with_adapter
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -332,11 +332,12 @@ def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_traini
         check_export(policy.name_or_path, PPOConfig(**LORA, export="adapter"))
 
 
-@pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("variant", [{}, LORA], ids=str)
 def test_the_average_is_exported_as_a_plain_model_beside_the_policy(make_run, variant):
     run = make_run(ema_decay=0.5, learning_rate=1e-2, **variant)
     run.iteration()
     exported = exported_policy(run.state)
+    assert not has_adapter(exported.average)
     policy = exported.model(IDS).logits.detach().clone()
     with torch.no_grad():
         for name, parameter in trained_parameters(run.state.policy).items():

@@ -226,7 +226,9 @@ def test_a_run_that_trains_ends_with_the_advice(
     assert said[1].startswith("3 iterations of the policy: too early")
     assert len(said) == 2
     of_the_setting = [record.getMessage() for record in caplog.records if "ppo.vf_coef=0.5" in record.getMessage()]
-    assert [line.split(" with ")[0] for line in of_the_setting] == ["ppo.vf_coef=0.5 has almost no effect"]  # at the start, once
+    assert [line.split(" with ")[0] for line in of_the_setting] == [
+        "ppo.vf_coef=0.5 has almost no effect"
+    ]  # at the start, once
     caplog.clear()
     assert kedro(toy_project, "run", "--pipelines", "supervised_finetuning").exit_code == 0
     assert not [record for record in caplog.records if record.name == "ppo_rlhf.hooks.run_log"]

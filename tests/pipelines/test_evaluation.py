@@ -30,6 +30,7 @@ from ppo_rlhf.models.directories import CARD
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.evaluation.nodes import (
+    _load_reference,
     choose_prompts,
     compare_policies,
     measure_reference_texts,
@@ -301,6 +302,23 @@ def test_without_reference_texts_no_model_is_loaded_for_them(inputs):
         *(None, None, None, None), inputs["params:ppo"], DataPreparationConfig(), EvaluationConfig()
     )
     assert losses.empty
+
+
+def test_reference_texts_are_cut_to_the_shorter_context_of_the_two_policies(inputs, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(inputs["sft_policy"].place, short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 4}
+    (short / "config.json").write_text(json.dumps(config))
+    texts = table_of({"text": ["a b c d e f", "a"]})
+    settings = (inputs["params:ppo"], DataPreparationConfig(), EvaluationConfig(reference_texts="own.jsonl"))
+    for policies in ((inputs["sft_policy"], PretrainedHandle(str(short))), (PretrainedHandle(str(short)),) * 2):
+        losses = measure_reference_texts(texts, None, *policies, *settings)
+        assert losses["tokens"].tolist() == [3, 1]  # the first token has no probability
+
+
+def test_in_16_bits_the_sft_policy_stores_its_linear_weights_as_a_run_does(inputs):
+    model = _load_reference(inputs["sft_policy"], PPOConfig(dtype="bfloat16", device="cpu"))
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 def test_equal_policies_have_equal_losses_to_the_bit(inputs):
