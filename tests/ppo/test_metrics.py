@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import torch
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.metrics import SUMMED, StepSums, add_over_processes, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics, peak_memory_bytes
 from ppo_rlhf.ppo.state import Clock
 from ppo_rlhf.rewards.scoring import Scores
 
@@ -73,16 +73,20 @@ def experience(make_rollouts):
     return Experience(rollouts, scores, *map(zero_padded, (REWARDS, RETURNS, RETURNS)), rollouts.mask, PPOConfig())
 
 
+TERMS, MEANS = (
+    ("policy", "value", "kl", "entropy", "positive"),
+    ("approxkl", "policy_clipfrac", "value_clipfrac", "ratio"),
+)
+
+
 def step(*values: float) -> StepSums:
-    """Statistics of a step of 5 tokens from means over its tokens."""
-    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "local", "with_policy")]
-    sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
-    given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
-    return StepSums(tokens=5, **given)
+    """Statistics of a step of 5 tokens: terms of the losses, means over its tokens, norms of the two gradients."""
+    sums = dict(zip((*TERMS, *MEANS), values[:-2], strict=True))
+    sums |= {name: 5 * sums[name] for name in MEANS}
+    return StepSums(tokens=5, sums=sums, policy_grad_norm=values[-2], value_grad_norm=values[-1])
 
 
 STEPS = [
-    # policy loss, value loss, KL, entropy, NLL, approxkl, policy clipfrac, value clipfrac, ratio, two gradient norms
     step(0.5, 2.0, 0.5, 1.0, 4.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
     step(-0.1, 1.0, 1.0, 2.0, 0.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
     step(-0.1, 0.0, 1.5, 6.0, 2.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
@@ -200,20 +204,18 @@ def test_micro_batches_add_up_to_their_minibatch():
     """A loss comes divided by the minibatch's count; the other statistics as means over the micro-batch's tokens."""
     step = StepSums(tokens=5)
     for tokens, loss, ratio in ((2, 0.3, 1.5), (3, 0.1, 0.5)):
-        actual = {"policy_loss": loss, "value_loss": 2 * loss, "entropy": loss, "nll": 3 * loss, "ratio": ratio}
-        actual |= {"approxkl": ratio, "value_clipfrac": 1.0}
-        step.add(torch.tensor([actual.get(name, 0.0) for name in SUMMED]), tokens)
+        numbers = {"policy": loss, "value": 2 * loss, "entropy": loss, "positive": 3 * loss}
+        numbers |= {"approxkl": ratio, "ratio": ratio, "value_clipfrac": 1.0}
+        step.add({name: torch.tensor(number) for name, number in numbers.items()}, tokens)
     (step,) = add_over_processes([step])
-    assert step.policy_loss == close(0.4, 1e-6)
-    assert step.value_loss == close(0.8, 1e-6)
-    assert step.entropy == close(0.4, 1e-6)
-    assert step.nll == close(1.2, 1e-6)
+    expected = {"policy": 0.4, "value": 0.8, "kl": 0.0, "entropy": 0.4, "positive": 1.2}
+    assert {name: step.sums[name] for name in expected} == {name: close(sum_, 1e-6) for name, sum_ in expected.items()}
     assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
     assert step.mean("value_clipfrac") == 1.0
 
 
 def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
-    only_critic = StepSums(tokens=5, value_loss=5.0, value_clipfrac=2.5, value_grad_norm=40.0, with_policy=False)
+    only_critic = replace(step(0, 5.0, 0, 0, 0, 0, 0, 0.5, 0, 0, 40.0), with_policy=False)
     given = state_after(96, 11, 1), experience
     plain, actual = (iteration_metrics(*given, steps) for steps in (STEPS, [*STEPS, only_critic]))
     changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}

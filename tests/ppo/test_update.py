@@ -11,8 +11,9 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core import randomness
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
-from ppo_rlhf.ppo import update
+from ppo_rlhf.ppo import losses, update
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.losses import LossTerm, Term
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.ppo.rollouts import UpdatePlan
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -25,13 +26,13 @@ NAN = float("nan")
 def recorded(monkeypatch, name: str) -> list[dict[str, torch.Tensor]]:
     """Record the arguments of each call of the named loss function, by parameter name."""
     calls: list[dict[str, torch.Tensor]] = []
-    original = getattr(update, name)
+    original = getattr(losses, name)
 
     def spy(new, old, target, mask, **options):
         calls.append({"new": new.detach().clone(), "old": old, "target": target, "mask": mask, **options})
         return original(new, old, target, mask, **options)
 
-    monkeypatch.setattr(update, name, spy)
+    monkeypatch.setattr(losses, name, spy)
     return calls
 
 
@@ -291,6 +292,23 @@ def test_the_logged_statistics_are_means_over_the_tokens_of_the_minibatch(make_r
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(0.5 * (new - old).square().mean()), **close)
     assert metrics["policy/clipfrac_avg"] == pytest.approx(float((clipped < unclipped).double().mean()), **close)
     assert metrics["loss/policy_avg"] == pytest.approx(float(-torch.minimum(clipped, unclipped).mean()), **close)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_term_of_the_loss_that_is_added_to_the_table_trains_and_is_logged_and_in_the_total(
+    make_run, monkeypatch, shared
+):
+    """The mean log-probability, 50 times: one step against its gradient makes the responses less likely."""
+    run, other = (make_run(value_model="shared" if shared else "separate", **ONE_STEP) for _ in range(2))
+    experience = run.before_update()[-1]
+    plain = learn_from(other.state, experience)
+    term = LossTerm(lambda output, inputs: Term(inputs.aggregated(output.logprobs)), lambda config, kl_coef: 50.0)
+    monkeypatch.setitem(losses.POLICY_TERMS, "likelihood", term)
+    metrics = learn_from(run.state, experience)
+    mean = float(experience.rollouts.old_logprobs[experience.mask].mean())
+    assert metrics["loss/likelihood_avg"] == pytest.approx(mean, rel=1e-9)
+    assert metrics["loss/total"] - plain["loss/total"] == pytest.approx(50.0 * mean, rel=1e-9)
+    assert metrics["policy/grad_norm"] > 10 * plain["policy/grad_norm"]
 
 
 # --- non-finite gradients --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers import BertConfig, FalconConfig, GPT2Config, PretrainedConfig,
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.uses import names_of
 from ppo_rlhf.core import rewards as core_rewards
-from ppo_rlhf.ppo import loop, update
+from ppo_rlhf.ppo import loop, losses
 from ppo_rlhf.ppo.experience import estimate_advantages, shape_rewards
 from ppo_rlhf.preflight import probes
 
@@ -60,12 +60,12 @@ def test_the_default_settings_pass_every_probe(seed: int):
 
 
 def test_a_policy_loss_of_the_wrong_sign_is_found_by_each_probe_in_which_a_policy_learns(monkeypatch, short: None):
-    right = update.clipped_policy_loss
+    right = losses.clipped_policy_loss
 
     def wrong(logprobs, old_logprobs, advantages, mask, **options):
         return right(logprobs, old_logprobs, -advantages, mask, **options)
 
-    monkeypatch.setattr(update, "clipped_policy_loss", wrong)
+    monkeypatch.setattr(losses, "clipped_policy_loss", wrong)
     found = broken()
     assert set(found) == {"one token", "prompt", "delayed reward", "KL penalty"}
     assert "the policy does not follow a reward" in found["one token"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mea
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, STATISTICS, coefficients, summed_names, total
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
 from ppo_rlhf.rewards.combination import DISAGREEMENT
@@ -27,58 +29,49 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
-"""Names of the fields of `StepSums` that are summed over micro-batches and processes."""
-FIRST_MEAN = SUMMED.index("approxkl")
-"""Index in `SUMMED` of the first field that is a sum over tokens: a micro-batch adds its mean times its token count."""
-
 
 @dataclass
 class StepSums:
     """Statistics of one minibatch.
 
-    Losses are means over the minibatch; `approxkl`, `ratio` and the clip fractions are sums over tokens. During the
-    update `local` holds this process's statistics on the device; `add_over_processes` sums `local` over all processes
-    into the fields named in `SUMMED`.
+    During the update `local` holds this process's sums on the device; `add_over_processes` sums `local` over all
+    processes into `sums`.
     """
 
     tokens: int  # number of the whole minibatch's tokens that the losses count; if 0, no optimiser step is taken
-    local: Tensor | None = None  # [9], this process's sums in the order of SUMMED
-    policy_loss: float = 0.0  # clipped surrogate loss of the policy alone
-    value_loss: float = 0.0  # value loss before multiplication by vf_coef
-    kl: float = 0.0  # KL term before multiplication by kl_coef; 0 unless the loss has a KL term
-    entropy: float = 0.0  # entropy before multiplication by entropy_coef; 0 unless the loss has an entropy bonus
-    # Loss of positive examples before multiplication by positive_coef; 0 if positive_threshold is not set
-    nll: float = 0.0
-    approxkl: float = 0.0
-    policy_clipfrac: float = 0.0
-    value_clipfrac: float = 0.0
-    ratio: float = 0.0
+    local: Tensor | None = None  # [len(summed_names())], this process's sums in the order of `summed_names`
+    # By name: each term of the losses before its coefficient, 0 if the settings leave the term out, as a mean over the
+    # minibatch; each of `STATISTICS` as a sum over tokens
+    sums: dict[str, float] = field(default_factory=dict)
     with_policy: bool = True  # False if the step trained only the critic
     policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping
     value_grad_norm: float = 0.0
 
-    def add(self, terms: Tensor, tokens: int) -> None:
-        """Add the statistics of a micro-batch: `[9]` in the order of SUMMED, with means from `FIRST_MEAN` on.
+    def add(self, numbers: Mapping[str, Tensor], tokens: int) -> None:
+        """Add a micro-batch's numbers by name: its shares of the terms' losses, and its means of the `STATISTICS`.
 
         `tokens` is the number of the micro-batch's tokens that the losses count. Means are multiplied by `tokens`, so
         ratios of 1 add up exactly.
         """
-        terms[FIRST_MEAN:] *= tokens
-        self.local = terms if self.local is None else self.local + terms
+        none = next(iter(numbers.values())).new_zeros(())
+        sums = torch.stack([numbers.get(name, none).detach() for name in summed_names()])
+        sums[-len(STATISTICS) :] *= tokens
+        self.local = sums if self.local is None else self.local + sums
 
     def mean(self, name: str) -> float:
-        """Return the mean over tokens of a field that is a sum over tokens."""
-        return float(getattr(self, name)) / max(1, self.tokens)
+        """Return the mean over tokens of one of `STATISTICS`."""
+        return self.sums[name] / max(1, self.tokens)
 
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each optimiser step, summed over all processes, as Python numbers."""
-    none = torch.zeros(len(SUMMED))  # sums of 0 for a process that had no micro-batches in the step
+    names = summed_names()
+    none = torch.zeros(len(names))  # sums of 0 for a process that had no micro-batches in the step
     local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
     sums = torch.stack(gather_tensors(local)).sum(0).tolist()
     return [
-        replace(step, local=None, **dict(zip(SUMMED, row, strict=True))) for step, row in zip(steps, sums, strict=True)
+        replace(step, local=None, sums=dict(zip(names, row, strict=True)))
+        for step, row in zip(steps, sums, strict=True)
     ]
 
 
@@ -135,29 +128,25 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
     every = [step for step in steps if step.tokens] or steps
     counted = [step for step in every if step.with_policy]
 
-    def over_steps(name: str, steps: list[StepSums] = counted) -> float:
-        return statistics.fmean(float(getattr(step, name)) for step in steps)
-
     def over_tokens(name: str, steps: list[StepSums] = counted) -> float:
         return statistics.fmean(step.mean(name) for step in steps)
 
+    def over_steps(terms: Iterable[str], steps: list[StepSums]) -> dict[str, float]:
+        return {name: statistics.fmean(step.sums[name] for step in steps) for name in terms}
+
     ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
-    policy_terms = over_steps("policy_loss") + kl_coef * over_steps("kl") - config.entropy_coef * over_steps("entropy")
-    policy_terms += config.positive_coef * over_steps("nll")
+    of_policy, of_critic = over_steps(POLICY_TERMS, counted), over_steps(CRITIC_TERMS, every)
+    weights = coefficients(config, kl_coef)
     return {
         "policy/approxkl_avg": over_tokens("approxkl"),
         "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
-        "policy/grad_norm": over_steps("policy_grad_norm"),
-        "loss/policy_avg": over_steps("policy_loss"),
-        "loss/value_avg": over_steps("value_loss", every),
-        "loss/kl_avg": over_steps("kl"),
-        "loss/entropy_avg": over_steps("entropy"),
-        "loss/positive_avg": over_steps("nll"),
-        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss", every),
+        "policy/grad_norm": statistics.fmean(step.policy_grad_norm for step in counted),
+        **{f"loss/{name}_avg": loss for name, loss in (of_policy | of_critic).items()},
+        "loss/total": total(of_policy, weights) + total(of_critic, weights),
         "val/clipfrac_avg": over_tokens("value_clipfrac", every),
         "val/ratio": statistics.fmean(ratios),
         "val/ratio_var": float(torch.tensor(ratios, dtype=torch.float64).var(correction=min(1, len(ratios) - 1))),
-        "value/grad_norm": over_steps("value_grad_norm", every),
+        "value/grad_norm": statistics.fmean(step.value_grad_norm for step in every),
     }
 
 

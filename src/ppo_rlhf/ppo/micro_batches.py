@@ -30,6 +30,7 @@ from ppo_rlhf.models.sharding import local_shard
 from ppo_rlhf.ppo.forward_passes import logits_held
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import dealt_rows, from_all, is_main_process, own_rank, process_count, shards_models
 
@@ -58,6 +59,23 @@ class Minibatch:
     def most_rows(self) -> int:
         """The rows of the largest of this process's micro-batches."""
         return max(map(len, self.micro_batches), default=0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The inputs of one forward and backward pass: b rows with t response columns."""
+
+    batch: SequenceBatch
+    tokens: int  # number of the micro-batch's tokens that the losses count
+    mask: Tensor  # [b, t] bool, True on the tokens that the losses count
+    # [b, t], log-probabilities before the update; with `importance_low`, the sampler's log-probabilities
+    old_logprobs: Tensor
+    reference_logprobs: Tensor  # [b, t], log-probabilities of the reference policy
+    advantages: Tensor  # [b, t], advantages multiplied by the importance weights
+    values: Tensor  # [b, t], the critic's values before the update
+    returns: Tensor  # [b, t], returns that the critic learns
+    # [b, t] bool, True on the tokens of positive examples; None if the loss has no term for positive examples
+    positive: Tensor | None = None
 
 
 Epochs = list[list[Minibatch]]

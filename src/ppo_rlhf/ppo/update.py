@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,22 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
+from ppo_rlhf.core.aggregation import aggregation_count
 from ppo_rlhf.core.errors import DivergenceError
-from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.losses import (
-    PolicyLoss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    masked_policy_loss,
-)
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.forward_passes import Reference
+from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, LossInputs, coefficients, measured, total
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
-from ppo_rlhf.ppo.micro_batches import Minibatch, own_micro_batches
+from ppo_rlhf.ppo.micro_batches import MicroBatch, Minibatch, own_micro_batches
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.rollouts import UpdatePlan, halve_plan, update_plan
@@ -92,23 +85,6 @@ def optimise_policy(state: TrainingState, experience: Experience, reference_poli
                     return add_over_processes(steps)
                 take_step(state, step)
         return add_over_processes(steps)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The inputs of one forward and backward pass: b rows with t response columns."""
-
-    batch: SequenceBatch
-    tokens: int  # number of the micro-batch's tokens that the losses count
-    mask: Tensor  # [b, t] bool, True on the tokens that the losses count
-    # [b, t], log-probabilities before the update; with `importance_low`, the sampler's log-probabilities
-    old_logprobs: Tensor
-    reference_logprobs: Tensor  # [b, t], log-probabilities of the reference policy
-    advantages: Tensor  # [b, t], advantages multiplied by the importance weights
-    values: Tensor  # [b, t], the critic's values before the update
-    returns: Tensor  # [b, t], returns that the critic learns
-    # [b, t] bool, True on the tokens of positive examples; None if the loss has no term for positive examples
-    positive: Tensor | None = None
 
 
 class EpochBatches:
@@ -215,7 +191,7 @@ def compute_gradients(
     step = StepSums(tokens=int(mask.sum()), with_policy=minibatch.with_policy)
     for micro_batch in micro_batches:
         with synchronised(state, is_last=micro_batch is micro_batches[-1]):
-            terms = add_gradients(
+            numbers = add_gradients(
                 state,
                 micro_batch,
                 denominator=denominator,
@@ -224,7 +200,7 @@ def compute_gradients(
                 learns=learns,
                 with_policy=minibatch.with_policy,
             )
-        step.add(terms, micro_batch.tokens)
+        step.add(numbers, micro_batch.tokens)
     return step
 
 
@@ -237,8 +213,8 @@ def add_gradients(
     reference: Reference,
     learns: bool,
     with_policy: bool,
-) -> Tensor:
-    """Add the gradients of a micro-batch; return the micro-batch's losses and means in the order of `StepSums.add`.
+) -> dict[str, Tensor]:
+    """Add the gradients of a micro-batch; return the terms of its losses, and their statistics, by name.
 
     Args:
         state: The models, and the controller of the KL coefficient.
@@ -249,71 +225,31 @@ def add_gradients(
         learns: False while only the critic warms up, so that the policy has no gradients.
         with_policy: False in epochs that train only the critic, so that the policy has no forward pass.
     """
-    config, accelerator, aggregation = state.config, state.accelerator, state.config.loss_aggregation
-    kl = entropy = nll = micro_batch.advantages.new_zeros(())
-    policy_terms = PolicyLoss(kl, kl, kl, kl)
+    config, accelerator = state.config, state.accelerator
+    inputs = LossInputs(config, micro_batch, denominator, positives)
+    weights = coefficients(config, state.kl_controller.kl_coef)
+    numbers: dict[str, Tensor] = {}
     if with_policy:
         with accelerator.autocast():
             output = state.policy_forward(
                 micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=learns, reference=reference
             )
-        policy_terms = _surrogate(output.logprobs, micro_batch, denominator, config)
-        policy_loss = policy_terms.loss
-        if config.kl_in == "loss":
-            estimate = output.kl
-            if estimate is None:
-                estimate = kl_estimate(output.logprobs, micro_batch.reference_logprobs, config.kl_estimator)
-            kl = aggregate_loss(estimate, micro_batch.mask, aggregation, denominator)
-            policy_loss = policy_loss + state.kl_controller.kl_coef * kl
-        if output.entropy is not None:
-            entropy = aggregate_loss(output.entropy, micro_batch.mask, aggregation, denominator)
-            policy_loss = policy_loss - config.entropy_coef * entropy
-        if micro_batch.positive is not None:
-            nll = aggregate_loss(-output.logprobs, micro_batch.positive, aggregation, positives)
-            policy_loss = policy_loss + config.positive_coef * nll
+        losses, statistics = measured(POLICY_TERMS, output, inputs)
+        numbers = losses | statistics
+        policy_loss = total(losses, weights)
         if learns and not state.shares_trunk:
             _backward(policy_loss, accelerator.scaler)
         values = output.values
     if state.critic_forward is not None:
         with accelerator.autocast():
             values = state.critic_forward(micro_batch.batch)
-    value_terms = clipped_value_loss(
-        values[:, :-1],
-        micro_batch.values,
-        micro_batch.returns,
-        micro_batch.mask,
-        cliprange_value=config.cliprange_value,
-        loss_aggregation=aggregation,
-        denominator=denominator,
-    )
-    loss = config.vf_coef * value_terms.loss
+    losses, statistics = measured(CRITIC_TERMS, values, inputs)
+    numbers |= losses | statistics
+    loss = total(losses, weights)
     if learns and state.shares_trunk:
         loss = loss + policy_loss
     _backward(loss, accelerator.scaler)
-    losses = policy_terms.loss, value_terms.loss, kl, entropy, nll
-    means = policy_terms.approxkl, policy_terms.clipfrac, value_terms.clipfrac, policy_terms.ratio
-    return torch.stack([number.detach() for number in (*losses, *means)])
-
-
-def _surrogate(logprobs: Tensor, micro_batch: MicroBatch, denominator: float, config: PPOConfig) -> PolicyLoss:
-    """Return the policy's loss of a micro-batch: clipped, or with `importance_low` masked outside a band of ratios."""
-    compared = logprobs, micro_batch.old_logprobs, micro_batch.advantages, micro_batch.mask
-    if config.importance_low is not None and config.importance_high is not None:
-        return masked_policy_loss(
-            *compared,
-            low=config.importance_low,
-            high=config.importance_high,
-            loss_aggregation=config.loss_aggregation,
-            denominator=denominator,
-        )
-    return clipped_policy_loss(
-        *compared,
-        cliprange=config.cliprange,
-        cliprange_high=config.cliprange_high,
-        dual_clip=config.dual_clip,
-        loss_aggregation=config.loss_aggregation,
-        denominator=denominator,
-    )
+    return numbers
 
 
 def _backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
