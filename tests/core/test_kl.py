@@ -1,12 +1,13 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.core.choices import KL_ESTIMATORS
+from ppo_rlhf.core.choices import KLEstimator
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ShapeError, TrainingError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from ppo_rlhf.core.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_estimate
 
 from .support import NAN, prefix_mask
 
@@ -73,9 +74,18 @@ def test_padding_is_passed_through_and_sends_no_gradient_once_masked(estimator: 
         assert (reference.grad[~mask] == 0).all()
 
 
-def test_unknown_estimators_and_unequal_shapes_are_refused():
-    with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4'.*k1, k2, k3, k3\+"):
-        kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
+def test_each_declared_estimator_but_that_over_the_vocabulary_has_a_function():
+    assert {*KL_ESTIMATORS, "full"} == set(get_args(KLEstimator))
+
+
+@pytest.mark.parametrize("estimator", ["k4", "full", "k3"])
+def test_an_estimator_without_a_function_is_refused_whether_it_is_declared_or_not(estimator, monkeypatch):
+    monkeypatch.delitem(KL_ESTIMATORS, "k3")
+    with pytest.raises(ConfigError, match=rf"kl_estimate: estimator='{estimator}'.*k1, k2, k3\+\."):
+        kl_estimate(torch.zeros(2), torch.zeros(2), estimator)
+
+
+def test_unequal_shapes_are_refused():
     with pytest.raises(ShapeError, match=r"kl_estimate.*logprobs \[2\], reference_logprobs \[3\]"):
         kl_estimate(torch.zeros(2), torch.zeros(3))
 

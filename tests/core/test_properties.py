@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.advantages import generalized_advantage_estimate
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.choices import KL_ESTIMATORS, LOSS_AGGREGATIONS
-from ppo_rlhf.core.kl import kl_estimate
+from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
+from ppo_rlhf.core.kl import KL_ESTIMATORS, kl_estimate
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.losses import clipped_policy_loss
 from ppo_rlhf.core.responses import length_mask, response_lengths

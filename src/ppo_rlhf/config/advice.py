@@ -57,7 +57,7 @@ def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
             "for the token itself: the full KL of a state does not depend on the token sampled there. Use "
             "ppo.kl_estimator=k1, or ppo.kl_in=loss",
         )
-    elif c.kl_in == "reward" and c.kl_estimator != "k1":
+    if c.kl_in == "reward" and c.kl_estimator in ("k2", "k3"):
         yield (
             {"kl_estimator", "kl_in"},
             f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward makes rare tokens even rarer: training misses "

@@ -5,8 +5,7 @@ settings is fast.
 from typing import Literal, get_args
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
-KL_ESTIMATORS: tuple[str, ...] = tuple(name for name in get_args(KLEstimator) if name != "full")
-"""The KL estimators that need only the log-probabilities of the sampled tokens; "full" needs the whole vocabulary."""
+"""`full` needs the whole vocabulary; `core.kl.KL_ESTIMATORS` has the functions of the others."""
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
 LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)

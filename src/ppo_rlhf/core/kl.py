@@ -4,11 +4,12 @@ Direction: policy minus reference. A positive k1 means drift: the policy gives t
 probability than the reference does.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ppo_rlhf.core.checks import check_choice, check_range, check_shape, compute_dtype
-from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 
 # The KL estimators and the policy loss clamp log-ratios to ± this many nats before exp
@@ -20,16 +21,13 @@ ADAPTIVE_SMALLEST_FACTOR = 0.1
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """Estimate KL(policy || reference) per sampled token, from d = logprobs − reference_logprobs.
-
-    k1 = d (unbiased, may be negative); k2 = d²/2 (biased, >= 0); k3 = exp(−d) − 1 + d (unbiased, >= 0).
-    In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
-    k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference).
+    """Estimate KL(policy || reference) per sampled token by one of `KL_ESTIMATORS`.
 
     `logprobs` and `reference_logprobs` belong to the sampled tokens. The result has the shape of the two tensors,
     usually [B, T], and is in nats per token. `kl_estimate` applies no mask: NaN in padding stays NaN until
-    `shape_rewards` or `aggregate_loss` applies the mask. No gradient flows from a position where d is not finite.
-    Raises ShapeError if the shapes differ, and ConfigError if the estimator is unknown.
+    `shape_rewards` or `aggregate_loss` applies the mask. No gradient flows from a position where the log-probabilities'
+    difference is not finite. Raises ShapeError if the shapes differ, and ConfigError if `KL_ESTIMATORS` has no function
+    for the estimator.
 
     Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
@@ -37,18 +35,38 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     check_choice("kl_estimate", KL_ESTIMATORS, estimator=estimator)
     dtype = compute_dtype(logprobs, reference_logprobs)
     difference = logprobs.to(dtype) - reference_logprobs.to(dtype)
-    if estimator == "k1":
-        return difference
     # Detach positions where the difference is NaN, as in padding: an incoming gradient of 0 times NaN would be NaN
-    difference = torch.where(difference.isfinite(), difference, difference.detach())
-    if estimator == "k2":
-        return 0.5 * difference.square()
+    return KL_ESTIMATORS[estimator](torch.where(difference.isfinite(), difference, difference.detach()))
+
+
+def _k1(difference: Tensor) -> Tensor:
+    """Return d: unbiased, may be negative."""
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    """Return d²/2: biased, >= 0."""
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """Return exp(−d) − 1 + d: unbiased, >= 0.
+
+    d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
+    """
     floored = difference.clamp(min=-LOG_RATIO_LIMIT)
-    k3 = torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
-    if estimator == "k3":
-        return k3
-    k2 = 0.5 * difference.square()
-    return k3.detach() + (k2 - k2.detach())
+    return torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
+
+
+def _k3_plus(difference: Tensor) -> Tensor:
+    """Return k3's value with k2's gradient, d · ∇logprobs, whose mean is the gradient of KL(policy || reference)."""
+    k2 = _k2(difference)
+    return _k3(difference).detach() + (k2 - k2.detach())
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "k3+": _k3_plus}
+"""The functions of the KL estimators that need only d = logprobs − reference_logprobs of the sampled tokens. `full`
+needs the whole vocabulary and is computed with the log-probabilities."""
 
 
 class FixedKLController:
