@@ -1,9 +1,12 @@
+from typing import get_args
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.rewards import last_token_mask, overlong_penalty, shape_rewards
+from ppo_rlhf.core.rewards import COMBINATIONS, combine_scores, last_token_mask, overlong_penalty, shape_rewards
 
 from .support import NAN, prefix_mask
 
@@ -69,3 +72,10 @@ def test_the_overlong_penalty_refuses_a_buffer_that_does_not_fit():
             overlong_penalty(torch.tensor([3]), 10, buffer)
     with pytest.raises(ShapeError, match=r"lengths.*\[1, 2\].*\[B\]"):
         overlong_penalty(torch.ones(1, 2), 10, 4)
+
+
+def test_each_declared_combination_has_a_function_without_which_it_is_refused(monkeypatch):
+    assert set(COMBINATIONS) == set(get_args(RewardCombination))
+    monkeypatch.delitem(COMBINATIONS, "min")
+    with pytest.raises(ConfigError, match=r"how='min'.*sum, mean, mean_minus_std\."):
+        combine_scores(torch.zeros(2, 3), "min")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from typing import assert_never
 
 from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
@@ -31,8 +32,14 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
     policy = state.policy
     average = None if state.policy_average is None else state.policy_average.applied_to(policy)
-    if has_adapter(policy) and state.config.export == "merged":
-        policy, average = merged(policy), None if average is None else merged(average)
+    match state.config.export:
+        case "merged":
+            if has_adapter(policy):
+                policy, average = merged(policy), None if average is None else merged(average)
+        case "adapter":
+            pass
+        case unknown:
+            assert_never(unknown)
     trained = TrainedModel(policy, state.tokenizer, head, average)
     return replace(trained, generation_config=generation_config_of(state), record=record_of(state))
 

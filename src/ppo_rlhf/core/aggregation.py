@@ -1,16 +1,18 @@
 """Reduces token losses to one number whose sum does not depend on how a minibatch is cut into micro-batches."""
 
+from typing import assert_never
+
 import torch
 from torch import Tensor
 
 from ppo_rlhf.core.checks import as_bool, check_choice, check_range, check_shape, compute_dtype, select
-from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
+from ppo_rlhf.core.choices import LOSS_AGGREGATIONS, LossAggregation
 
 
 def aggregate_loss(
     token_loss: Tensor,
     mask: Tensor,
-    loss_aggregation: str = "token_mean",
+    loss_aggregation: LossAggregation = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> Tensor:
     """Reduce token losses to one scalar: numerator / denominator.
@@ -43,10 +45,13 @@ def aggregate_loss(
     counts_BT = as_bool(mask)
     dtype = compute_dtype(token_loss)
     losses_BT = select(token_loss, counts_BT, dtype)
-    if loss_aggregation == "seq_mean_token_mean":
-        numerator = (losses_BT.sum(dim=1) / counts_BT.sum(dim=1).clamp(min=1)).sum()
-    else:
-        numerator = losses_BT.sum()
+    match loss_aggregation:
+        case "seq_mean_token_mean":
+            numerator = (losses_BT.sum(dim=1) / counts_BT.sum(dim=1).clamp(min=1)).sum()
+        case "token_mean" | "seq_mean_token_sum" | "token_sum_fixed_length":
+            numerator = losses_BT.sum()
+        case unknown:
+            assert_never(unknown)
 
     if denominator is None:
         denominator = aggregation_count(counts_BT, loss_aggregation)
@@ -58,7 +63,7 @@ def aggregate_loss(
     return numerator / torch.where(counts_BT.any(), divisor, 1.0)
 
 
-def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
+def aggregation_count(mask: Tensor, loss_aggregation: LossAggregation, *, fixed_length: int | None = None) -> Tensor:
     """Count the tokens or sequences by which `aggregate_loss` divides, as an int64 scalar.
 
     `mask` [B, T] is the mask of the whole minibatch; if each rank has a shard of the minibatch, the caller sums the
@@ -70,11 +75,14 @@ def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int 
     check_shape("aggregation_count", "BT", mask=mask)
     check_choice("aggregation_count", LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)
     counts_BT = as_bool(mask)
-    if loss_aggregation == "token_mean":
-        return counts_BT.sum()
-    sequences = counts_BT.any(dim=1).sum()
-    if loss_aggregation != "token_sum_fixed_length":
-        return sequences
-    if fixed_length is not None:
-        check_range("aggregation_count", at_least=1, fixed_length=fixed_length)
-    return sequences * (mask.shape[1] if fixed_length is None else fixed_length)
+    match loss_aggregation:
+        case "token_mean":
+            return counts_BT.sum()
+        case "seq_mean_token_sum" | "seq_mean_token_mean":
+            return counts_BT.any(dim=1).sum()
+        case "token_sum_fixed_length":
+            if fixed_length is not None:
+                check_range("aggregation_count", at_least=1, fixed_length=fixed_length)
+            return counts_BT.any(dim=1).sum() * (mask.shape[1] if fixed_length is None else fixed_length)
+        case unknown:
+            assert_never(unknown)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ppo_rlhf.core.aggregation import aggregate_loss
 from ppo_rlhf.core.checks import as_bool, check_range, check_shape, compute_dtype, select
+from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.core.kl import LOG_RATIO_LIMIT
 from ppo_rlhf.core.statistics import masked_mean
 
@@ -48,7 +49,7 @@ def clipped_policy_loss(
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
-    loss_aggregation: str = "token_mean",
+    loss_aggregation: LossAggregation = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> PolicyLoss:
     """Compute PPO's clipped surrogate loss, to be minimised.
@@ -96,7 +97,7 @@ def masked_policy_loss(
     *,
     low: float,
     high: float,
-    loss_aggregation: str = "token_mean",
+    loss_aggregation: LossAggregation = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> PolicyLoss:
     """Compute SAO's importance-weighted surrogate loss, which masks tokens with an extreme ratio, to be minimised.
@@ -144,7 +145,7 @@ def clipped_value_loss(
     mask: Tensor,
     *,
     cliprange_value: float | None = 0.2,
-    loss_aggregation: str = "token_mean",
+    loss_aggregation: LossAggregation = "token_mean",
     denominator: Tensor | float | None = None,
 ) -> ValueLoss:
     """Compute the critic's clipped squared error, per token ½ max((V − R)², (clip(V, V_old ± cliprange_value) − R)²).

@@ -1,5 +1,7 @@
 """Computes the token rewards that PPO maximises: the score on a response's last token, minus a KL penalty per token."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,6 @@ from ppo_rlhf.core.checks import (
     compute_dtype,
     select,
 )
-from ppo_rlhf.core.choices import REWARD_COMBINATIONS
 
 
 def shape_rewards(
@@ -97,21 +98,26 @@ def combine_scores(scores: Tensor, how: str) -> Tensor:
 
     Args:
         scores: One row of scores per reward, reward units.
-        how: "sum"; or of Coste et al. (2023, arXiv:2310.02743), 3.2: "mean"; "min", their worst-case optimisation;
-            "mean_minus_std", their uncertainty-weighted optimisation with the standard deviation (over K, not K − 1)
-            instead of a multiple of the variance, so that the penalty has the scores' unit.
+        how: A key of `COMBINATIONS`.
 
-    Raises ShapeError if `scores` is not [K, B], and ConfigError if `how` is unknown.
+    Raises ShapeError if `scores` is not [K, B], and ConfigError if `COMBINATIONS` has no function for `how`.
     """
     check_shape("combine_scores", "KB", scores=scores)
-    check_choice("combine_scores", REWARD_COMBINATIONS, how=how)
-    if how == "sum":
-        return scores.sum(0)
-    if how == "min":
-        return scores.amin(0)
-    return scores.mean(0) - (disagreement(scores) if how == "mean_minus_std" else 0.0)
+    check_choice("combine_scores", COMBINATIONS, how=how)
+    return COMBINATIONS[how](scores)
 
 
 def disagreement(scores: Tensor) -> Tensor:
     """Return the standard deviation of each response's scores by several rewards: of [K, B], over K, the result [B]."""
     return scores.std(0, correction=0)
+
+
+COMBINATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda scores: scores.sum(0),
+    "mean": lambda scores: scores.mean(0),
+    "min": lambda scores: scores.amin(0),
+    "mean_minus_std": lambda scores: scores.mean(0) - disagreement(scores),
+}
+"""The function of each `RewardCombination`. All but the sum are from Coste et al. (2023, arXiv:2310.02743), 3.2: the
+mean; the minimum, their worst-case optimisation; and their uncertainty-weighted optimisation, with the standard
+deviation (over K, not K − 1) instead of a multiple of the variance, so that the penalty has the scores' unit."""

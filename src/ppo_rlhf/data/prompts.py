@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, assert_never
 
 import numpy as np
 from pydantic import Field
@@ -172,25 +172,29 @@ class PromptReader:
         if len(fits) == len(table):
             return table
         limit = f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}"
-        if overlong == "error":
-            raise DataError(
-                f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row "
-                f"{np.argmax(lengths > room)}) are longer than {limit}; the longest has {lengths.max()}. "
-                f"Set ppo.overlong_prompts to drop or truncate_left, or reduce ppo.response_length{why}"
-            )
-        if overlong == "truncate_left":
-            options = {"room": room, "bos": self.tokenizer.bos_token_id}
-            with bars(len(table) > LONG):
-                return table.map(
-                    _truncate_left, input_columns=["prompt_ids"], fn_kwargs=options, desc="Truncating prompts"
+        match overlong:
+            case "error":
+                raise DataError(
+                    f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row "
+                    f"{np.argmax(lengths > room)}) are longer than {limit}; the longest has {lengths.max()}. "
+                    f"Set ppo.overlong_prompts to drop or truncate_left, or reduce ppo.response_length{why}"
                 )
-        if not len(fits):
-            raise DataError(
-                f"{name}: none of {len(table)} prompts has at most {limit}, and ppo.overlong_prompts=drop removes "
-                f"longer prompts. Set ppo.overlong_prompts to truncate_left, reduce ppo.response_length, or give "
-                f"shorter prompts{why}"
-            )
-        return table.select(fits)
+            case "truncate_left":
+                options = {"room": room, "bos": self.tokenizer.bos_token_id}
+                with bars(len(table) > LONG):
+                    return table.map(
+                        _truncate_left, input_columns=["prompt_ids"], fn_kwargs=options, desc="Truncating prompts"
+                    )
+            case "drop":
+                if not len(fits):
+                    raise DataError(
+                        f"{name}: none of {len(table)} prompts has at most {limit}, and ppo.overlong_prompts=drop "
+                        f"removes longer prompts. Set ppo.overlong_prompts to truncate_left, reduce "
+                        f"ppo.response_length, or give shorter prompts{why}"
+                    )
+                return table.select(fits)
+            case unknown:
+                assert_never(unknown)
 
     def read_split(
         self, table: Dataset, evaluation: Dataset | None, settings: PromptsConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import assert_never
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
-from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo.sampling import Engine, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
 from ppo_rlhf.rewards.functions import load_function
@@ -181,25 +182,29 @@ def build_critic(
         ModelError: The model from which the critic is initialised has another vocabulary or no linear score head, or
             the value head or the adapter does not fit the policy.
     """
-    if config.value_model == "shared":
-        return SharedCritic(policy, value_head)
     own_backbone = critic_backbone(config)
-    if config.value_model == "separate":
-        start = without_adapter(policy) if has_adapter(policy) else policy
-        return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
-    if config.value_model == "pretrained":
-        if stored_critic is None:
-            raise ConfigError(
-                "ppo.value_model=pretrained: no stored critic is given; give PPOTrainer a value_model, or the pipeline "
-                "a critic_path: critic_pretraining stores a critic there"
-            )
-        return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
-    if reward_model is None:
-        raise ConfigError(
-            "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
-            "model; set ppo.value_model=separate"
-        )
-    return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+    match config.value_model:
+        case "shared":
+            return SharedCritic(policy, value_head)
+        case "separate":
+            start = without_adapter(policy) if has_adapter(policy) else policy
+            return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
+        case "pretrained":
+            if stored_critic is None:
+                raise ConfigError(
+                    "ppo.value_model=pretrained: no stored critic is given; give PPOTrainer a value_model, or the "
+                    "pipeline a critic_path: critic_pretraining stores a critic there"
+                )
+            return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
+        case "reward_init":
+            if reward_model is None:
+                raise ConfigError(
+                    "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is "
+                    "of type model; set ppo.value_model=separate"
+                )
+            return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+        case unknown:
+            assert_never(unknown)
 
 
 def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
@@ -208,9 +213,13 @@ def freeze_critic(critic: AnyCritic, config: PPOConfig) -> None:
     Raises:
         ModelError: The weights to freeze cannot be found in the critic's architecture.
     """
-    if config.value_freeze == "none":
-        return
-    freeze_attention(critic.backbone)
+    match config.value_freeze:
+        case "none":
+            return
+        case "attention":
+            freeze_attention(critic.backbone)
+        case unknown:
+            assert_never(unknown)
     total, trained = (
         sum(weight.numel() for weight in critic.parameters() if weight.requires_grad or not only) / 1e6
         for only in (False, True)
@@ -272,9 +281,6 @@ def build_state(
     # A shared trunk's value head with a rate of its own has its own optimiser; otherwise the policy's has the head
     is_one = shared and config.value_learning_rate is None
     policy_optimizer = build_optimizer(policy_forward if is_one else policy, policy_rate, config)
-    controller = FixedKLController(config.kl_coef)
-    if config.kl_controller == "adaptive":
-        controller = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
     return TrainingState(
         policy=policy,
         critic=critic,
@@ -286,10 +292,32 @@ def build_state(
         critic_forward=critic_forward,
         policy_optimizer=policy_optimizer,
         critic_optimizer=policy_optimizer if is_one else build_optimizer(critic, critic_rate, config),
-        kl_controller=controller,
+        kl_controller=kl_controller_of(config),
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
     )
+
+
+def kl_controller_of(config: PPOConfig) -> FixedKLController:
+    """Return the new KL controller that `ppo.kl_controller` names."""
+    match config.kl_controller:
+        case "fixed":
+            return FixedKLController(config.kl_coef)
+        case "adaptive":
+            return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+        case unknown:
+            assert_never(unknown)
+
+
+def engine_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine | None:
+    """Return the engine that samples in a separate program; None if this program samples."""
+    match config.rollout_engine:
+        case "static" | "hf":
+            return None
+        case "vllm":
+            return vllm_engine(config, tokenizer)
+        case unknown:
+            assert_never(unknown)
 
 
 def check_export(name: str | None, config: PPOConfig) -> None:
@@ -317,7 +345,7 @@ def sampling_settings(
         environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
     stops = stops_of(config, tokenizer, policy)
     return SamplingSettings(
-        engine=vllm_engine(config, tokenizer) if config.rollout_engine == "vllm" else None,
+        engine=engine_of(config, tokenizer),
         response_length=config.response_length,
         temperature=config.temperature,
         top_k=config.top_k,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -107,11 +108,22 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
         final.to(dtype),
         compact(rollouts.kl_penalty(config.kl_estimator), mask),
         compact_mask(mask),
-        state.kl_controller.kl_coef if config.kl_in == "reward" else 0.0,
+        kl_price(config, state.kl_controller.kl_coef),
         token_rewards=by_token,
     )
     rewards = spread(rewards, mask)
     return masked_whiten(rewards, mask, shift_mean=False) if config.whiten_rewards else rewards
+
+
+def kl_price(config: PPOConfig, kl_coef: float) -> float:
+    """Return what a nat of KL costs a token's reward: the KL coefficient, or 0 if the KL is in the loss."""
+    match config.kl_in:
+        case "reward":
+            return kl_coef
+        case "loss":
+            return 0.0
+        case unknown:
+            assert_never(unknown)
 
 
 def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, state: TrainingState) -> Experience:
@@ -153,9 +165,13 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
 
 def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
     """Return `[B, T]` bool, False on cut-off responses with `truncated_responses=mask`, else `rollouts.mask`."""
-    if config.truncated_responses != "mask":
-        return rollouts.mask
-    return rollouts.mask & rollouts.responses.terminated[:, None]
+    match config.truncated_responses:
+        case "mask":
+            return rollouts.mask & rollouts.responses.terminated[:, None]
+        case "keep" | "penalise" | "replace" | "bootstrap":
+            return rollouts.mask
+        case unknown:
+            assert_never(unknown)
 
 
 def _sampler_logprobs(rollouts: Rollouts, config: PPOConfig) -> Tensor:

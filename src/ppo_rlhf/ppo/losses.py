@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -148,7 +148,8 @@ def measured(
 
 def coefficients(config: PPOConfig, kl_coef: float) -> dict[str, float]:
     """Return the coefficient of each term of both losses."""
-    return {name: term.coefficient(config, kl_coef) for name, term in {**POLICY_TERMS, **CRITIC_TERMS}.items()}
+    tables: list[Mapping[str, LossTerm[Any]]] = [POLICY_TERMS, CRITIC_TERMS]
+    return {name: term.coefficient(config, kl_coef) for table in tables for name, term in table.items()}
 
 
 def total(losses: Mapping[str, Number], coefficients: Mapping[str, float]) -> Number:

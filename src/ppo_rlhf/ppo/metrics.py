@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.batch_sampling import uniform_groups
-from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.experience import Experience, kl_price
 from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, STATISTICS, coefficients, summed_names, total
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
@@ -110,7 +110,7 @@ def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor
         "objective/kl_per_token": masked_mean(kl, mask),
         "objective/kl_estimate": penalty,
         "objective/entropy": masked_mean(rollouts.entropy, mask),
-        "objective/non_score_reward": -(kl_coef if config.kl_in == "reward" else 0.0) * penalty,
+        "objective/non_score_reward": -kl_price(config, kl_coef) * penalty,
         "objective/rlhf_reward": experience.rewards.sum(-1).mean(),
         "objective/scores": total.mean(),
         "objective/scores_std": total.std(correction=min(1, len(total) - 1)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, assert_never, cast
 
 import torch
 import transformers
@@ -45,11 +45,16 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
         ]
     groups = [group for group in groups if group["params"]]
     betas = (config.adam_beta1, config.adam_beta2)
-    if config.optim == EIGHT_BIT:
-        from bitsandbytes.optim import AdamW8bit
+    match config.optim:
+        case "adamw_torch_fused":
+            return AdamW(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+        case "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
 
-        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon))
-    return AdamW(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+            optimizer = AdamW8bit(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon)
+            return cast(torch.optim.Optimizer, optimizer)
+        case unknown:
+            assert_never(unknown)
 
 
 def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -78,15 +78,18 @@ class VLLMEngine:
                 before its stop token.
         """
         sample = partial(self._sample, policy, settings=settings)
-        if self._config.vllm_mode == "server":
-            rows = on_main(partial(self._with_retries, partial(sample, prompt_ids)))
-        else:
-            # Processes that share one vLLM instance must send equally many prompts
-            share = -(-len(prompt_ids) // process_count())
-            local_prompts = prompt_ids[own_rank() * share :][:share]
-            fillers = prompt_ids[:1] * (share - len(local_prompts))
-            local_rows = sample(local_prompts + fillers)[: len(local_prompts)]
-            rows = [row for rank_rows in from_all(local_rows) for row in rank_rows]
+        match self._config.vllm_mode:
+            case "server":
+                rows = on_main(partial(self._with_retries, partial(sample, prompt_ids)))
+            case "colocate":
+                # Processes that share one vLLM instance must send equally many prompts
+                share = -(-len(prompt_ids) // process_count())
+                local_prompts = prompt_ids[own_rank() * share :][:share]
+                fillers = prompt_ids[:1] * (share - len(local_prompts))
+                local_rows = sample(local_prompts + fillers)[: len(local_prompts)]
+                rows = [row for rank_rows in from_all(local_rows) for row in rank_rows]
+            case unknown:
+                assert_never(unknown)
         tokens = torch.full((len(rows), settings.response_length), settings.pad_token_id)
         logprobs = torch.zeros(tokens.shape)
         for row, (ids, token_logprobs) in enumerate(rows):

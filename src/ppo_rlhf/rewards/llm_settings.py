@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, JsonValue
@@ -161,7 +161,13 @@ class LLMJudgeConfig:
     @property
     def is_pairwise(self) -> bool:
         """Whether each answer of the judge compares two responses."""
-        return self.answer == "pairwise"
+        match self.answer:
+            case "score":
+                return False
+            case "pairwise":
+                return True
+            case unknown:
+                assert_never(unknown)
 
     @property
     def scale(self) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -155,4 +155,10 @@ class RewardScorer:
         if self.combine != "sum":
             total = total / len(scores)
         weights = {name: weight for name, weight, _ in self.components}
-        return Scores(total, scores, token_rewards, weights if self.normalise == "component" else None, self.combine)
+        match self.normalise:
+            case "total":
+                return Scores(total, scores, token_rewards, None, self.combine)
+            case "component":
+                return Scores(total, scores, token_rewards, weights, self.combine)
+            case unknown:
+                assert_never(unknown)

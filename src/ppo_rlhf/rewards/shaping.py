@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -98,8 +99,13 @@ def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOCo
         ConfigError: A setting of PPO that is defined only for scores of whole responses is set.
     """
     check_token_rewards(config)
-    if config.truncated_responses == "replace":
-        token_rewards = torch.where(terminated[:, None], token_rewards, 0.0)
+    match config.truncated_responses:
+        case "replace":
+            token_rewards = torch.where(terminated[:, None], token_rewards, 0.0)
+        case "keep" | "penalise" | "mask" | "bootstrap":
+            pass
+        case unknown:
+            assert_never(unknown)
     return token_rewards * config.reward_scale
 
 
@@ -121,21 +127,31 @@ def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Te
 def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
     """Return the scores `[B]` with the penalties of `truncated_responses`, `missing_eos_penalty`, `overlong_buffer`."""
     if config.overlong_buffer is not None:
-        penalty = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
-        scores = scores - penalty.to(scores.dtype)
-    if config.truncated_responses == "bootstrap":
-        # A truncated response gets 0 here, because GAE bootstraps with the critic's value V(s_T)
-        return torch.where(terminated, scores, 0.0)
-    if config.missing_eos_penalty is None:
-        return scores
-    replace = config.truncated_responses == "replace"
-    return torch.where(terminated, scores, (0.0 if replace else scores) - config.missing_eos_penalty)
+        overlong = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
+        scores = scores - overlong.to(scores.dtype)
+    penalty = config.missing_eos_penalty
+    match config.truncated_responses:
+        case "bootstrap":
+            # A truncated response gets 0 here, because GAE bootstraps with the critic's value V(s_T)
+            return torch.where(terminated, scores, 0.0)
+        case "replace":
+            return scores if penalty is None else torch.where(terminated, scores, 0.0 - penalty)
+        case "keep" | "penalise" | "mask":
+            return scores if penalty is None else torch.where(terminated, scores, scores - penalty)
+        case unknown:
+            assert_never(unknown)
 
 
 def _normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
-    if config.reward_normalisation == "batch":
-        return masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
-    return _whitened(scores, moments) if config.reward_normalisation == "running" else scores
+    match config.reward_normalisation:
+        case "none":
+            return scores
+        case "running":
+            return _whitened(scores, moments)
+        case "batch":
+            return masked_whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+        case unknown:
+            assert_never(unknown)
 
 
 def _whitened(scores: Tensor, moments: RunningMoments) -> Tensor:
