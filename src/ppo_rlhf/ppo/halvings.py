@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from accelerate.utils.memory import should_reduce_batch_size
-
 from ppo_rlhf.core.errors import TrainingError, in_one_line
+from ppo_rlhf.core.memory_errors import is_out_of_memory
 from ppo_rlhf.runtime.processes import own_rank, process_count, shards_models
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,8 @@ class Halving:
         """
         try:
             yield
-        except RuntimeError as error:
-            if not self.setting or not should_reduce_batch_size(error):
+        except Exception as error:
+            if not self.setting or not is_out_of_memory(error):
                 raise
             ran_out = f"ran out of memory in {self.passes} with {rows} response{'s' * (rows > 1)} at a time"
             if process_count() > 1:

@@ -208,7 +208,8 @@ def together() -> Iterator[None]:
         yield
         return
     import torch.distributed as dist
-    from accelerate.utils.memory import should_reduce_batch_size
+
+    from ppo_rlhf.core.memory_errors import is_out_of_memory
 
     join_processes()
     try:
@@ -226,8 +227,8 @@ def together() -> Iterator[None]:
     try:
         with _calling_after(SLOW_S, name_late):
             yield
-    except RuntimeError as error:
-        if position and should_reduce_batch_size(error):
+    except Exception as error:
+        if position and is_out_of_memory(error):
             _collectives_reached(os.environ["RANK"], -1)
         raise
 
