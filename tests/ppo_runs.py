@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
@@ -19,6 +20,7 @@ from ppo_rlhf.ppo.precision import trained_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts, plan_update
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from tests.tiny_models import tiny_model, word_tokenizer
 
@@ -56,6 +58,13 @@ def first_letters(batch: ResponseBatch) -> Tensor:
     """Score a response by the share of its tokens that are among the first half of the words."""
     shares = [sum(3 <= i < 13 for i in ids) / len(ids) for ids in batch.response_ids]
     return torch.tensor(shares, dtype=torch.float64)
+
+
+def model_scorer(kind: str, batch_size: int) -> ModelScorer:
+    """Return a reward model with a random head, the same in each process and call."""
+    torch.manual_seed(0)
+    model = CausalLMRewardModel.from_causal_lm(build_model(kind))
+    return ModelScorer(model, build_tokenizer(), build_tokenizer(), batch_size)
 
 
 def batch_of(rollouts: Rollouts, run: "Run") -> ResponseBatch:

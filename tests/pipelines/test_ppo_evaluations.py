@@ -16,8 +16,8 @@ from ppo_rlhf.checkpoints.evaluations import best_iteration
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.ppo.halvings import Halving
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL

@@ -32,7 +32,7 @@ from ppo_rlhf.runtime.processes import (
 )
 from tests.ppo.short_memory import FIRST_BACKWARD, ShortMemory
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import MEASURED, Run, build_model, build_run, first_letters, weight_sums
+from tests.ppo_runs import MEASURED, Run, build_model, build_run, first_letters, model_scorer, weight_sums
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -163,7 +163,7 @@ def settled() -> dict[str, Any]:
 
 
 SHORT = {
-    **{"sampling": 3, "reference": 3, "policy's passes": 4, "critic's passes": 4},
+    **{"sampling": 3, "reference": 3, "scoring": 3, "policy's passes": 4, "critic's passes": 4},
     **{"policy's update": 4, FIRST_BACKWARD: 1},
 }
 """Phases in which the memory of process 1 runs out, and how many responses fit; a process has 8 of 16 responses."""
@@ -186,7 +186,9 @@ def short_memory(phase: str) -> dict[str, Any]:
         if own_rank() == 1:
             ShortMemory(patch, phase, SHORT[phase])
         # Only before the last micro-batch of a minibatch can a backward pass be repeated
-        several = {"max_tokens_per_micro_batch": 40} if phase == FIRST_BACKWARD else {}
+        several: dict[str, Any] = {"max_tokens_per_micro_batch": 40} if phase == FIRST_BACKWARD else {}
+        if phase == "scoring":
+            several = {"scorer": RewardScorer([("model", 1.0, model_scorer("llama", 6))])}
         run = build({"num_mini_batches": 1, "local_rollout_forward_batch_size": 6, **several})
         return _short_results(run, [run.iteration() for _ in range(ITERATIONS)])
 

@@ -1,4 +1,4 @@
-"""Memory that runs out: passes of rollouts and updates raise torch's error if they compute too many responses."""
+"""Memory that runs out: passes of rollouts and updates raise an error if they compute too many responses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 from ppo_rlhf.ppo import engines, rollouts, update
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
+from ppo_rlhf.rewards import scorers
+from tests.memory_errors import KINDS
 
-ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation for Memory Management"
+ERROR = KINDS["CUDA"]
 PHASES = (
-    *("sampling", "reference", "policy's passes", "critic's passes"),
+    *("sampling", "reference", "scoring", "policy's passes", "critic's passes"),
     *("policy's update", "policy's backward pass", "policy's gradient", "critic's update"),
 )
 
@@ -21,15 +23,17 @@ FIRST_BACKWARD = "first backward pass"
 
 
 class ShortMemory:
-    """Lets memory run out in one phase, if a pass there has more than `most` responses."""
+    """Lets memory run out in one phase, by `error`, if a pass there has more than `most` responses."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, phase: str, most: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, phase: str, most: int, error: Exception = ERROR) -> None:
         assert phase in (*PHASES, FIRST_BACKWARD)
-        self.most, self.tried = most, []  # responses of each pass of the phase
+        self.most, self.error, self.tried = most, error, []  # `tried`: responses of each pass of the phase
         if phase == "sampling":
             self._watch(patch, engines, "decode_packed", lambda model, prompt_ids, *_: len(prompt_ids))
         elif phase == "reference":
             self._watch(patch, rollouts, "_logprobs", lambda model, batch, *_: batch.shape[0])
+        elif phase == "scoring":
+            self._watch(patch, scorers, "sequence_scores", lambda model, sequences, _: len(sequences))
         elif phase == "policy's gradient":
             # Memory runs out after gradients were added, which must not be added again
             self._watch(patch, update, "_backward", lambda loss, _: self.rows, after=True)
@@ -65,7 +69,7 @@ class ShortMemory:
             if after:
                 original(*args, **kwargs)
             if rows > self.most:
-                raise torch.OutOfMemoryError(ERROR)
+                raise self.error
             return None if after else original(*args, **kwargs)
 
         patch.setattr(place, name, watched)

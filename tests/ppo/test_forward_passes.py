@@ -8,7 +8,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import forward_passes as module
-from ppo_rlhf.ppo.forward_passes import filled_rows, response_statistics
+from ppo_rlhf.ppo.forward_passes import response_statistics
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.sequences import make_batch
@@ -36,13 +36,6 @@ def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
     assert batch.scatter_responses(torch.arange(1.0, 7.0)).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert batch.scatter_states(torch.arange(1.0, 10.0)).tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
     assert given[1].tolist() == [3, 50, 50, 50, 50]
-
-
-def test_rows_are_filled_in_their_first_columns():
-    actual = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])]
-    filled = filled_rows(4, 3, [[2, 0], [3]], actual, torch.float64)
-    assert filled.tolist() == [[3.0, 4.0, 0.0], [0.0] * 3, [1.0, 2.0, 0.0], [5.0, 0.0, 0.0]]
-    assert filled.dtype == torch.float64
 
 
 GEMMA_3N = Gemma3nTextConfig(

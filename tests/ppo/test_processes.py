@@ -75,7 +75,7 @@ def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by
 @pytest.mark.parametrize("phase", [*process_cases.SHORT, process_cases.LATER])
 def test_the_process_whose_memory_runs_out_halves_alone_and_then_all_do(by_two, phase):
     actual, expected = by_two["short memory"][phase], process_cases.short_memory(phase)
-    of_rollouts = phase in ("sampling", "reference")
+    of_rollouts = phase in ("sampling", "reference", "scoring")
     assert actual.pop("halvings") == {"rollout_halvings": of_rollouts, "update_halvings": not of_rollouts}
     expected.pop("halvings")
     assert not differences(actual, json.loads(json.dumps(expected)))

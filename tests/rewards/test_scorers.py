@@ -17,6 +17,7 @@ from torch import nn
 
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models import quiet
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
@@ -33,6 +34,7 @@ from ppo_rlhf.rewards.scorers import (
 )
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
 from ppo_rlhf.runtime import processes
+from tests.ppo.short_memory import ShortMemory
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PERIOD = VOCABULARY.index(".")
@@ -105,6 +107,23 @@ def test_scores_come_back_in_the_batchs_order_whatever_the_batch_size():
     for size in (1, 2, 7):
         scorer = ModelScorer(Recorder(), word_tokenizer(), word_tokenizer(), batch_size=size)
         assert scorer(batch(responses, [False] * 5)).tolist() == expected
+
+
+def test_scoring_halves_when_memory_runs_out_and_names_the_setting_of_its_batches(monkeypatch, caplog):
+    """The scorer keeps the smaller size; a caller's halving counts for the caller alone."""
+    responses, models = [[6] * n for n in (5, 1, 3, 2, 4)], (word_tokenizer(), word_tokenizer())
+    scorer = ModelScorer(Recorder(), *models, batch_size=5, setting="evaluation.batch_size")
+    whole, memory = batch(responses, [False] * 5), ShortMemory(monkeypatch, "scoring", most=2)
+    for halving in (None, None, Halving("a rollout", "ppo.local_rollout_forward_batch_size")):
+        assert scorer(whole, halving).tolist() == [9.0 + 6 * n for n in (5, 1, 3, 2, 4)]
+    assert [rows for rows in memory.tried if rows > 2] == [5, 5]
+    lines = [line for line in caplog.messages if line.startswith("Ran out of memory in")]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "Ran out of memory in scoring by the reward model with 5 responses at a time; from here on half of them "
+        "(evaluation.batch_size)",
+        "Ran out of memory in a rollout with 5 responses at a time; from here on half of them "
+        "(ppo.local_rollout_forward_batch_size)",
+    ]
 
 
 def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one():

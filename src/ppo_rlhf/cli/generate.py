@@ -123,7 +123,9 @@ class _Policies:
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))
             reward_model = _handle(context, "reward_model") if reward.needs_catalogued_model else None
-            self.scorer = build_reward_scorer(reward, reward_model, self.tokenizer, device=device, dtype=dtype)
+            self.scorer = build_reward_scorer(
+                reward, reward_model, self.tokenizer, device=device, dtype=dtype, setting=""
+            )
         evaluation = EvaluationConfig(temperature=options["temperature"])
         self.sampling = evaluation.sampling(sampling_settings(config, self.tokenizer, self.models["SFT"]))
         self.seed = config.seed if options["seed"] is None else options["seed"]

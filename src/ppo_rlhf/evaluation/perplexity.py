@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.win_rate import CONFIDENCE
-from ppo_rlhf.ppo.halvings import Halving
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import Responses
 

@@ -19,11 +19,11 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.halvings import Halving, of_evaluations
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.halvings import Halving, of_evaluations
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.config import Reference, check_metric_name

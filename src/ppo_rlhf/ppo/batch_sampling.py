@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.models.transfers import on_device
 from ppo_rlhf.ppo.engines import generate_responses
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
-from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
@@ -61,13 +61,14 @@ def sample_batch(
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
     scores, redraws = None, 0
     if config.drop_uniform_prompts:
-        scores = scorer.score(response_batch(chosen_prompts, responses, state.tokenizer))
+        scores = scorer.score(response_batch(chosen_prompts, responses, state.tokenizer), state.rollout_halving)
         while (uniform := uniform_groups(scores.total, group_size)) and redraws < config.drop_uniform_prompts:
             redraws += 1
             order = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws).tolist()
             indices = [order[number % len(order)] for number in range(len(uniform))]
             new_prompts, new_responses = draw(indices, uniform, redraws)
-            new_scores = scorer.score(response_batch(new_prompts, new_responses, state.tokenizer))
+            new_batch = response_batch(new_prompts, new_responses, state.tokenizer)
+            new_scores = scorer.score(new_batch, state.rollout_halving)
             usable = sorted({*range(len(uniform))} - {*uniform_groups(new_scores.total, group_size)})
             for number in usable:
                 chosen[uniform[number]] = indices[number]
@@ -85,7 +86,7 @@ def sample_responses(
     config: PPOConfig,
     *,
     batch_size: int | None,
-    halving: Halving = NEVER,
+    halving: Halving | None = None,
 ) -> Responses:
     """Sample a response to each of N prompts. Each process samples its shard, and every process returns all responses.
 
@@ -96,7 +97,8 @@ def sample_responses(
         sampling: The sampling settings; with an environment a response has several turns.
         config: Hyperparameters.
         batch_size: Responses decoded at a time; None: as many as fit into memory.
-        halving: Halves `batch_size` when memory runs out; an engine that is not ours manages its own memory.
+        halving: Halves `batch_size` when memory runs out; None: this call's own. An engine that is not ours manages its
+            own memory.
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)

@@ -7,6 +7,7 @@ and KV cache; a logits processor draws the tokens. The tests compare the tokens 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,10 @@ from ppo_rlhf.models.capabilities import argument_of
 from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import decodes
 from ppo_rlhf.models.free_memory import sequences_at_a_time
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.packed_attention import padded_attention
+from ppo_rlhf.models.rows import in_passes
 from ppo_rlhf.models.token_rows import filled_size
-from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, decode_packed, may_stop, responses_of, sample_step
 
 
@@ -33,7 +35,7 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
-    halving: Halving = NEVER,
+    halving: Halving | None = None,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
@@ -44,7 +46,7 @@ def generate_responses(
         settings: How responses are sampled.
         engine: `static` or `hf`; `hf` decodes architectures that need padding in any case.
         batch_size: Prompts decoded at a time, which changes tokens only by rounding; None: as many as fit into memory.
-        halving: Halves `batch_size` when memory runs out; the prompts that were decoded before are not decoded again.
+        halving: Halves `batch_size` when memory runs out; None: this call's own.
     """
     longest = max((len(ids) for ids in prompt_ids), default=0)
     dtype = compute_dtype(model)
@@ -55,15 +57,16 @@ def generate_responses(
         if batch_size is None:
             columns = longest + settings.response_length
             batch_size = sequences_at_a_time(model, len(prompt_ids), columns, decoded_from=longest)
-        start = 0
-        while start < len(prompt_ids):
-            end = min(len(prompt_ids), start + halving.of(min(batch_size, len(prompt_ids))))
-            with halving.catching(end - start):
-                noise = uniforms[start:end].to(model.device)
-                drawn, drawn_logprobs = decode(model, prompt_ids[start:end], noise, settings)
-                region = slice(start, end), slice(drawn.shape[1])
-                tokens[region], logprobs[region] = drawn.cpu(), drawn_logprobs.cpu()
-                start = end
+
+        def decoded(groups: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+            for rows in groups:
+                prompts, noise = [prompt_ids[row] for row in rows], uniforms[rows].to(model.device)
+                drawn, drawn_logprobs = decode(model, prompts, noise, settings)
+                yield drawn.to(tokens), drawn_logprobs.to(logprobs)
+
+        for rows, (drawn, drawn_logprobs) in in_passes(range(len(prompt_ids)), batch_size, decoded, halving):
+            tokens[rows, : drawn.shape[1]] = drawn
+            logprobs[rows, : drawn.shape[1]] = drawn_logprobs
     return responses_of(tokens, logprobs, settings)
 
 

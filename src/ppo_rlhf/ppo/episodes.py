@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.engines import generate_responses
-from ppo_rlhf.ppo.halvings import NEVER, Halving
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 
 
@@ -31,7 +31,7 @@ def sample_episodes(
     *,
     engine: str = "static",
     batch_size: int | None = 64,
-    halving: Halving = NEVER,
+    halving: Halving | None = None,
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 

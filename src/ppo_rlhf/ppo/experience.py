@@ -74,7 +74,10 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
     """Return the scores of all responses; with `drop_uniform_prompts` `rollouts.scores` holds the scores already."""
     state.requests.meet()
     with state.clock.timed(REWARDS):
-        return rollouts.scores or scorer.score(response_batch(rollouts.prompts, rollouts.responses, state.tokenizer))
+        if rollouts.scores is not None:
+            return rollouts.scores
+        batch = response_batch(rollouts.prompts, rollouts.responses, state.tokenizer)
+        return scorer.score(batch, state.rollout_halving)
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> Tensor:

@@ -20,7 +20,6 @@ from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic, ValueModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
-from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.sequences import SequenceBatch
 
 LOGITS_HELD = 2**24
@@ -147,15 +146,3 @@ def logits_held(device: torch.device) -> int:
 def most_logits(card: int | None) -> int:
     """Return `logits_held` for an accelerator with `card` bytes of memory, or for a CPU if `card` is None."""
     return LOGITS_HELD if card is None else card // LOGIT_SHARE
-
-
-def filled_rows(rows: int, width: int, groups: list[list[int]], results: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a table `[rows, width]` on the CPU, filled with the results of groups of rows, 0 elsewhere.
-
-    Each group of rows has a result `[b, t]`, which fills the first t columns of the group's rows. All results are
-    copied from the device in one transfer.
-    """
-    filled = torch.zeros(rows, width, dtype=dtype)
-    for group, values in zip(groups, to_cpu(results), strict=True):
-        filled[group, : values.shape[1]] = values.to(dtype)
-    return filled

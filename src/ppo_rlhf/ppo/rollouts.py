@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,17 +20,17 @@ from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
-from ppo_rlhf.models.free_memory import sequences_at_a_time
+from ppo_rlhf.models.halvings import Halving
+from ppo_rlhf.models.rows import filled_rows, table_by_rows
 from ppo_rlhf.models.transfers import on_device, to_device
-from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, filled_rows, response_statistics
-from ppo_rlhf.ppo.halvings import NEVER, Halving
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, response_statistics
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_shards, own_micro_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
 from ppo_rlhf.rewards.scoring import Scores
-from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
+from ppo_rlhf.runtime.processes import gather_dealt, own_rank
 
 log = logging.getLogger(__name__)
 
@@ -231,12 +231,11 @@ def compute_logprobs(
     device: torch.device,
     batch_size: int | None,
     pad_token_id: int,
-    halving: Halving = NEVER,
+    halving: Halving | None = None,
 ) -> Tensor:
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, in nats, and 0 on all other tokens.
 
-    Each process computes its shard of the responses, without gradients. The responses are sorted by length, so that
-    models that need padding compute little padding.
+    Each process computes its shard of the responses, without gradients (`table_by_rows`).
 
     Args:
         model: A causal language model with dropout off; an offloaded model is on the device only during the call.
@@ -247,24 +246,27 @@ def compute_logprobs(
         device: The device to compute on.
         batch_size: Responses per forward pass; None: as many as fit into memory.
         pad_token_id: Any token id, used for padding; no result depends on padding.
-        halving: Halves `batch_size` when memory runs out.
+        halving: Halves `batch_size` when memory runs out; None: this call's own.
     """
     tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
-    shards = dealt_rows(tokens)
-    local_rows = shards[own_rank()]
-    by_length = sorted(local_rows, key=lambda row: tokens[row])
-    dtype = compute_dtype(model)
-    with torch.no_grad(), on_device(model, device), autocast(config, device):
-        most = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
-        group_logprobs: list[Tensor] | None = None
-        while group_logprobs is None:
-            size = halving.of(min(most, max(1, len(by_length))))
-            groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-            batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
-            with halving.catching(size):
-                group_logprobs = [_logprobs(model, batch, temperature) for batch in to_device(batches, device)]
-    logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, group_logprobs, dtype)
-    return torch.where(responses.mask, gather_dealt(logprobs[local_rows], shards), 0.0)
+
+    def logprobs(groups: list[list[int]]) -> Iterator[Tensor]:
+        batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
+        for batch in to_device(batches, device):
+            yield _logprobs(model, batch, temperature)
+
+    with autocast(config, device):
+        table = table_by_rows(
+            model,
+            tokens,
+            responses.response_ids.shape[1],
+            compute_dtype(model),
+            logprobs,
+            device=device,
+            batch_size=batch_size,
+            halving=halving,
+        )
+    return torch.where(responses.mask, table, 0.0)
 
 
 def _logprobs(model: PreTrainedModel, batch: SequenceBatch, temperature: float) -> Tensor:

@@ -24,7 +24,7 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.ppo.halvings import Halving, of_evaluations
+from ppo_rlhf.models.halvings import ROLLOUTS, Halving, of_evaluations
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.sampling import SamplingSettings
@@ -124,9 +124,7 @@ class TrainingState:
     micro_batch_tokens: int | None = None
     # Halvings of the responses that a process samples or scores at a time, and of the micro-batches of updates. Until
     # `agree_on_halvings`, before an update and after each minibatch, they count what happened in this process
-    rollout_halving: Halving = field(
-        default_factory=partial(Halving, "a rollout", "ppo.local_rollout_forward_batch_size")
-    )
+    rollout_halving: Halving = field(default_factory=partial(Halving, "a rollout", ROLLOUTS))
     update_halving: Halving = field(
         default_factory=partial(
             Halving,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.free_memory import sequences_at_a_time
+from ppo_rlhf.models.halvings import ROLLOUTS, Halving
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
-from ppo_rlhf.models.transfers import on_device, to_host
+from ppo_rlhf.models.rows import table_by_rows
+from ppo_rlhf.models.transfers import to_host
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, project_above
 from ppo_rlhf.rewards.llm_judge import load_judge
 from ppo_rlhf.rewards.rendering import Rendering
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
+from ppo_rlhf.rewards.scoring import ModelScoring, ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.paths import expand_home
 
@@ -35,7 +36,7 @@ NOTHING_TO_OFFLOAD = (
 )
 
 
-class ModelScorer:
+class ModelScorer(ModelScoring):
     """Scores prompts with their responses by a reward model, rendered as in reward training (`Rendering`)."""
 
     def __init__(
@@ -47,12 +48,13 @@ class ModelScorer:
         device: torch.device | None = None,
         *,
         name: str = "the reward model",
+        setting: str = ROLLOUTS,
     ) -> None:
         """Take the reward model with its tokenizer, and the policy's tokenizer, which encoded the responses.
 
         Each call scores on `device`; None uses the reward model's current device. Between calls the reward model may be
         in host memory. One forward pass takes `batch_size` sequences; None takes as many sequences as fit into memory.
-        Errors call the reward model `name`.
+        Errors call the reward model `name`, and `setting` is what gave `batch_size`.
         """
         self.model = model
         self.name = name
@@ -60,6 +62,7 @@ class ModelScorer:
         self.rendering = Rendering(tokenizer, policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
+        self._halving = Halving(f"scoring by {name}", setting)
         self.context = context_length(model.config)
         if model.device.type != "meta" and not reads_end(model, tokenizer.eos_token_id):
             say_once(
@@ -67,8 +70,11 @@ class ModelScorer:
                 "end-of-text token, and it scores at the last token that is not the pad token."
             )
 
-    def __call__(self, batch: ResponseBatch) -> Tensor:
+    def __call__(self, batch: ResponseBatch, halving: Halving | None = None) -> Tensor:
         """Return the scores [N] on the CPU.
+
+        When memory runs out, `halving` halves the sequences of a pass; None: the scorer's own, which lasts as long as
+        the scorer.
 
         Raises:
             DataError: The reward model's chat template refuses a prompt.
@@ -82,8 +88,14 @@ class ModelScorer:
                 f"a prompt with its response has {longest} tokens, {self.name}'s context is {self.context}. "
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
-        with on_device(self.model, self._device):
-            scores = score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
+        scores = score_sequences(
+            self.model,
+            sequences,
+            self._tokenizer.pad_token_id,
+            self._batch_size,
+            device=self._device,
+            halving=halving or self._halving,
+        )
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(
@@ -93,23 +105,28 @@ class ModelScorer:
         return scores
 
 
-@torch.no_grad()
-def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int | None) -> Tensor:
+def score_sequences(
+    model: PreTrainedModel,
+    sequences: list[list[int]],
+    pad_id: int,
+    batch_size: int | None,
+    *,
+    device: torch.device | None = None,
+    halving: Halving | None = None,
+) -> Tensor:
     """Return the reward model's scores [N] of token sequences on the CPU, in float32 or wider.
 
-    Each process scores one shard of the sequences and returns all scores. A batch holds sequences of similar length.
-    Batches are padded only if the architecture needs padding.
+    Each process scores one shard of the sequences and returns all scores (`table_by_rows`). Batches are padded only if
+    the architecture needs padding. `device` None is the model's.
     """
-    lengths = [len(ids) for ids in sequences]
-    shards = processes.dealt_rows(lengths)
-    shard = shards[processes.own_rank()]
-    by_length = sorted(shard, key=lambda row: lengths[row])
-    scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
-    size = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
-    for start in range(0, len(by_length), size):
-        rows = by_length[start : start + size]
-        scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
-    return processes.gather_dealt(scores[shard], shards)
+
+    def scores(groups: list[list[int]]) -> Iterator[Tensor]:
+        for rows in groups:
+            yield sequence_scores(model, [sequences[row] for row in rows], pad_id)[:, None]
+
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    how: dict[str, Any] = {"device": device or model.device, "batch_size": batch_size, "halving": halving}
+    return table_by_rows(model, [len(ids) for ids in sequences], 1, dtype, scores, **how)[:, 0]
 
 
 def below_project(path: str, project: Path | None = None) -> str:
@@ -141,13 +158,15 @@ def build_reward_scorer(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
+    setting: str = ROLLOUTS,
 ) -> RewardScorer:
     """Import every reward function, and load each reward model that a component uses on `device` in `dtype`.
 
     `reward_model` is the reward model of components without a `path`. The critic of `ppo.value_model=reward_init` is
-    copied from the first reward model. One forward pass of a reward model takes `batch_size` sequences; None takes as
-    many sequences as fit into memory. With `offload` each reward model stays in host memory and moves to the device
-    only while it scores. On the device `meta` no weights are read: such a scorer serves the checks before a run.
+    copied from the first reward model. One forward pass of a reward model takes `batch_size` sequences, which `setting`
+    gave; None takes as many sequences as fit into memory. With `offload` each reward model stays in host memory and
+    moves to the device only while it scores. On the device `meta` no weights are read: such a scorer serves the checks
+    before a run.
 
     Raises:
         ConfigError: `offload` is set without a component of type model, or a component of type model has no model.
@@ -173,7 +192,8 @@ def build_reward_scorer(
             nn.Module.to(model, device)
         models.append(model)
         name = "the reward model" if path is None else f"the reward model {path}"
-        scorer = ModelScorer(model, handle.tokenizer(), policy_tokenizer, batch_size, device, name=name)
+        tokenizers = handle.tokenizer(), policy_tokenizer
+        scorer = ModelScorer(model, *tokenizers, batch_size, device, name=name, setting=setting)
         scorings |= {c.title: scorer for c in config.components if c.type == "model" and c.path == path}
     return RewardScorer(
         [(c.title, c.weight, scorings[c.title]) for c in config.components],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import UserList
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.data.chats import Chat
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.rewards.combination import check_combination, check_whole
 
 TURNS = "turns"
@@ -102,6 +104,14 @@ Scoring = Callable[[ResponseBatch], Tensor]
 padding."""
 
 
+class ModelScoring(ABC):
+    """A `Scoring` whose passes halve when memory runs out."""
+
+    @abstractmethod
+    def __call__(self, batch: ResponseBatch, halving: Halving | None = None) -> Tensor:
+        """Return one score per response, [N]. `halving` halves the passes; None: the scoring's own halving does."""
+
+
 class RewardScorer:
     """Scores responses by every reward component and adds up the weighted scores."""
 
@@ -129,11 +139,12 @@ class RewardScorer:
         self.model = model
         self.components = list(components)
 
-    def score(self, batch: ResponseBatch) -> Scores:
+    def score(self, batch: ResponseBatch, halving: Halving | None = None) -> Scores:
         """Return the scores in float64 on the CPU: float32 would lose small differences between large scores.
 
         In a distributed run every process passes the whole batch. The main process calls the functions. The reward
-        model scores one shard in each process. Every process returns all scores.
+        model scores one shard in each process. Every process returns all scores. `halving` halves the responses of a
+        reward model's passes when memory runs out; None: the halving that each reward model has for such calls.
 
         Raises:
             ConfigError: A component returns rewards per token, and `combine` is not `sum`.
@@ -142,7 +153,8 @@ class RewardScorer:
         scores: dict[str, Tensor] = {}
         total, token_rewards = torch.zeros(len(batch), dtype=torch.float64), None
         for name, weight, scoring in self.components:
-            rewards = scoring(batch).to("cpu", torch.float64)
+            scored = scoring(batch, halving) if isinstance(scoring, ModelScoring) else scoring(batch)
+            rewards = scored.to("cpu", torch.float64)
             if rewards.dim() == 2:
                 check_whole(self.combine, name)
                 # Tokens of the environment are not actions of the policy, so tokens of the environment get no reward

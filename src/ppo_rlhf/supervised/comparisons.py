@@ -24,6 +24,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
+from ppo_rlhf.models.halvings import ROLLOUTS, Halving
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.runtime.paths import last_name
@@ -128,11 +129,12 @@ def sample_comparisons(
     if feedback.temperature is not None:
         sampling = replace(sampling, temperature=feedback.temperature)
     batch = ppo.local_rollout_forward_batch_size
+    halving = Halving("sampling of pairs", ROLLOUTS)
     is_same, texts, cut_off = policies[0] is policies[1], [], []
     for side, policy in enumerate(policies):
         streams = [2 * number + (side if is_same else 0) for number in range(place, place + pairs)]
         noise = torch.cat([episode_uniforms(feedback.seed, NOISE, n, 1, sampling.response_length) for n in streams])
-        responses = sample_responses(policy, chosen, noise, sampling, ppo, batch_size=batch)
+        responses = sample_responses(policy, chosen, noise, sampling, ppo, batch_size=batch, halving=halving)
         texts.append([*response_batch(chosen, responses, tokenizer).completions])
         cut_off.append((~responses.terminated).tolist())
     rows, seen = [], {*known}

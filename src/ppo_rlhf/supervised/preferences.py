@@ -31,6 +31,7 @@ from ppo_rlhf.data.chats import (
 )
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
@@ -199,10 +200,10 @@ def sample_preferences(
         RewardError: The labeller raised an exception or returned wrong scores.
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
-    batches = []
+    batches, halving = [], Halving("sampling of pairs", "reward_modelling.sampling_batch_size")
     for number in (0, 1):
         noise = episode_uniforms(seed, "preferences", number, pairs, sampling.response_length)
-        responses = sample_responses(policy, batch, noise, sampling, config, batch_size=batch_size)
+        responses = sample_responses(policy, batch, noise, sampling, config, batch_size=batch_size, halving=halving)
         batches.append(response_batch(batch, responses, tokenizer))
     name, function = labeller
     scores = on_main(

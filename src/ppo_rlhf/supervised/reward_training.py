@@ -18,6 +18,7 @@ from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.evaluation.win_rate import win_rate
 from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
@@ -208,8 +209,10 @@ def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
 
 
 def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    halving = Halving("scoring of pairs", "reward_modelling.per_device_train_batch_size")
     chosen, rejected = (
-        score_sequences(model, _token_lists(pairs, name), pad_id, batch_size) for name in ("chosen_ids", "rejected_ids")
+        score_sequences(model, _token_lists(pairs, name), pad_id, batch_size, halving=halving)
+        for name in ("chosen_ids", "rejected_ids")
     )
     return chosen, rejected
 

@@ -346,6 +346,7 @@ def _evaluate(
         device=policy.device,
         dtype=frozen_dtype(ppo),
         offload=ppo.offload_reward_model,
+        setting="evaluation.batch_size",
     )
     evaluator = Evaluator(
         tokenizer,

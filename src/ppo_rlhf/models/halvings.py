@@ -1,22 +1,28 @@
 """Halves how many responses a pass computes at a time when memory runs out, so that the run goes on.
 
-The gradient of a minibatch does not depend on how the minibatch is cut into micro-batches, and a response does not
-depend on the responses that are sampled with it. So the run goes on with the numbers of a run that began with the
-smaller size, up to rounding.
+The gradient of a minibatch does not depend on how the minibatch is cut into micro-batches, and a response, a score and
+a log-probability do not depend on the responses that are computed with it. So the run goes on with the numbers of a run
+that began with the smaller size, up to rounding.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from ppo_rlhf.core.errors import TrainingError, in_one_line
 from ppo_rlhf.core.memory_errors import is_out_of_memory
 from ppo_rlhf.runtime.processes import own_rank, process_count, shards_models
 
 log = logging.getLogger(__name__)
+
+ROLLOUTS = "ppo.local_rollout_forward_batch_size"
+"""The setting that says how many responses a process samples or scores at a time in training."""
 
 _LESS = "ppo.gradient_checkpointing=true, ppo.use_peft=true and a smaller ppo.response_length take less memory"
 
@@ -26,8 +32,8 @@ class Halving:
     """How often memory has run out in passes of one kind."""
 
     passes: str  # what the passes are part of
-    setting: str  # says how many responses a pass computes, as ppo.x; empty: memory that runs out is an error
-    like: str = ""  # what would begin with half as many
+    setting: str = ""  # says how many responses a pass computes, as ppo.x; empty: no setting does
+    like: str = ""  # what would begin with half as many, if more than the setting
     count: int = 0
 
     def of(self, rows: int) -> int:
@@ -48,7 +54,7 @@ class Halving:
         try:
             yield
         except Exception as error:
-            if not self.setting or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             ran_out = f"ran out of memory in {self.passes} with {rows} response{'s' * (rows > 1)} at a time"
             if process_count() > 1:
@@ -59,17 +65,16 @@ class Halving:
             if shards_models() or is_shared():
                 raise TrainingError(
                     f"{ran_out}: {why}. The other processes wait for gradients or shards of this pass, so it cannot "
-                    f"begin again: lower {self.setting}"
+                    f"begin again: lower {self.setting or 'the number of responses at a time'}"
                 ) from error
             self.count += 1
-            like = f", as with {self.like}" if self.like else ""
+            like = f", as with {self.like}" if self.like else f" ({self.setting})" if self.setting else ""
             log.warning("%s%s; from here on half of them%s: %s", ran_out[0].upper(), ran_out[1:], like, why)
+            # What the failed pass computed goes, and with it torch's cache: cuBLAS and cuDNN cannot allocate from it
+            traceback.clear_frames(error.__traceback__)
+            torch.cuda.empty_cache()
 
 
 def of_evaluations() -> Halving:
     """Return the halving of an evaluation's responses."""
     return Halving("an evaluation", "evaluation.batch_size")
-
-
-NEVER = Halving("a pass", "")
-"""The default of functions that sample or compute log-probabilities: memory that runs out is an error."""
