@@ -11,9 +11,13 @@ from transformers import GenerationConfig
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
+from ppo_rlhf.ppo.micro_batches import own_micro_batches
+from ppo_rlhf.ppo.rollouts import plan_update
+from ppo_rlhf.ppo.sampling import responses_of
 from ppo_rlhf.ppo.state import Clock
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.checkpoints.support import assert_same, everything
@@ -37,6 +41,16 @@ def test_every_process_halves_as_often_as_the_one_whose_memory_ran_out_most_ofte
     monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, [3, 0]])
     state.agree_on_halvings()
     assert (state.rollout_halving.count, state.update_halving.count) == (3, 2)
+
+
+def test_a_plan_is_cut_again_where_another_process_has_halved(make_run, monkeypatch):
+    state = make_run(per_device_train_batch_size=12, gradient_accumulation_steps=1, num_mini_batches=1).state
+    prompts = PromptDataset([[3, 4]] * 12, ["a b"] * 12, {})
+    responses = responses_of(torch.full((12, 8), 5), torch.zeros(12, 8), state.sampling)
+    state.plan = plan_update(state, prompts, responses)
+    assert max(map(len, own_micro_batches(state.plan.epochs[0]))) == 12
+    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, [0, 1]])
+    assert max(map(len, own_micro_batches(update._agreed_plan(state).epochs[0]))) == 6
 
 
 def test_a_clock_adds_up_what_a_part_takes_and_forgets_it_with_the_next_iteration(monkeypatch):
