@@ -15,7 +15,7 @@ from ppo_rlhf.core.advantages import generalized_advantage_estimate
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.losses import clipped_value_loss
 from ppo_rlhf.core.statistics import masked_whiten
-from ppo_rlhf.ppo import loop, update
+from ppo_rlhf.ppo import loop, losses
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 
 FUNCTIONS = {
@@ -61,10 +61,10 @@ def observe(case: Case) -> Seen:
         inputs.extend(given)
         return loop_advantages(*given)
 
-    clipped_policy_loss, loop_advantages = update.clipped_policy_loss, loop.estimate_advantages
+    clipped_policy_loss, loop_advantages = losses.clipped_policy_loss, loop.estimate_advantages
     state.policy_optimizer.step, state.critic_optimizer.step = lambda: None, step
     with (
-        mock.patch.object(update, "clipped_policy_loss", noted_loss),
+        mock.patch.object(losses, "clipped_policy_loss", noted_loss),
         mock.patch.object(loop, "estimate_advantages", noted_advantages),
     ):
         trainer.train()
