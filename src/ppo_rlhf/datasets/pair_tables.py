@@ -66,7 +66,7 @@ class CollectedPairs:
         if not is_answers(table.column_names):
             columns = ", ".join(table.column_names)
             raise DataError(f"{source}: a file of answers has the columns number and answer; this one has {columns}.")
-        return self.join(table.to_list(), source)
+        return self.join(table, source)
 
     def join(self, answers: Iterable[Mapping[str, Any]], source: str) -> list[tuple[Comparison, dict[str, Any]]]:
         """Return the pairs that rows of answers answer, as `answered` does."""

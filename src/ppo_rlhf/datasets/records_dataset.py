@@ -96,7 +96,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             table = load_table(file, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
             self._file = file
             if self._pairs is not None and is_answers(table.column_names):
-                joined = CollectedPairs.read(self._pairs).join([*table], self._source)
+                joined = CollectedPairs.read(self._pairs).join(table, self._source)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
