@@ -292,9 +292,9 @@ class Run:
 
     def update(self) -> tuple[Any, float]:
         """Learn from responses of mixed lengths; return its steps, and the seconds of all log-probabilities."""
+        from ppo_rlhf.passes.sampling import Responses
         from ppo_rlhf.ppo import loop
         from ppo_rlhf.ppo.rollouts import measure
-        from ppo_rlhf.ppo.sampling import Responses
 
         rows, width = self.part.rows, self.part.length
         lengths = torch.randint(1, width + 1, (rows,), generator=self.numbers)

@@ -20,6 +20,8 @@ from ppo_rlhf.config.advice import LARGE, LORA_FACTOR, Typical
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.judge.settings import LLMJudgeConfig
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
 from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig
 from ppo_rlhf.pipelines.kl_study.grid import KLStudyConfig
@@ -27,8 +29,6 @@ from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.pipelines.sweep.grid import SweepConfig
 from ppo_rlhf.reporting.charts import ExpectedCurve
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
-from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.optimisation import OptimisationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig

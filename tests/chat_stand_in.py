@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-from ppo_rlhf.rewards.llm_judge import in_use
+from ppo_rlhf.judge.llm_judge import in_use
 
 KEY = "sk-of-the-stand-in-4711"
 

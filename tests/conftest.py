@@ -143,7 +143,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch  # heavy, as are the two below
     from torch._dynamo.utils import counters
 
-    from ppo_rlhf.models import compilation
+    from ppo_rlhf.passes import compilation
 
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     torch._dynamo.reset()

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.precision import trained_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts, plan_update
-from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores

@@ -18,8 +18,8 @@ from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.ppo.requests import RunRequests
-from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError

@@ -27,7 +27,7 @@ from kedro.runner.task import Task
 from pluggy import PluginManager
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.epilogue import Epilogue
+from ppo_rlhf.ppo.run_control import RunControl
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.names import (
@@ -332,8 +332,8 @@ def _iterate(
         say(f"Training: {state.total_iterations - state.iteration} iterations.")
     if is_resumed:
         catalog.save(NEXT_STATE, state)
-    epilogue = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
-    epilogue.begin(is_resumed=is_resumed)
+    control = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
+    control.begin(is_resumed=is_resumed)
     if is_complete:
         done = f"{state.iteration} of {state.total_iterations} iterations"
         if state.requests.restore_best:
@@ -341,10 +341,10 @@ def _iterate(
         else:
             say(f"Training is already complete ({done}).")
         return
-    epilogue.nodes = plan.after_update
+    control.nodes = plan.after_update
     reward, evaluation = (catalog.load(name) if name in catalog else None for name in (REWARD, EVALUATION))
     ask = partial(
-        epilogue.ask,
+        control.ask,
         asked_again=_asked_again(state.config, reward),
         by_evaluation=_asked_by_evaluation(state.config, reward, evaluation),
     )
@@ -353,15 +353,15 @@ def _iterate(
         reporting(state.iteration, state.total_iterations) as show,
         finishing_first(state.config.shutdown_grace_s, ask, say),
     ):
-        epilogue.show = show
+        control.show = show
         while not state.finished:
-            with epilogue.stoppable(f"before the update of iteration {state.iteration + 1}"):
+            with control.stoppable(f"before the update of iteration {state.iteration + 1}"):
                 for node in plan.until_update:
                     execute(node)
-            state = epilogue.state = catalog.load(NEXT_STATE)
+            state = control.state = catalog.load(NEXT_STATE)
             metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
-            epilogue.say_if_long(metrics)
-            epilogue.after_iteration(metrics)
+            control.say_if_long(metrics)
+            control.after_iteration(metrics)
             catalog.save(STATE, state)
 
 
@@ -391,10 +391,10 @@ def _language_models(reward: RewardConfig | None, evaluation: EvaluationConfig |
     return list(dict.fromkeys(words))
 
 
-class _NodesAfterUpdate(Epilogue):
-    """The epilogue of an iteration of the pipeline: runs the nodes after the update, and stops after a signal.
+class _NodesAfterUpdate(RunControl):
+    """The control of an iteration of the pipeline: runs the nodes after the update, and stops after a signal.
 
-    The node that updates the policy outputs the checkpoint, so a checkpoint that is due is saved before the epilogue.
+    The node that updates the policy outputs the checkpoint, so a checkpoint that is due is saved before the control.
     """
 
     def __init__(

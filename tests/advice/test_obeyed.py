@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ppo_rlhf.advice import Change
-from ppo_rlhf.ppo import engines
+from ppo_rlhf.passes import engines
 from tests.advice.toy import Reward, Trained, answered, answered_with_variety, long, short, train, wanted, worth
 
 SEEDS = (0, 1, 2)

@@ -8,7 +8,7 @@ import pytest
 from ppo_rlhf.cli.errors import with_one_line_errors
 from ppo_rlhf.cli.generate import _written
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.core.visible import visible
+from ppo_rlhf.core.escaped_text import visible
 from tests.core.test_visible import EVIL
 
 

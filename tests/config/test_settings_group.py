@@ -10,11 +10,11 @@ import pytest
 from pydantic import Field
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import closest, settings_group
+from ppo_rlhf.config.parameter_groups import closest, parameter_group
 from ppo_rlhf.core.errors import ConfigError
 
 
-@settings_group("inner")
+@parameter_group("inner")
 class Inner:
     kind: Literal["one", "two"]
     weight: float = 1.0
@@ -24,7 +24,7 @@ class Inner:
             raise ConfigError("kind two cannot weigh 2")
 
 
-@settings_group("outer", lives_elsewhere={"steps": "it is outer.epochs"})
+@parameter_group("outer", lives_elsewhere={"steps": "it is outer.epochs"})
 class Outer:
     epochs: Annotated[int, Field(ge=1)] = 4
     rate: Annotated[float, Field(gt=0.0)] = 0.5

@@ -4,8 +4,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
 from ppo_rlhf.core.errors import ConfigError, ShapeError
+from ppo_rlhf.core.option_names import LOSS_AGGREGATIONS
 
 from .support import NAN, poison, prefix_mask
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.core.choices import KLEstimator
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ShapeError, TrainingError
 from ppo_rlhf.core.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_estimate
+from ppo_rlhf.core.option_names import KLEstimator
 
 from .support import NAN, prefix_mask
 

@@ -13,10 +13,10 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.advantages import generalized_advantage_estimate
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
-from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
 from ppo_rlhf.core.kl import KL_ESTIMATORS, kl_estimate
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.losses import clipped_policy_loss
+from ppo_rlhf.core.option_names import LOSS_AGGREGATIONS
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.rewards import last_token_mask, shape_rewards
 from ppo_rlhf.core.sampling import sample_tokens

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.core.errors import ConfigError, ShapeError
+from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.core.rewards import COMBINATIONS, combine_scores, last_token_mask, overlong_penalty, shape_rewards
 
 from .support import NAN, prefix_mask

@@ -1,6 +1,6 @@
 """Control characters, which a terminal would obey, are escaped."""
 
-from ppo_rlhf.core.visible import visible
+from ppo_rlhf.core.escaped_text import visible
 
 EVIL = "\x1b]0;title\x07\x9b2Jred"
 

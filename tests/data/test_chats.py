@@ -13,7 +13,7 @@ from ppo_rlhf.data.chats import read_chat, read_text_or_chat, read_tools, render
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models import stop_tokens, tokenizers
-from ppo_rlhf.models.quiet import said
+from ppo_rlhf.runtime.log_lines import said
 from tests.tiny_models import word_tokenizer
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ import pytest
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.files import find
 from ppo_rlhf.data.sources import load_table
-from ppo_rlhf.models import quiet
+from ppo_rlhf.runtime import log_lines
 
 
 def write(folder, *names):
@@ -42,7 +42,7 @@ def prompts_of(source, tmp_path, **options):
 )
 def test_of_a_folder_with_splits_train_is_read_and_one_line_names_what_is_not(tmp_path, caplog, names, train):
     folder = write(tmp_path / "set", *names)
-    quiet.said.clear()
+    log_lines.said.clear()
     with caplog.at_level(logging.WARNING):
         found = prompts_of(folder, tmp_path)
     expected = [name for name in names if "train" in name.lower() and "train_sft" not in name]
@@ -134,7 +134,7 @@ def test_files_that_describe_a_data_set_are_no_data(tmp_path):
 
 def test_the_files_of_a_glob_are_one_table_and_named(tmp_path, caplog):
     write(tmp_path, "train-1.jsonl", "test-1.jsonl")
-    quiet.said.clear()
+    log_lines.said.clear()
     with caplog.at_level(logging.WARNING):
         assert prompts_of(tmp_path / "t*.jsonl", tmp_path) == ["test-1", "train-1"]
     assert "read as one table: test-1.jsonl, train-1.jsonl" in caplog.text
@@ -142,7 +142,7 @@ def test_the_files_of_a_glob_are_one_table_and_named(tmp_path, caplog):
 
 def test_files_of_several_folders_are_named(tmp_path, caplog):
     folder = write(tmp_path / "set", "split=train/a.jsonl", "split=test/a.jsonl")
-    quiet.said.clear()
+    log_lines.said.clear()
     with caplog.at_level(logging.WARNING):
         assert prompts_of(folder, tmp_path) == ["split=test/a", "split=train/a"]
     assert "is read from split=test/a.jsonl, split=train/a.jsonl." in caplog.text

@@ -17,8 +17,8 @@ from mlflow.genai import label_schemas, review_queues
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.datasets import mlflow_queue
 from ppo_rlhf.datasets.mlflow_queue import Place, get, put
-from ppo_rlhf.datasets.pair_page import CUT_OFF
-from ppo_rlhf.supervised.people_answers import Comparison
+from ppo_rlhf.people.answers import Comparison
+from ppo_rlhf.people.pair_page import CUT_OFF
 
 QUESTION = "Which response is better?"
 PAIRS = [Comparison(number, "p", f"a{number}", f"b{number}") for number in range(7)]

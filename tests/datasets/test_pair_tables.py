@@ -17,11 +17,11 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.datasets import PairTablesDataset, RecordsDataset, mlflow_queue
 from ppo_rlhf.datasets.pair_tables import comparison_of
-from ppo_rlhf.models.quiet import said
 from ppo_rlhf.pipelines.reward_modelling.nodes import check_preferences
+from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.datasets.test_mlflow_queue import answer, store
-from tests.datasets.test_pair_page import HARD
+from tests.people.test_pair_page import HARD
 
 __all__ = ["store"]
 

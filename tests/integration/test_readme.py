@@ -16,7 +16,8 @@ import yaml
 from click.testing import CliRunner
 
 from ppo_rlhf.cli import cli
-from ppo_rlhf.rewards.functions import call_reward_function, load_function
+from ppo_rlhf.rewards.functions import call_reward_function
+from ppo_rlhf.runtime.user_functions import load_function
 from tests.tiny_models import save, tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -28,13 +28,13 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.context import context_length, usable_context
+from ppo_rlhf.models.context_length import context_length, usable_context
 from ppo_rlhf.models.directories import check_model_directory, hub_answers, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.preparation import disable_dropout, fuse_activations, prepare
-from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 from tests.own_code import save_with_own_code
 from tests.tiny_models import (
     KINDS,
@@ -328,8 +328,8 @@ def test_a_classifier_on_the_hub_is_judged_by_the_header_of_its_weights_alone(on
         file = SimpleNamespace(tensors={"score.weight": SimpleNamespace(shape=shapes[name])})
         return SimpleNamespace(files_metadata={"model.safetensors": file})
 
-    monkeypatch.setattr("ppo_rlhf.models.kinds.get_safetensors_metadata", header)
-    monkeypatch.setattr("ppo_rlhf.models.kinds.hub_answers", lambda: True)
+    monkeypatch.setattr("ppo_rlhf.models.model_kinds.get_safetensors_metadata", header)
+    monkeypatch.setattr("ppo_rlhf.models.model_kinds.hub_answers", lambda: True)
     PretrainedHandle("org/one").check_reward_model()
     with pytest.raises(ModelError, match=r"num_labels=1.* 5"):
         PretrainedHandle("org/five").check_reward_model()

@@ -6,8 +6,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.adapters import LoraSettings
-from ppo_rlhf.models.forward import backbone_of, logits_of
 from ppo_rlhf.models.stored_weights import store_linear_weights
+from ppo_rlhf.passes.forward import backbone_of, logits_of
 from tests.tiny_models import KINDS, tiny_model, with_trained_adapter
 
 IDS = torch.tensor([[3, 9, 14, 6, 12]])

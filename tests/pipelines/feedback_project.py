@@ -14,8 +14,8 @@ from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.datasets import PairTablesDataset
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.collect_feedback import nodes
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
 
 PROMPTS = table_of({"prompt": [f"{a} {b}" for a in "abcd" for b in "efgh"], "number": [*range(16)]})
 PPO = PPOConfig(response_length=6, device="cpu", dtype="float32", temperature=1.0)

@@ -15,8 +15,8 @@ from kedro.io import DatasetError
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import mlflow_queue
+from ppo_rlhf.people.pairs import PLACES, FeedbackConfig
 from ppo_rlhf.pipelines.collect_feedback import nodes
-from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig
 from tests.datasets.test_mlflow_queue import queued, store, traces
 from tests.pipelines.feedback_project import PROMPTS, collect, pair_tables
 from tests.tiny_models import draw_weights, save, tiny_model

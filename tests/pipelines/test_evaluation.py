@@ -344,7 +344,7 @@ def test_sample_pairs_show_a_chat_as_its_turns(inputs, outputs):
 
 
 def test_that_not_all_evaluation_prompts_are_used_is_said_once_in_a_run(inputs, caplog, monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.models.quiet.said", set())
+    monkeypatch.setattr("ppo_rlhf.runtime.log_lines.said", set())
     given, settings = table_of({"prompt": list("kji")}), PromptsConfig(max_held_out=2)
     policy, ppo = inputs["sft_policy"], inputs["params:ppo"]
     with caplog.at_level(logging.INFO, "ppo_rlhf"):

@@ -15,8 +15,8 @@ from ppo_rlhf.checkpoints.model_card import BEGIN, END, with_people, with_result
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.human_evaluation import nodes
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from tests.chat_stand_in import between, running_chat
 from tests.datasets.test_mlflow_queue import answer, store
 from tests.pipelines.feedback_project import answers_file, collect, pair_tables
@@ -183,7 +183,7 @@ def test_the_card_of_the_policy_that_people_judged_is_written(tmp_path: Path) ->
 
 
 def test_the_order_of_people_does_not_follow_their_names() -> None:
-    from ppo_rlhf.evaluation.people_win_rate import compare_by_people
+    from ppo_rlhf.people.win_rate import compare_by_people
 
     drawn = random.Random(0)
     rates = {"a": 0.9, "z": 0.1}

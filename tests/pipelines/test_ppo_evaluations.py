@@ -16,7 +16,7 @@ from ppo_rlhf.checkpoints.evaluations import best_iteration
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
-from ppo_rlhf.models.halvings import Halving
+from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -83,7 +83,7 @@ def test_a_row_has_the_verdict_of_the_final_evaluation_and_no_other(evaluate, mo
 
 
 def test_an_evaluation_stops_where_the_processes_meet(evaluate, monkeypatch):
-    """`Epilogue.ask` promises it to a run of several processes."""
+    """`RunControl.ask` promises it to a run of several processes."""
     monkeypatch.setattr(RunRequests, "meet", lambda self: (_ for _ in ()).throw(StopBeforeUpdate(signal.SIGTERM)))
     evaluator = SimpleNamespace(evaluate=lambda *_, meet, **__: meet())
     monkeypatch.setattr(nodes, "evaluator_of", lambda *_, **__: evaluator)

@@ -22,7 +22,7 @@ PROMPTS = table_of({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(
     tmp_path, caplog, monkeypatch, maximum: int, said: bool
 ):
-    monkeypatch.setattr("ppo_rlhf.models.quiet.said", set())
+    monkeypatch.setattr("ppo_rlhf.runtime.log_lines.said", set())
     handle = PretrainedHandle(save(tmp_path / "policy", tiny_model()))
     settings = PromptsConfig(max_held_out=maximum, train_on_evaluation_prompts=True)
     with caplog.at_level(logging.INFO, "ppo_rlhf"):

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ppo_rlhf.core.visible import visible
+from ppo_rlhf.core.escaped_text import visible
 from ppo_rlhf.datasets import RecordsDataset, mlflow_queue
 from ppo_rlhf.datasets.mlflow_queue import get, put
 from ppo_rlhf.datasets.pair_tables import comparison_of
-from ppo_rlhf.supervised.people_answers import ANSWERS, Comparison
+from ppo_rlhf.people.answers import ANSWERS, Comparison
 from tests.datasets.test_mlflow_queue import QUESTION, store
-from tests.datasets.test_pair_page import TEXTS
 from tests.datasets.test_pair_tables import collected
+from tests.people.test_pair_page import TEXTS
 from tests.pipelines.review_page import answer, answer_by_keys, serving, shown, start_review
 from tests.reporting.test_browser import browser
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
-from ppo_rlhf.core.choices import LossAggregation
+from ppo_rlhf.core.option_names import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.ppo import micro_batches
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer

@@ -20,8 +20,8 @@ from ppo_rlhf.checkpoints.model_files import gathered
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.sharding import shard_in_place
-from ppo_rlhf.models.transfers import refilled
+from ppo_rlhf.passes.sharding import shard_in_place
+from ppo_rlhf.passes.transfers import refilled
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.processes import from_all, is_main_process, process_count, shards_models, wait_for_all

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_rlhf.ppo import engines, rollouts, update
+from ppo_rlhf.passes import engines
+from ppo_rlhf.ppo import rollouts, update
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.rewards import scorers
 from tests.memory_errors import KINDS

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppo_rlhf.core import randomness
-from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.passes.engines import generate_responses
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_prompts
 

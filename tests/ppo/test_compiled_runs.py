@@ -6,13 +6,13 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.models import compilation
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.passes import compilation
 from ppo_rlhf.ppo.build import load_policies
 from tests import tiny_models
 from tests.ppo.support import ONE_STEP, gradients, moved_on
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]  # tests/models/test_compilation.py is not
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]  # tests/passes/test_compilation.py is not
 
 TIMED = ("time/", "throughput/", "memory/")
 VARIANTS = [

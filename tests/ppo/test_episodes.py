@@ -14,7 +14,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
-from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.passes.engines import generate_responses
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, freeze

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models import forward
-from ppo_rlhf.ppo import forward_passes, loop
+from ppo_rlhf.passes import forward, response_logprobs
+from ppo_rlhf.passes.sampling import Responses
+from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.rollouts import measure
-from ppo_rlhf.ppo.sampling import Responses
 
 ITERATIONS = 8
 TIMED = ("time/", "throughput/", "memory/", "policy/rollout_logprob_gap")
@@ -22,7 +22,7 @@ SETTINGS = {
 def take_the_plain_path(monkeypatch) -> None:
     monkeypatch.setattr(forward, "packs", lambda _: False)
     monkeypatch.setattr("ppo_rlhf.ppo.state.packs", lambda _: False)
-    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 2**24)
+    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 2**24)
 
 
 def replayed(run, recorded: list) -> list[dict[str, float]]:
@@ -47,7 +47,7 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
 def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     make_run, snapshot, monkeypatch, kind, options
 ):
-    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 5 * 23)  # 5 tokens' logits at a time
+    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 5 * 23)  # 5 tokens' logits at a time
     fast = make_run(kind, dtype="float32", **SETTINGS, **options)
     assert not fast.state.computes_padding
     recorded, history = [], []

@@ -5,7 +5,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.gradient_checkpointing import NAME, enable_gradient_checkpointing, recomputing
+from ppo_rlhf.passes.gradient_checkpointing import NAME, enable_gradient_checkpointing, recomputing
 from tests.ppo_runs import MEASURED, learn_from
 
 VARIANTS = [

@@ -20,11 +20,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, ResolvedJudge
-from ppo_rlhf.models import halvings
-from ppo_rlhf.models.halvings import Halving
-from ppo_rlhf.ppo import engines, update
+from ppo_rlhf.passes import engines, halvings
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.micro_batches import cut_batch, own_micro_batches
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import RewardScorer, Scoring
 from tests.memory_errors import KINDS
 from tests.ppo.short_memory import ERROR, PHASES, ShortMemory

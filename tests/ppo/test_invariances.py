@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models import forward
-from ppo_rlhf.models.token_rows import TokenRows
+from ppo_rlhf.passes import forward
+from ppo_rlhf.passes.sequences import SequenceBatch, make_batch
+from ppo_rlhf.passes.token_rows import TokenRows
 from ppo_rlhf.ppo import rollouts
-from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 from tests.ppo_runs import MEASURED
 
 from .support import ONE_STEP, assert_same_gradients, gradients, moved_on

@@ -8,8 +8,8 @@ from ppo_rlhf.checkpoints.exports import exported_policy
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import has_adapter, merged, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
-from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.passes.forward import packs
 from ppo_rlhf.ppo.build import policy_to_train
 from tests.ppo.test_update import poisoned, recorded
 

@@ -15,8 +15,8 @@ from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
-from ppo_rlhf.models.sharding import local_shard
-from ppo_rlhf.ppo import forward_passes
+from ppo_rlhf.passes import response_logprobs
+from ppo_rlhf.passes.sharding import local_shard
 from ppo_rlhf.ppo import micro_batches as cuts
 from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches, own_micro_batches
 from tests.ppo_runs import MEASURED, Run, weights_of
@@ -32,7 +32,7 @@ LONGEST = 7 + 8
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Pretend as much free memory on this CPU as micro-batches of the given number of tokens take in float64."""
     monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
-    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 3 * 23)
+    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 3 * 23)
 
     def set_free(tokens: int, moments: int = 2) -> None:
         parameters = 8 * (2 * 23 * 16 + 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16) + 16)  # the policy's
@@ -166,11 +166,11 @@ def test_autocast_copies_all_weights_and_none_under_lora(make_run):
 
 
 def test_the_card_says_how_many_logits_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    assert forward_passes.logits_held(CPU) == 2**24
+    assert response_logprobs.logits_held(CPU) == 2**24
     assert card_bytes(CUDA) == UNKNOWN_CARD  # a device that is only pretended
-    for module in (forward_passes, core_logprobs):
+    for module in (response_logprobs, core_logprobs):
         monkeypatch.setattr(module, "card_bytes", lambda device: 24 * 2**30)
-    assert forward_passes.logits_held(CUDA) == 24 * 2**22
+    assert response_logprobs.logits_held(CUDA) == 24 * 2**22
     logits = torch.empty(4, 2**13, 1024, device="meta")  # 2^25 logits; a block has 24 * 2^20
     assert [block[0] for block in core_logprobs._blocks(logits)] == [slice(0, 3), slice(3, 6)]
     assert len(list(core_logprobs._blocks(torch.empty(1, 2**12, 1024)))) == 4

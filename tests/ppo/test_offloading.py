@@ -16,7 +16,7 @@ from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.scorers import ModelScorer, build_reward_scorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
-from tests.models.test_transfers import Waiting
+from tests.passes.test_transfers import Waiting
 from tests.ppo_runs import MEASURED
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -46,7 +46,7 @@ def run_with(make_run, make_tokenizer, reward_model):
             (reference if id(tensor) in reference._values else score).copied.append(tensor)
             return values[id(tensor)].to(device)
 
-        monkeypatch.setattr("ppo_rlhf.models.transfers.copied_to", copy)
+        monkeypatch.setattr("ppo_rlhf.passes.transfers.copied_to", copy)
         return run, reference, score
 
     return build

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.randomness import episode_prompts
 from ppo_rlhf.ppo.rollouts import sequences
-from ppo_rlhf.rewards.scorers import ModelScorer, check_room
+from ppo_rlhf.rewards.scorers import ModelScorer, check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_tokenizer
 from tests.tiny_models import draw_weights
@@ -77,7 +77,7 @@ def test_rows_of_the_embedding_without_a_token_are_never_sampled_and_losses_use_
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[-length:])[:, None])[:, 0]
     assert_close(rollouts.old_logprobs[row, :length], expected, rtol=0.0, atol=1e-9)
     assert float(logits.softmax(-1)[:, 23:].sum(-1).mean()) > 0.2
-    check_room(run.scorer, run.prompts.lengths, 8, run.state.sampling.stop_token_ids)
+    check_scorable(run.scorer, run.prompts.lengths, 8, run.state.sampling.stop_token_ids)
     assert all(math.isfinite(value) for value in run.iteration().values())
 
 

@@ -13,11 +13,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.passes.sampling import responses_of
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.ppo.rollouts import plan_update
-from ppo_rlhf.ppo.sampling import responses_of
 from ppo_rlhf.ppo.state import Clock
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.checkpoints.support import assert_same, everything

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from trl.generation import vllm_generation
 
 from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.passes.engines import generate_responses
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.ppo import vllm
-from ppo_rlhf.ppo.engines import generate_responses
-from ppo_rlhf.ppo.sampling import SamplingSettings
 
 SERVER = {"vllm_mode": "server", "vllm_server_base_url": "http://nowhere:8000"}
 SEED, AT_A_TIME = 42, 5

@@ -16,10 +16,10 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models import free_memory
-from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.ppo import forward_passes, micro_batches, update
+from ppo_rlhf.passes import free_memory, response_logprobs
+from ppo_rlhf.passes.free_memory import sequences_at_a_time
+from ppo_rlhf.ppo import micro_batches, update
 from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.preflight.memory import MemoryPlan, RunShape, plan_memory, suggestions
@@ -136,7 +136,7 @@ def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.M
     on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
     before = passing(plan(), "update")
     assert before - passing(plan(on_card, dtype="float32"), "update") == 2 * (8 * 8 * 23 - 100) * 4
-    monkeypatch.setattr(forward_passes, "LOGITS_HELD", 100)
+    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 100)
     assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
 

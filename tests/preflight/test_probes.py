@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BertConfig, FalconConfig, GPT2Config, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.uses import names_of
+from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.ppo import loop, losses
 from ppo_rlhf.ppo.experience import estimate_advantages, shape_rewards
@@ -186,7 +186,7 @@ def test_the_tiny_model_is_of_the_architecture_or_says_why_not(config: Pretraine
 
 
 def test_the_probes_set_a_value_of_their_own_for_exactly_the_settings_declared_so():
-    replaced = set(names_of(PPOConfig, lambda use: use.probe == "replaced"))
+    replaced = set(names_of(PPOConfig, lambda roles: roles.probe == "replaced"))
     assert replaced == {*probes.SIZES, "value_learning_rate", "total_episodes", "response_length", "positive_threshold"}
 
 

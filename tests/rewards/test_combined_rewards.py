@@ -21,7 +21,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.experience import completion_rows
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room, models_of, reward_model_accuracy
+from ppo_rlhf.rewards.scorers import build_reward_scorer, check_scorable, models_of, reward_model_accuracy
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
@@ -256,7 +256,7 @@ def test_each_component_is_scored_by_the_model_of_its_path(two: list[str]):
     assert len(models_of(scorer)) == 3  # the path that two components name is loaded once
     assert reward_model_accuracy(PretrainedHandle(two[1]), config) == 0.6
     with pytest.raises(ModelError, match=f"the reward model {two[1]}'s context is 16"):
-        check_room(scorer, [10], 8, [2])
+        check_scorable(scorer, [10], 8, [2])
 
 
 def test_a_trainer_maximises_the_combination_of_models_by_path(tmp_path: Path, two: list[str]):

@@ -23,16 +23,16 @@ from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
-from ppo_rlhf.models import quiet
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.pipelines.audit_reward import reward_audit
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.environments import reply_by_function
-from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.rendering import ENVIRONMENT, Rendering
 from ppo_rlhf.rewards.scorers import build_reward_scorer
 from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.runtime import log_lines
 from ppo_rlhf.supervised.preferences import check_preferences, tokenise_preferences
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.tiny_models import save, spaced_tokenizer, tiny_model, word_tokenizer
@@ -225,7 +225,7 @@ def test_tools_of_a_table_reach_the_reward_model_through_stored_prompts():
 
 
 def test_one_line_says_that_a_reward_model_reads_conversations_without_their_tools(tmp_path, caplog):
-    quiet.said.clear()
+    log_lines.said.clear()
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(LLAMA, other=True)
     shown = Rendering(other, policy)
     shown.check([json.dumps([USER])] * 2, "prompts", [TOOLS, TOOLS])
@@ -238,7 +238,7 @@ def test_one_line_says_that_a_reward_model_reads_conversations_without_their_too
 
 def test_a_template_that_takes_only_tools_that_it_knows_shows_them(caplog):
     """The template refuses the marks of `find_hidden`, so the parts themselves are searched in the text."""
-    quiet.said.clear()
+    log_lines.said.clear()
     knows = "{% for tool in tools or [] if tool.function.name != 'f' %}{{ raise_exception('!') }}{% endfor %}"
     policy, other = chat_tokenizer(SHOWS_TOOLS + QWEN), chat_tokenizer(knows + SHOWS_TOOLS + LLAMA, other=True)
     batch = with_tools(answers(policy, [[USER]], ["d e <|im_end|>"], [True]), [TOOLS])
@@ -264,7 +264,7 @@ def test_a_turn_that_the_reward_models_template_leaves_out_is_refused(tmp_path):
 
 def test_a_sampled_tool_call_that_the_reward_models_template_cannot_show_is_read_as_text(caplog):
     """Sampled text must not end the training; a tool call that the template can render is rendered."""
-    quiet.said.clear()
+    log_lines.said.clear()
     policy = chat_tokenizer(QWEN)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     read = {"d": {"content": "", "tool_calls": [call]}, "h": {"content": "h"}}

@@ -16,24 +16,24 @@ import torch
 from torch import nn
 
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
-from ppo_rlhf.models import quiet
-from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
-from ppo_rlhf.rewards.functions import call_reward_function, load_function
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.rendering import close_response
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
     build_reward_scorer,
-    check_room,
+    check_scorable,
     score_by_function,
     score_sequences,
 )
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
-from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime import log_lines, processes
+from ppo_rlhf.runtime.user_functions import load_function
 from tests.ppo.short_memory import ShortMemory
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
@@ -131,7 +131,7 @@ def test_a_response_needs_room_for_the_end_of_text_unless_its_stop_token_is_one(
 
     def check(context: int, stop_token: int) -> None:
         model = ModelScorer(Recorder(context=context), word_tokenizer(), word_tokenizer())
-        check_room(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
+        check_scorable(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
 
     check(5, END)
     check(6, PERIOD)
@@ -145,7 +145,7 @@ def test_a_reward_model_without_a_row_for_an_id_that_can_be_sampled_is_refused()
 
     def check(rows: int, stop_token: int, tokenizer=None) -> None:
         model = ModelScorer(Recorder(rows=rows), tokenizer or word_tokenizer(), word_tokenizer())
-        check_room(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
+        check_scorable(RewardScorer([("m", 1.0, model)]), [1, 3], response_length=2, stop_token_ids=[stop_token])
 
     check(25, END)
     check(30, 29)
@@ -187,7 +187,7 @@ def test_one_line_warns_of_a_reward_model_that_never_reads_the_end_of_a_text(cap
     if kind == "ours":
         model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", pad_token_id=pad))
     tokenizer = word_tokenizer(pad_token=VOCABULARY[pad])
-    quiet.said.clear()
+    log_lines.said.clear()
     with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
         for _ in range(2):
             ModelScorer(model, tokenizer, word_tokenizer())

@@ -14,9 +14,10 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.ppo.experience import score_responses, shape_rewards
-from ppo_rlhf.rewards.functions import call_reward_function, load_function
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
+from ppo_rlhf.runtime.user_functions import load_function
 from ppo_rlhf.training import PPOTrainer
 from tests.ppo.test_experience import LENGTHS, OLD, REFERENCE, TERMINATED, state_of
 from tests.ppo_runs import build_model, build_rollouts, build_run, build_tokenizer

@@ -12,7 +12,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.data.chats import read_chat
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import RecordsDataset, TableDataset
-from ppo_rlhf.models.quiet import said
+from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
     DataPreparationConfig,

@@ -11,10 +11,10 @@ from tokenizers import AddedToken
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.quiet import said
-from ppo_rlhf.ppo.sampling import SamplingSettings, responses_of
+from ppo_rlhf.passes.sampling import SamplingSettings, responses_of
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.supervised.preferences import (
     COLUMNS,
     check_preferences,

@@ -16,8 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
-from ppo_rlhf.models.gradient_checkpointing import NAME
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.passes.gradient_checkpointing import NAME
 from ppo_rlhf.ppo.precision import make_accelerator
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.supervised.demonstrations import IGNORED, TokenisedDemonstrations

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from transformers import Trainer
 
-from ppo_rlhf.models.gradient_checkpointing import NAME
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.passes.gradient_checkpointing import NAME
 from ppo_rlhf.supervised import trl_support
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import OptimisationConfig

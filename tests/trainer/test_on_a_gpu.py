@@ -12,11 +12,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.passes.compilation import compiles
+from ppo_rlhf.passes.engines import generate_responses
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.ppo.precision import device_of, has_bfloat16, trained_dtype
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.preflight.memory import RunShape, plan_memory
 from ppo_rlhf.training import PPOTrainer
 from tests.ppo_runs import MEASURED

@@ -20,7 +20,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """Module whose import lets transformers load a reward model of this project's own architecture."""
@@ -202,8 +202,8 @@ def place(source: str) -> str:
     A path below the working directory becomes a relative path. Of a path outside the working directory only the last
     part is kept.
     """
-    path = Path(shown(source)).expanduser()
-    return path.name if path.is_absolute() else shown(source)
+    path = Path(readable_path(source)).expanduser()
+    return path.name if path.is_absolute() else readable_path(source)
 
 
 def _started_from(base: str) -> str:

@@ -31,10 +31,10 @@ from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapt
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.preparation import not_finite
-from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.sharding import whole
-from ppo_rlhf.models.transfers import refilled
+from ppo_rlhf.passes.sharding import whole
+from ppo_rlhf.passes.transfers import refilled
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 from ppo_rlhf.runtime.processes import is_main_process, shards_models
 
 log = logging.getLogger(__name__)

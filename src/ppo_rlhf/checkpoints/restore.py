@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
 from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.config.uses import names_of
+from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
@@ -21,10 +21,10 @@ from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = frozenset(names_of(PPOConfig, lambda use: use.resume != "same"))
+MAY_CHANGE = frozenset(names_of(PPOConfig, lambda roles: roles.resume != "same"))
 """Settings that may change on resume. The product of `per_device_train_batch_size`, `gradient_accumulation_steps` and
 the number of processes must stay the same."""
-CHANGES_NUMBERS = frozenset(names_of(PPOConfig, lambda use: use.resume == "rounds"))
+CHANGES_NUMBERS = frozenset(names_of(PPOConfig, lambda roles: roles.resume == "rounds"))
 """Settings of MAY_CHANGE whose change makes the resumed run's numbers differ from the uninterrupted run's, at least in
 the last bits."""
 MENDABLE = "reward_functions"

@@ -29,8 +29,8 @@ from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.ppo.epilogue import is_best
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
+from ppo_rlhf.ppo.run_control import is_best
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")

@@ -22,19 +22,19 @@ from transformers import GenerationConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import VLLM_FIELDS
-from ppo_rlhf.config.uses import names_of
+from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
 from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import template_defaults
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.runtime.log_lines import say_once
 from ppo_rlhf.runtime.names import TEMPLATE
 
-DRAWN_BY = names_of(PPOConfig, lambda use: use.record == "sampling")
+DRAWN_BY = names_of(PPOConfig, lambda roles: roles.record == "sampling")
 """Fields of PPOConfig that control how responses are sampled."""
-HERE = names_of(PPOConfig, lambda use: use.record == "here")
+HERE = names_of(PPOConfig, lambda roles: roles.record == "here")
 """Fields of PPOConfig that belong to a machine, a run or its prompts, not to the policy; their values come from the
 current user's settings, not from the record."""
 USED = (*HERE, *DRAWN_BY, "rollout_engine", "dtype")

@@ -24,7 +24,7 @@ from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.init import init
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.cli.push import push
-from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.config.parameter_groups import closest
 from ppo_rlhf.runtime.own_process import name_what_keeps_it
 from ppo_rlhf.runtime.processes import check_launch
 from ppo_rlhf.runtime.terminal import WithoutPadding

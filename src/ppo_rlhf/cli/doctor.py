@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from ppo_rlhf.cli.errors import Command, one_line_each
 from ppo_rlhf.cli.project import context_here, project_here, split_params
-from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.config.parameter_groups import closest
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.before_run import judge_settings, refuse_unread
@@ -90,7 +90,7 @@ def diagnose(
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only
+    from ppo_rlhf.runtime.log_lines import errors_only
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     ppo = params.get("ppo", {})

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
-from ppo_rlhf.core.visible import visible
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.signals import RunInterruptedError, raising_on_signals
 from ppo_rlhf.runtime.stops import TerminationSignal
@@ -90,7 +90,7 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
             lines = _lines_of_this_process(lines)
         if lines is None:
             raise
-        raise click.ClickException(visible("\nError: ".join(lines))) from None
+        raise click.ClickException(escaped("\nError: ".join(lines))) from None
 
 
 def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:

@@ -14,7 +14,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, split_params
 from ppo_rlhf.core.errors import DataError, ModelError
-from ppo_rlhf.core.visible import visible
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.hooks.before_run import missing_paths, refuse_unread
 from ppo_rlhf.hooks.policy_settings import settings_to_answer
 
@@ -77,7 +77,7 @@ def generate(**options: Any) -> Iterator[str]:
             if options["prompt"] is not None:
                 raise
             # A prompt that exceeds the model's context ends only this answer, not the conversation
-            yield visible(f"Error: {error}")
+            yield escaped(f"Error: {error}")
     if turn < 0 and not sys.stdin.isatty():
         raise DataError("No prompt was given: give PROMPT or --prompts FILE, or write prompts to the standard input.")
 
@@ -141,7 +141,7 @@ class _Policies:
         drawn = [self._answers(policy, model, repeated, turn) for policy, model in self.models.items()]
         for row, answers in enumerate(zip(*drawn, strict=True)):
             if row % self.samples == 0:
-                yield "\n" + click.style(visible(typed or prompts.texts[row // self.samples]), fg="cyan")
+                yield "\n" + click.style(escaped(typed or prompts.texts[row // self.samples]), fg="cyan")
             yield from answers
 
     def _answers(self, policy: str, model: PreTrainedModel, prompts: PromptDataset, turn: int) -> list[str]:
@@ -182,5 +182,5 @@ def _written(policy: str, answer: str, tokens: int, has_ended: bool, reward: flo
     facts = [f"{tokens} tokens"] + ([] if has_ended else ["cut off"])
     if reward is not None:
         facts.insert(0, f"reward {reward:z.2f}")
-    text = textwrap.indent(visible(answer.strip()) or "(nothing)", " " * 8)[8:]
+    text = textwrap.indent(escaped(answer.strip()) or "(nothing)", " " * 8)[8:]
     return f"  {policy}   {text}\n        {click.style(', '.join(facts), dim=True)}"

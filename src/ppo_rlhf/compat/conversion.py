@@ -13,7 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import nearest
+from ppo_rlhf.config.parameter_groups import nearest
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.supervised.optimisation import OptimisationConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ppo_rlhf.config.uses import marks_of
+from ppo_rlhf.config.setting_roles import marks_of
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig

@@ -11,11 +11,11 @@ from pydantic import Field, InstanceOf
 
 from ppo_rlhf.config import advice, ppo_rules
 from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
-from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
+from ppo_rlhf.config.setting_roles import Role, names_in_group
 from ppo_rlhf.config.trl_names import LIVES_ELSEWHERE
-from ppo_rlhf.config.uses import Use, names_in_group
-from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.option_names import KLEstimator, LossAggregation
 from ppo_rlhf.runtime.processes import process_count
 
 LearningRateSchedule = Literal[
@@ -36,7 +36,7 @@ class _Processes(int):
     """A number of processes that no parameters file can give."""
 
 
-@settings_group("ppo", lives_elsewhere=LIVES_ELSEWHERE)
+@parameter_group("ppo", lives_elsewhere=LIVES_ELSEWHERE)
 class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
 
@@ -48,371 +48,376 @@ class PPOConfig:
         ConfigError: A value or a combination of values is not allowed; the message has one line for each problem.
     """
 
-    num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE), Use("replaced")] = 4
+    num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE), Role("replaced")] = 4
     """Number of passes over each batch of rollouts; 2 to 4 passes are usual."""
-    num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE), Use("replaced")] | None = None
+    num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE), Role("replaced")] | None = None
     """Number of passes over each batch of rollouts that train a critic with its own backbone. Passes beyond
     `num_ppo_epochs` train only the critic. With None the critic trains for `num_ppo_epochs` passes."""
     cliprange: Annotated[
-        float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3"), Use("taken", group="clipping")
+        float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3"), Role("taken", group="clipping")
     ] = 0.2
     """Policy clipping range epsilon. Ratios outside [1 - epsilon, 1 + epsilon] get no gradient that moves them
     further."""
     cliprange_high: (
-        Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476"), Use("taken", group="clipping")]
+        Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476"), Role("taken", group="clipping")]
         | None
     ) = None
     """Separate upper clipping range of the policy ("clip higher"; DAPO: 0.28). With None `cliprange` is the upper
     clipping range, too."""
-    cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE), Use("taken")] | None = 0.2
+    cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE), Role("taken")] | None = 0.2
     """Value clipping range, in units of the return. The value loss clips the critic's new values to a distance of at
     most cliprange_value from the critic's values at the rollout. With None the value loss is the plain squared error,
     without clipping."""
-    vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 3.0, f"{TUNING_GUIDE}, SmolLM2"), Use("taken")] = 0.1
+    vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 3.0, f"{TUNING_GUIDE}, SmolLM2"), Role("taken")] = 0.1
     """Weight of the value loss. With value_model=shared vf_coef weighs the value loss, which is in squared rewards,
     against the policy loss, whose whitened advantages have variance 1; in the recipe obedience, with rewards of 0 and
     1, the critic explains more with 3 than with 0.1. The optimiser step of a separate critic hardly depends on vf_coef,
     because Adam rescales gradients."""
-    gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT), Use("taken")] = 1.0
+    gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT), Role("taken")] = 1.0
     """Discount factor per token."""
-    lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438"), Use("taken")] = 0.95
+    lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438"), Role("taken")] = 0.95
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: (
-        Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118"), Use("taken")] | None
+        Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118"), Role("taken")] | None
     ) = None
     """GAE lambda of the critic's targets (VAPO: 1, which gives unbiased returns). With None the critic's targets use
     `lam`."""
-    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5"), Use("taken")] | None = None
+    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5"), Role("taken")] | None = None
     """Makes the GAE lambda of the policy's advantages depend on the response's length: 1 - 1 / (lam_alpha x tokens),
     and 0 for responses of at most 1 / lam_alpha tokens. With lam_alpha, `lam` applies only to the critic's targets.
     With None the policy's advantages use `lam`."""
-    whiten_rewards: Annotated[bool, Use("taken")] = False
+    whiten_rewards: Annotated[bool, Role("taken")] = False
     """Divide shaped rewards by their standard deviation over the batch, and keep their mean (as in TRL)."""
-    whiten_advantages: Annotated[bool, Use("taken")] = True
+    whiten_advantages: Annotated[bool, Role("taken")] = True
     """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
     entropy_coef: Annotated[
-        float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01"), Use("taken")
+        float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01"), Role("taken")
     ] = 0.0
     """Bonus per nat of the policy's exact entropy at `temperature`, subtracted from the policy loss. With 0 the policy
     loss has no entropy bonus."""
-    positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1"), Use("taken")] = 0.0
+    positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1"), Role("taken")] = (
+        0.0
+    )
     """Weight of the negative log-likelihood of positive examples, which is added to the policy loss. With 0 the policy
     loss has no term for positive examples."""
-    positive_threshold: Annotated[float | None, Use("replaced")] = None
+    positive_threshold: Annotated[float | None, Role("replaced")] = None
     """For `positive_coef`: a response whose raw reward score is at least this value is a positive example."""
     dual_clip: (
-        Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3"), Use("taken", group="clipping")]
+        Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3"), Role("taken", group="clipping")]
         | None
     ) = None
     """Upper bound c on the probability ratio of a token whose advantage A is negative: the token's policy loss is at
     most -A x c. None turns dual clipping off."""
     target_kl: (
-        Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05"), Use("left out")] | None
+        Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05"), Role("left out")]
+        | None
     ) = None
     """Target for the approximate KL (`approxkl`) of an update, in nats per token. An update stops before an optimiser
     step whose minibatch has an approxkl above 1.5 x target_kl. With None no update stops early."""
-    loss_aggregation: Annotated[LossAggregation, Use("taken")] = "token_mean"
+    loss_aggregation: Annotated[LossAggregation, Role("taken")] = "token_mean"
     """How token losses become one number. token_mean: the mean over tokens. seq_mean_token_sum, seq_mean_token_mean:
     the mean over responses of each response's sum or mean. token_sum_fixed_length: the sum over tokens divided by
     (responses x response_length)."""
     importance_cap: (
-        Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2"), Use("taken", group="clipping")] | None
+        Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2"), Role("taken", group="clipping")] | None
     ) = None
     """Weight each token's loss by min(pi_old / pi_sampler, importance_cap), because the sampler rounds probabilities
     differently from the training forward pass. None turns importance weights off, but with rollout_engine=vllm None
     becomes 3, the value of TRL's vllm_importance_sampling_clip_max."""
     importance_low: (
-        Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.2, 0.8, "arXiv:2607.07508: 0.7"), Use("taken")] | None
+        Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.2, 0.8, "arXiv:2607.07508: 0.7"), Role("taken")] | None
     ) = None
     """With `importance_high`: use SAO's policy loss instead of the clipped loss. SAO's policy loss weights each token
     by the ratio pi / pi_sampler. Tokens whose ratio is not between importance_low and importance_high do not train the
     policy. With None the policy loss is PPO's clipped loss."""
-    importance_high: Annotated[float, Field(gt=1.0), Typical(1.2, 10.0, "arXiv:2607.07508: 6"), Use("taken")] | None = (
-        None
-    )
+    importance_high: (
+        Annotated[float, Field(gt=1.0), Typical(1.2, 10.0, "arXiv:2607.07508: 6"), Role("taken")] | None
+    ) = None
     """Upper limit of the ratio pi / pi_sampler, for `importance_low` (lower and upper limit in SAO: 0.7 and 6 for
     reasoning, 0.2 and 4 for code)."""
 
-    kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE), Use("taken")] = 0.05
+    kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE), Role("taken")] = 0.05
     """Beta, the weight of the KL estimate, in score units per nat. The adaptive KL controller starts with beta =
     kl_coef."""
-    kl_estimator: Annotated[KLEstimator, Use("taken")] = "k1"
+    kl_estimator: Annotated[KLEstimator, Role("taken")] = "k1"
     """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence"). k3+ has k3's value
     and k2's gradient. full is the exact KL over the vocabulary; full with kl_in=loss runs the reference policy in each
     optimiser step."""
-    kl_in: Annotated[Literal["reward", "loss"], Use("taken")] = "reward"
+    kl_in: Annotated[Literal["reward", "loss"], Role("taken")] = "reward"
     """reward: subtract beta x KL from each token's reward. loss: add beta x KL to the policy loss (not with k1)."""
-    kl_controller: Annotated[Literal["fixed", "adaptive"], Use("left out")] = "fixed"
+    kl_controller: Annotated[Literal["fixed", "adaptive"], Role("left out")] = "fixed"
     """fixed: beta stays `kl_coef`. adaptive: beta changes so that KL approaches `kl_target` (Ziegler et al. 2019,
     arXiv:1909.08593, section 2.2)."""
     kl_target: Annotated[
-        float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6"), Use("left out", group="adaptive_kl")
+        float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6"), Role("left out", group="adaptive_kl")
     ] = 6.0
     """Target KL of the adaptive KL controller, in nats per response (k1 summed over the tokens)."""
     kl_horizon: Annotated[
-        float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000"), Use("left out", group="adaptive_kl")
+        float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000"), Role("left out", group="adaptive_kl")
     ] = 10_000.0
     """Number of episodes in which the adaptive KL controller changes beta by at most 20 %. Set kl_horizon to a fifth of
     total_episodes or less."""
-    kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Use("none", resume="free")] = 15.0
+    kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 15.0
     """Threshold in nats per response. The run warns once of a KL above kl_warning, and the warning names the setting to
     change first."""
-    kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Use("none", resume="free")] = 20.0
+    kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 20.0
     """Threshold in nats per response. A KL above kl_alarm raises an alarm. A checkpoint evaluated above kl_alarm never
     becomes the best checkpoint."""
-    kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE), Use("left out", resume="free")] | None = (
+    kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE), Role("left out", resume="free")] | None = (
         None
     )
     """Threshold in nats per response. Training stops when the KL of a rollout batch exceeds kl_stop. With None no KL
     stops training."""
 
-    reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE), Use("taken")] = 1.0
+    reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE), Role("taken")] = 1.0
     """Factor by which each response's score is multiplied, after normalisation and before clipping."""
-    reward_clip: Annotated[float, Field(gt=0.0), Typical(0.5, 20.0, "DeepSpeed-Chat: 5"), Use("taken")] | None = None
+    reward_clip: Annotated[float, Field(gt=0.0), Typical(0.5, 20.0, "DeepSpeed-Chat: 5"), Role("taken")] | None = None
     """Clip each response's score to [-reward_clip, reward_clip] (score units), before penalties and KL are
     subtracted."""
-    reward_normalisation: Annotated[Literal["none", "running", "batch"], Use("taken")] = "none"
+    reward_normalisation: Annotated[Literal["none", "running", "batch"], Role("taken")] = "none"
     """Shift and scale scores to mean 0 and variance 1. running: by the mean and variance of all responses so far.
     batch: by the mean and variance of each batch."""
-    missing_eos_penalty: Annotated[float, Field(ge=0.0), Use("left out")] | None = None
+    missing_eos_penalty: Annotated[float, Field(ge=0.0), Role("left out")] | None = None
     """Penalty that is subtracted from the score of a response without a stop token (TRL), in score units after
     normalisation, scaling and clipping."""
-    truncated_responses: Annotated[Literal["keep", "penalise", "replace", "mask", "bootstrap"], Use("left out")] = (
+    truncated_responses: Annotated[Literal["keep", "penalise", "replace", "mask", "bootstrap"], Role("left out")] = (
         "keep"
     )
     """What happens to responses cut off at response_length. keep: treat them like other responses, and subtract
     missing_eos_penalty if it is set. penalise: subtract missing_eos_penalty from the score. replace: set the score to
     -missing_eos_penalty. mask: leave the responses out of all losses. bootstrap: replace the score with the critic's
     value of the state after the last token."""
-    overlong_buffer: Annotated[int, Field(ge=1), Use("left out")] | None = None
+    overlong_buffer: Annotated[int, Field(ge=1), Role("left out")] | None = None
     """Number of last tokens before response_length over which a length penalty rises linearly from 0 to 1 score unit
     (DAPO, arXiv:2503.14476)."""
 
-    learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE, is_rate=True), Use("replaced")] = (
-        3e-6
-    )
+    learning_rate: Annotated[
+        float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE, is_rate=True), Role("replaced")
+    ] = 3e-6
     """Peak learning rate of the policy's AdamW."""
     value_learning_rate: (
-        Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True), Use("replaced")] | None
+        Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True), Role("replaced")] | None
     ) = None
     """Peak learning rate of the critic's AdamW; with value_model=shared, of the value head's, while the shared trunk
     follows `learning_rate`. With None the critic uses `learning_rate`."""
-    lr_scheduler_type: Annotated[LearningRateSchedule, Use("left out")] = "linear"
+    lr_scheduler_type: Annotated[LearningRateSchedule, Role("left out")] = "linear"
     """Schedule of both learning rates over iterations, after the warm-up. The schedules are the schedules of
     transformers, to which no arguments can be passed."""
-    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE), Use("left out")] = 0.0
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE), Role("left out")] = 0.0
     """Share of the iterations over which the learning rate rises to its peak. The learning rate of the first iteration
     is never 0. For the policy's learning rate, only the iterations after critic_warmup_iterations count."""
     critic_warmup_iterations: Annotated[
-        int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50"), Use("left out")
+        int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50"), Role("left out")
     ] = 0
     """Number of iterations at the start of training that train only the critic. The policy and the KL controller do not
     change during the critic's warm-up."""
-    optim: Annotated[Literal["adamw_torch_fused", "adamw_8bit"], Use("left out")] = "adamw_torch_fused"
+    optim: Annotated[Literal["adamw_torch_fused", "adamw_8bit"], Role("left out")] = "adamw_torch_fused"
     """adamw_torch_fused: torch's AdamW in one kernel. adamw_8bit: bitsandbytes' AdamW, whose optimiser moments take a
     quarter of the memory of float32 moments (arXiv:2110.02861)."""
-    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9"), Use("taken")] = 0.9
+    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9"), Role("taken")] = 0.9
     """AdamW's decay rate of the mean gradient."""
     adam_beta2: Annotated[
-        float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999"), Use("taken")
+        float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999"), Role("taken")
     ] = 0.999
     """AdamW's decay rate of the mean squared gradient."""
     adam_epsilon: Annotated[
-        float, Field(gt=0.0), Typical(1e-8, 1e-5, "arXiv:1412.6980; baselines' PPO: 1e-5"), Use("taken")
+        float, Field(gt=0.0), Typical(1e-8, 1e-5, "arXiv:1412.6980; baselines' PPO: 1e-5"), Role("taken")
     ] = 1e-8
     """AdamW's epsilon, which keeps the step finite where gradients vanish."""
-    weight_decay: Annotated[float, Field(ge=0.0), Typical(0.0, 0.1, "arXiv:1711.05101"), Use("taken")] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0), Typical(0.0, 0.1, "arXiv:1711.05101"), Role("taken")] = 0.0
     """AdamW's decoupled weight decay, which applies to matrices, not to biases and norms."""
-    max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE), Use("taken")] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE), Role("taken")] = 1.0
     """Largest 2-norm of a gradient. The policy's and the critic's gradients are clipped separately at every optimiser
     step."""
     ema_decay: (
-        Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992"), Use("left out")] | None
+        Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992"), Role("left out")] | None
     ) = None
     """Decay of a moving average of the policy's weights: each optimiser step sets the average to ema_decay x average +
     (1 - ema_decay) x weights. The averaged weights are exported in the folder ema beside the policy. With None the run
     keeps no moving average."""
 
-    total_episodes: Annotated[Count, Use("replaced", resume="rounds")] = 10_000
+    total_episodes: Annotated[Count, Role("replaced", resume="rounds")] = 10_000
     """Number of responses to train on, rounded up to full batches."""
-    per_device_train_batch_size: Annotated[Count, Use("replaced", resume="rounds")] = 8
+    per_device_train_batch_size: Annotated[Count, Role("replaced", resume="rounds")] = 8
     """Largest number of responses in one forward and backward pass on one device."""
-    gradient_accumulation_steps: Annotated[Count, Use("replaced", resume="rounds")] = 1
+    gradient_accumulation_steps: Annotated[Count, Role("replaced", resume="rounds")] = 1
     """Factor of the rollout batch: batch_size = per_device_train_batch_size x gradient_accumulation_steps x world
     size."""
-    num_mini_batches: Annotated[Count, Use("replaced")] = 1
+    num_mini_batches: Annotated[Count, Role("replaced")] = 1
     """Number of minibatches into which each rollout batch is split; each PPO epoch has one optimiser step per
     minibatch."""
-    local_rollout_forward_batch_size: Annotated[Count | None, Use("replaced", resume="rounds", record="here")] = None
+    local_rollout_forward_batch_size: Annotated[Count | None, Role("replaced", resume="rounds", record="here")] = None
     """Largest number of responses that one device generates or scores at a time; the number need not divide the rollout
     batch. With None the device takes as many responses as fit into free memory. In 16 bits the reference policy takes
     the update's micro-batches."""
-    responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4"), Use("taken")] = 1
+    responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4"), Role("taken")] = 1
     """Responses sampled for each prompt of a batch, each with different sampling noise. responses_per_prompt must
     divide the batch size."""
-    drop_uniform_prompts: Annotated[NonNegative, Use("left out")] = 0
+    drop_uniform_prompts: Annotated[NonNegative, Role("left out")] = 0
     """Largest number of times that an iteration replaces prompts whose `responses_per_prompt` responses all have the
     same score by other prompts (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
-    max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Use("none", record="here")] | None = None
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Role("none", record="here")] | None = None
     """Largest number of prompt and response tokens in one forward and backward pass, counting padding where the
     architecture needs padding. A single response with more tokens is its own micro-batch. With None on a GPU, a pass
     takes as many tokens as fit into the memory that is free when training starts (docs/memory.md). With None on a CPU
     or with `deterministic`, only per_device_train_batch_size limits a pass."""
 
     response_length: Annotated[
-        int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE), Use("replaced", record="sampling", varies=False)
+        int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE), Role("replaced", record="sampling", varies=False)
     ] = 53
     """Largest number of tokens in a response, including its stop token."""
-    min_response_length: Annotated[NonNegative, Use("left out", record="sampling")] = 0
+    min_response_length: Annotated[NonNegative, Role("left out", record="sampling")] = 0
     """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. The sampler
     excludes stop tokens before token number min_response_length. The loss uses the distribution in which no stop tokens
     are excluded."""
-    temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE), Use("taken", record="sampling")] = 0.7
+    temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE), Role("taken", record="sampling")] = (
+        0.7
+    )
     """Sampling temperature. Log-probabilities, KL and entropy of policy and reference are computed at this
     temperature."""
-    top_k: Annotated[NonNegative, Use("left out", record="sampling")] = 0
+    top_k: Annotated[NonNegative, Role("left out", record="sampling")] = 0
     """Sample only from the top_k most probable tokens. 0 turns the top-k filter off. The loss uses the distribution
     without the top-k filter."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), Use("left out", record="sampling")] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), Role("left out", record="sampling")] = 1.0
     """Sample only from the most probable tokens that together have probability top_p. 1 turns the top-p filter off. The
     loss uses the distribution without the top-p filter."""
-    stop_token: Annotated[Literal["eos", "period", "none"], Use("left out", record="sampling")] = "eos"
+    stop_token: Annotated[Literal["eos", "period", "none"], Role("left out", record="sampling")] = "eos"
     """What ends a response. eos: any end token of the generation config, the tokenizer or the chat template. period: a
     token that is a full stop. none: only the limit response_length ends a response."""
-    stop_token_id: Annotated[int, Field(ge=0), Use("left out", record="sampling")] | None = None
+    stop_token_id: Annotated[int, Field(ge=0), Role("left out", record="sampling")] | None = None
     """Token id that ends a response, in place of the tokens that `stop_token` selects."""
-    environment: Annotated[str | None, Use("left out", record="sampling")] = None
+    environment: Annotated[str | None, Role("left out", record="sampling")] = None
     """`module:name` of a function that answers the policy's turns: `reply(prompts, completions, turns, **columns)`
     returns for each episode a text, or None if the episode is over (docs/conversations.md). With an environment, a
     response is a whole episode: `response_length` covers all turns of the policy and the environment's replies between
     the turns. With None each response is a single turn."""
-    turn_length: Annotated[int, Field(ge=1), Use("left out", record="sampling")] | None = None
+    turn_length: Annotated[int, Field(ge=1), Role("left out", record="sampling")] | None = None
     """For `environment`: largest number of tokens in one turn of the policy, including its stop token."""
-    overlong_prompts: Annotated[Literal["error", "drop", "truncate_left"], Use("none", record="here", varies=False)] = (
-        "error"
-    )
+    overlong_prompts: Annotated[
+        Literal["error", "drop", "truncate_left"], Role("none", record="here", varies=False)
+    ] = "error"
     """What to do with prompts that leave no room for response_length tokens in the model's context: stop with an error,
     drop the prompt, or cut off the prompt's start."""
 
-    value_model: Annotated[Literal["separate", "shared", "reward_init", "pretrained"], Use("taken")] = "separate"
+    value_model: Annotated[Literal["separate", "shared", "reward_init", "pretrained"], Role("taken")] = "separate"
     """Where the critic comes from. separate: its own backbone, copied from the policy. reward_init: its own backbone
     and head, copied from the reward model. pretrained: its own backbone and head, copied from the critic at
     critic_path, which the pipeline critic_pretraining or `export_critic` stored. shared: a value head on the policy's
     last hidden states; one loss is minimised, policy loss + vf_coef x value loss. With separate and shared, the value
     head starts as the value head in the SFT model's directory (TRL's v_head) if there is one, else at 0."""
-    value_freeze: Annotated[Literal["none", "attention"], Use("taken")] = "none"
+    value_freeze: Annotated[Literal["none", "attention"], Role("taken")] = "none"
     """Which weights of a critic with its own backbone stay frozen. attention: the attention layers, so that embeddings,
     norms, MLPs and the value head train (SAO, arXiv:2607.07508). Frozen weights need no optimiser state."""
-    use_peft: Annotated[bool, Use("left out")] = False
+    use_peft: Annotated[bool, Role("left out")] = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights that policy, reference and critic share. The value head
     trains in full. The setting `export` selects whether the merged model or only the adapter is exported."""
     lora_r: Annotated[
-        int, Field(ge=1), Typical(4, 256, "arXiv:2106.09685, section 7.2: 1 to 64"), Use("left out", group="lora")
+        int, Field(ge=1), Typical(4, 256, "arXiv:2106.09685, section 7.2: 1 to 64"), Role("left out", group="lora")
     ] = 16
     """Rank of the LoRA adapters."""
     lora_alpha: Annotated[
-        int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32"), Use("left out", group="lora")
+        int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32"), Role("left out", group="lora")
     ] = 32
     """Scale of the LoRA adapters: the output of each adapter is multiplied by lora_alpha / lora_r."""
-    lora_target_modules: Annotated[str, Use("left out", group="lora")] = "all-linear"
+    lora_target_modules: Annotated[str, Role("left out", group="lora")] = "all-linear"
     """Comma-separated names of the linear layers that get a LoRA adapter. all-linear: all plain linear layers except
     the language-model head. all-linear+head: all plain linear layers and the language-model head. In a mixture of
     experts, only routers and experts that are plain linear layers get an adapter. A small model whose head is tied to
     its embeddings learns little without an adapter on the head (docs/results.md)."""
-    load_in_4bit: Annotated[bool, Use("left out")] = False
+    load_in_4bit: Annotated[bool, Role("left out")] = False
     """QLoRA (arXiv:2305.14314), for use_peft: bitsandbytes stores the frozen weights that policy, reference and critic
     share in NF4, an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
-    gradient_checkpointing: Annotated[bool, Use("left out")] = False
+    gradient_checkpointing: Annotated[bool, Role("left out")] = False
     """Recompute each layer of policy and critic in the backward pass (arXiv:1604.06174). With gradient checkpointing
     the update takes about a third more time, and memory holds the activations of one layer instead of all layers."""
-    compile: Annotated[bool, Use("left out", record="here")] = False
+    compile: Annotated[bool, Role("left out", record="here")] = False
     """Compile the layers of policy, critic and reference policy with torch.compile. Compiling needs a compiler on the
     machine and takes time in the first iterations. Compiled layers give the same results except for rounding. compile
     is off by default, because no speed-up was measured on a CPU."""
-    export_value_head: Annotated[bool, Use("none")] = False
+    export_value_head: Annotated[bool, Role("none")] = False
     """Save the value head with the exported policy's weights, under the names of TRL's
     AutoModelForCausalLMWithValueHead."""
-    export_critic: Annotated[bool, Use("none", resume="free")] = False
+    export_critic: Annotated[bool, Role("none", resume="free")] = False
     """Save the trained critic as a second model, from which later runs can start (docs/studies.md)."""
-    export: Annotated[Literal["merged", "adapter"], Use("none", resume="free")] = "merged"
+    export: Annotated[Literal["merged", "adapter"], Role("none", resume="free")] = "merged"
     """What is exported with use_peft. merged: a whole model with the adapter merged into its weights. adapter: only the
     adapter, which peft loads onto the SFT model that the adapter's configuration names."""
-    dtype: Annotated[Precision, Use("left out")] = "auto"
+    dtype: Annotated[Precision, Role("left out")] = "auto"
     """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
     started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit
     type, of a reference policy without LoRA only the linear layers; trainable weights, optimiser moments,
     log-probabilities and losses stay float32. float16 uses loss scaling and needs a GPU. float32 on CUDA: matrix
     products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
-    offload_reference_policy: Annotated[bool, Use("none", resume="free", record="here", group="offloading")] = False
+    offload_reference_policy: Annotated[bool, Role("none", resume="free", record="here", group="offloading")] = False
     """Keep the reference policy in host memory, and move it to the GPU only while it computes log-probabilities.
     Offloading saves one copy of the policy in `dtype` on the GPU, costs one transfer per iteration, and changes no
     result."""
-    offload_reward_model: Annotated[bool, Use("none", resume="free", record="here", group="offloading")] = False
+    offload_reward_model: Annotated[bool, Role("none", resume="free", record="here", group="offloading")] = False
     """Keep the reward model in host memory, and move it to the GPU only while it scores responses."""
-    rollout_engine: Annotated[Literal["static", "hf", "vllm"], Use("left out")] = "static"
+    rollout_engine: Annotated[Literal["static", "hf", "vllm"], Role("left out")] = "static"
     """Which code generates responses. static: this project's decoding loop, which needs no padding and drops sequences
     that have ended. hf: transformers' generate, which is slower, but serves as a check of static and supports
     architectures that need padding. vllm: vLLM, through TRL (docs/scaling.md); vLLM gets the policy's weights before
     each rollout and uses its own random numbers."""
-    vllm_mode: Annotated[Literal["colocate", "server"], Use("none", resume="free", record="here", group="vllm")] = (
+    vllm_mode: Annotated[Literal["colocate", "server"], Role("none", resume="free", record="here", group="vllm")] = (
         "colocate"
     )
     """colocate: vLLM shares the GPU of each process. server: vLLM runs as a separate program (`vllm serve`)."""
-    vllm_server_base_url: Annotated[str | None, Use("none", resume="free", record="here", group="vllm.served")] = None
+    vllm_server_base_url: Annotated[str | None, Role("none", resume="free", record="here", group="vllm.served")] = None
     """Address of the vLLM server, such as http://localhost:8000."""
     vllm_server_timeout: Annotated[
-        float, Field(gt=0.0), Use("none", resume="free", record="here", group="vllm.served")
+        float, Field(gt=0.0), Role("none", resume="free", record="here", group="vllm.served")
     ] = 240.0
     """Seconds to wait for the vLLM server at the start of the run and after a lost connection, before the run stops."""
     vllm_gpu_memory_utilization: Annotated[
-        float, Field(gt=0.0, le=1.0), Use("none", resume="free", record="here", group="vllm.colocated")
+        float, Field(gt=0.0, le=1.0), Role("none", resume="free", record="here", group="vllm.colocated")
     ] = 0.3
     """Share of the GPU's memory that a colocated vLLM reserves for its weights and its cache."""
-    vllm_tensor_parallel_size: Annotated[Count, Use("none", resume="free", record="here", group="vllm.colocated")] = 1
+    vllm_tensor_parallel_size: Annotated[Count, Role("none", resume="free", record="here", group="vllm.colocated")] = 1
     """Number of GPUs, with one process each, that share one colocated vLLM."""
-    vllm_enable_sleep_mode: Annotated[bool, Use("none", resume="free", record="here", group="vllm.colocated")] = False
+    vllm_enable_sleep_mode: Annotated[bool, Role("none", resume="free", record="here", group="vllm.colocated")] = False
     """Let a colocated vLLM release its GPU memory during the update."""
     vllm_max_model_length: (
-        Annotated[int, Field(ge=2), Use("none", resume="free", record="here", group="vllm.colocated")] | None
+        Annotated[int, Field(ge=2), Role("none", resume="free", record="here", group="vllm.colocated")] | None
     ) = None
     """Largest number of tokens in a prompt with its response in a colocated vLLM. None uses the model's context
     length."""
-    device: Annotated[str, Use("none", resume="rounds", record="here")] = "auto"
+    device: Annotated[str, Role("none", resume="rounds", record="here")] = "auto"
     """A torch device such as cuda:1. auto: this process's GPU, or the CPU if there is no GPU."""
-    deterministic: Annotated[bool, Use("none")] = False
+    deterministic: Annotated[bool, Role("none")] = False
     """Use only torch's deterministic kernels, which are slower. With deterministic=true, runs on CUDA with the same
     seed are equal bit for bit."""
-    seed: Annotated[Seed, Use("taken", record="here")] = 42
+    seed: Annotated[Seed, Role("taken", record="here")] = 42
     """Seed. All random numbers are a function of the seed, the iteration and the episode's index."""
-    sft_model_path: Annotated[str | None, Use("none", record="here", group="model_path", varies=False)] = None
+    sft_model_path: Annotated[str | None, Role("none", record="here", group="model_path", varies=False)] = None
     """For PPOTrainer: directory or hub id of the policy to start from. The pipeline reads sft_model_path from
     globals.yml."""
-    reward_model_path: Annotated[str | None, Use("none", record="here", group="model_path", varies=False)] = None
+    reward_model_path: Annotated[str | None, Role("none", record="here", group="model_path", varies=False)] = None
     """For PPOTrainer: directory or hub id of the reward model. The pipeline reads reward_model_path from
     globals.yml."""
 
-    eval_interval: Annotated[Count, Use("none", resume="free")] = 10
+    eval_interval: Annotated[Count, Role("none", resume="free")] = 10
     """Iterations between evaluations on the held-out prompts."""
-    save_interval: Annotated[Count, Use("none", resume="free")] = 10
+    save_interval: Annotated[Count, Role("none", resume="free")] = 10
     """Iterations between checkpoints. The last iteration is always saved."""
-    save_interval_minutes: Annotated[float, Field(gt=0.0), Use("none", resume="free")] | None = 10.0
+    save_interval_minutes: Annotated[float, Field(gt=0.0), Role("none", resume="free")] | None = 10.0
     """Minutes between checkpoints, in addition to `save_interval`: the iteration that ends so many minutes after the
     last checkpoint is saved. After a checkpoint that took s seconds the next waits at least 19 s seconds, so that
     checkpoints by time take at most 5 % of the time. The first iteration of a run is saved if it took longer than a
     minute. With None time saves no checkpoint."""
-    save_total_limit: Annotated[Count, Use("none", resume="free")] = 2
+    save_total_limit: Annotated[Count, Role("none", resume="free")] = 2
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
-    max_time: Annotated[float, Field(gt=0.0), Use("none", resume="free", record="here")] | None = None
+    max_time: Annotated[float, Field(gt=0.0), Role("none", resume="free", record="here")] | None = None
     """Time limit of the run in hours, from the start of the process and including all pipeline stages. At the time
     limit the run saves its current iteration and stops, as after a termination signal. Set max_time below the time
     limit of a cluster's queue. None sets no time limit."""
-    report_to: Annotated[str, Use("none", resume="free", record="here")] = "none"
+    report_to: Annotated[str, Role("none", resume="free", record="here")] = "none"
     """Comma-separated names of transformers integrations that get the metrics in addition to MLflow, such as
     tensorboard,wandb."""
-    callbacks: Annotated[str | None, Use("none", resume="free", record="here")] = None
+    callbacks: Annotated[str | None, Role("none", resume="free", record="here")] = None
     """Comma-separated `module:name` of transformers TrainerCallbacks, or of functions that return a TrainerCallback
     (docs/trainer.md). PPOTrainer also takes callback objects."""
-    shutdown_grace_s: Annotated[float, Field(ge=0.0), Use("none", resume="free", record="here")] = 25.0
+    shutdown_grace_s: Annotated[float, Field(ge=0.0), Role("none", resume="free", record="here")] = 25.0
     """Seconds that a run may take to finish an update that runs, and to save its last complete iteration, after
     SIGTERM, SIGINT or SIGHUP. A run that takes longer stops without saving, and can resume from its last checkpoint.
     Ctrl-C at a terminal has no limit. Kubernetes kills a process 30 seconds after SIGTERM. With 0 the run stops without

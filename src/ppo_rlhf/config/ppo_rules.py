@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.config.uses import names_in_group
+from ppo_rlhf.config.setting_roles import names_in_group
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig

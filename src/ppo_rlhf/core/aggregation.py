@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.core.checks import as_bool, check_choice, check_range, check_shape, compute_dtype, select
-from ppo_rlhf.core.choices import LOSS_AGGREGATIONS, LossAggregation
+from ppo_rlhf.core.option_names import LOSS_AGGREGATIONS, LossAggregation
 
 
 def aggregate_loss(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ppo_rlhf.core.aggregation import aggregate_loss
 from ppo_rlhf.core.checks import as_bool, check_range, check_shape, compute_dtype, select
-from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.core.kl import LOG_RATIO_LIMIT
+from ppo_rlhf.core.option_names import LossAggregation
 from ppo_rlhf.core.statistics import masked_mean
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.chat_templates import find_hidden, is_known, is_new, kind_of
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import name_slow_template
+from ppo_rlhf.runtime.log_lines import say_once
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, as errors describe it."""

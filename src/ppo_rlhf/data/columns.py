@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ppo_rlhf.data.chats import SHOWN_IN_CHATS
-from ppo_rlhf.models.quiet import say_once
+from ppo_rlhf.runtime.log_lines import say_once
 
 _SHOWN_ELSEWHERE = (
     "instruction",

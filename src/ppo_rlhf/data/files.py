@@ -228,7 +228,7 @@ def _listed(files: Iterable[Path], folder: Path, most: int = 6) -> str:
 
 
 def _say(line: str) -> None:
-    from ppo_rlhf.models.quiet import say_once
+    from ppo_rlhf.runtime.log_lines import say_once
 
     say_once(line)
 

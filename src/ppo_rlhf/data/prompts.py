@@ -11,7 +11,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import (
     ASSISTANT,
@@ -30,11 +30,11 @@ from ppo_rlhf.data.columns import name_unshown
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.context import usable_context
+from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import encode_texts, printed_dates
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.log_lines import say_once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _VERSION = 2
 
 
-@settings_group("prompts")
+@parameter_group("prompts")
 class PromptsConfig:
     """Settings for reading prompts from a table and for holding prompts out for evaluation."""
 

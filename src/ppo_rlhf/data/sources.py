@@ -156,7 +156,7 @@ def _load_files(
 ) -> Dataset:
     import datasets
 
-    from ppo_rlhf.models.quiet import errors_only
+    from ppo_rlhf.runtime.log_lines import errors_only
 
     builder = FORMATS[kind_of(files[0])]
     if not any(file.stat().st_size for file in files):

@@ -18,9 +18,9 @@ from mlflow.entities import AssessmentSourceType, SpanType
 from mlflow.entities.trace_location import MlflowExperimentLocation
 
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.datasets.pair_page import page
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
-from ppo_rlhf.supervised.people_answers import ANSWER, ANSWERS, NUMBER, PERSON, RATIONALE, TIME, Comparison
+from ppo_rlhf.people.answers import ANSWER, ANSWERS, NUMBER, PERSON, RATIONALE, TIME, Comparison
+from ppo_rlhf.people.pair_page import page
 
 SCHEME = "mlflow:"
 """A path with the prefix `mlflow:` names a review queue."""

@@ -21,9 +21,9 @@ from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import mlflow_queue
+from ppo_rlhf.people.answers import Comparison, answers_of, is_answers
+from ppo_rlhf.people.pairs import PLACES, RANDOM
 from ppo_rlhf.runtime.whole_files import written_whole
-from ppo_rlhf.supervised.comparisons import PLACES, RANDOM
-from ppo_rlhf.supervised.people_answers import Comparison, answers_of, is_answers
 
 NEEDED = ("number", "queue", "export", "prompt", "response_a", "response_b", "policy_is_a", "policy", "against", RANDOM)
 """Columns without which a table of pairs is damaged."""

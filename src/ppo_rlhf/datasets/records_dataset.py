@@ -14,12 +14,12 @@ from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets.mlflow_queue import SCHEME
 from ppo_rlhf.datasets.pair_tables import CollectedPairs, file_of_answers
 from ppo_rlhf.datasets.tables import table_preview
-from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.people.answers import is_answers, preferences_of
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
 from ppo_rlhf.runtime.stops import TerminationSignal
-from ppo_rlhf.supervised.people_answers import is_answers, preferences_of
+from ppo_rlhf.runtime.user_functions import load_function
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
 from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
 
 PROMPT = "prompt_number"
@@ -17,7 +17,7 @@ PROMPT = "prompt_number"
 prompt are adjacent."""
 
 
-@settings_group("best_of_n")
+@parameter_group("best_of_n")
 class BestOfNConfig:
     """Number of responses that the SFT policy samples for best-of-n and for the audit of the reward."""
 

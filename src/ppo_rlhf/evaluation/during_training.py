@@ -14,8 +14,8 @@ from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
 from ppo_rlhf.evaluation.exploitation import exploitation
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
-from ppo_rlhf.models.halvings import Halving, of_evaluations
-from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.passes.halvings import Halving, of_evaluations
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.names import TRAINING_KL

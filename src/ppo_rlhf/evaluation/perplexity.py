@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.win_rate import CONFIDENCE
-from ppo_rlhf.models.halvings import Halving
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.ppo.rollouts import compute_logprobs
-from ppo_rlhf.ppo.sampling import Responses
 
 TOKENS, SFT, PPO = "tokens", "sft", "ppo"
 """Columns of the table of losses, with one row for each text: the number of tokens that count, and the sum of their

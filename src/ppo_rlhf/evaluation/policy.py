@@ -15,23 +15,24 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.halvings import Halving, of_evaluations
+from ppo_rlhf.judge.llm_judge import load_judge
+from ppo_rlhf.judge.settings import Judge, LLMJudgeConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
-from ppo_rlhf.models.transfers import on_device
+from ppo_rlhf.passes.halvings import Halving, of_evaluations
+from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.rollouts import compute_logprobs
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.config import Reference, check_metric_name
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.llm_judge import load_judge
-from ppo_rlhf.rewards.llm_settings import Judge, LLMJudgeConfig
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import on_main
+from ppo_rlhf.runtime.user_functions import RewardFunction, load_function
 
 NOISE_STREAM = "evaluation"
 """Name of the random stream of evaluations. Every evaluation uses the same random numbers, so equal policies give
@@ -70,7 +71,7 @@ OnExploitation = Annotated[
 """What a run does if its policy exploits its reward. YAML reads `off` as false."""
 
 
-@settings_group("evaluation")
+@parameter_group("evaluation")
 class EvaluationConfig:
     """How policies are evaluated. SFT and PPO are evaluated with the same settings, during training and afterwards."""
 

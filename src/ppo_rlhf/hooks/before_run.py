@@ -65,9 +65,9 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse a runner that cannot repeat PPO's loop, unread settings, and each problem that the preflight finds."""
-        from ppo_rlhf.models.quiet import said
+        from ppo_rlhf.judge.llm_judge import in_use
         from ppo_rlhf.preflight import RunRequest
-        from ppo_rlhf.rewards.llm_judge import in_use
+        from ppo_rlhf.runtime.log_lines import said
 
         said.clear()
         in_use.clear()

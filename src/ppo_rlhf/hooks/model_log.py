@@ -28,13 +28,13 @@ from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
 from ppo_rlhf.hooks import served_chat
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
-from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import templates_of, with_first_space
 from ppo_rlhf.reporting.wording import say_verdict
 from ppo_rlhf.runtime.locks import one_at_a_time
+from ppo_rlhf.runtime.log_lines import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
 

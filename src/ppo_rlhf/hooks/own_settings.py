@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kedro.config import OmegaConfigLoader
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.config.settings_group import nearest
+from ppo_rlhf.config.parameter_groups import nearest
 from ppo_rlhf.hooks.run_description import flattened, parameter
 from ppo_rlhf.runtime.paths import SHIPPED_CONF
 

@@ -5,7 +5,7 @@ import os
 
 import mlflow.telemetry
 
-from ppo_rlhf.core.visible import VisibleRecord
+from ppo_rlhf.core.escaped_text import EscapedRecord
 
 
 def prepare_process() -> None:
@@ -14,7 +14,7 @@ def prepare_process() -> None:
     Control characters in log records are escaped; MLflow sends no telemetry and prints neither progress bars nor
     addresses. Environment variables that are set already keep their values.
     """
-    logging.setLogRecordFactory(VisibleRecord)  # Kedro's logging.yml cannot name a class of log records
+    logging.setLogRecordFactory(EscapedRecord)  # Kedro's logging.yml cannot name a class of log records
     os.environ.setdefault("DO_NOT_TRACK", "true")
     # Make MLflow read DO_NOT_TRACK again, because MLflow was imported before the variable was set
     mlflow.telemetry.set_telemetry_client()

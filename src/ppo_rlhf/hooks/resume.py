@@ -31,7 +31,7 @@ from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROCESSES, PROJECT_PA
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -73,7 +73,7 @@ class Resumption:
         """
         where = "the trainings that have not ended" if is_sweep else "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
-            where = shown(self.checkpoint, project_path)
+            where = readable_path(self.checkpoint, project_path)
         logger.info("Resuming MLflow run %s from %s.", self.run.info.run_id, where)
         for name, (before, now) in self.changes.items():
             logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
@@ -86,7 +86,7 @@ class Resumption:
         """Return the tags that record the resume: the checkpoint and the changed values of settings."""
         from ppo_rlhf.checkpoints.restore import CHANGES_NUMBERS
 
-        where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
+        where = "none" if self.checkpoint is None else readable_path(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
         # Resuming a run does not restore vLLM's sampling noise
         uses_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"

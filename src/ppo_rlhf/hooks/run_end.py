@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, project_error
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import process_count
 
 ERROR = "error"
@@ -25,7 +25,7 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
     """Return the MLflow tags with the error and with the last (good) checkpoint's path relative to the project."""
     last = None if checkpoints is None else last_checkpoint(error, checkpoints)
     why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
-    return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
+    return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: readable_path(last, project_path)})}
 
 
 def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, is_sweep: bool = False) -> str:
@@ -37,7 +37,7 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
     if not isinstance(own, DivergenceError):
         where = "There is no checkpoint yet, so the interrupted stage begins again"
         where = "Finished trainings are kept" if is_sweep else where
-        where = where if last is None else f"Last checkpoint: {shown(last, project_path)}"
+        where = where if last is None else f"Last checkpoint: {readable_path(last, project_path)}"
         # A TrainingError without a cause comes from training itself; a cause means an error from outside training
         is_training = isinstance(own, TrainingError) and own.__cause__ is None
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
@@ -45,7 +45,9 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
         # The command to resume stands on a line of its own, so that a user can copy it
         return f"{where}.\nTo resume: {resume_command(sys.argv)}"
-    where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
+    where = (
+        "No checkpoint is known to be good" if last is None else f"Last good one: {readable_path(last, project_path)}"
+    )
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 

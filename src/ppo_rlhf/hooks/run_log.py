@@ -18,7 +18,7 @@ from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import UPLOAD_S, log_store_errors, name_slow_store
-from ppo_rlhf.rewards.llm_judge import judge_counts, judges_in_words
+from ppo_rlhf.judge.llm_judge import judge_counts, judges_in_words
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
@@ -116,10 +116,12 @@ class RunLog:
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if rows := outputs.get("completions", [])[:SAMPLES]:
-            from ppo_rlhf.data.shown import shown_prompt
+            from ppo_rlhf.data.readable_prompts import readable_prompt
 
             columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
-            columns["prompt"] = [shown_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools")) for row in rows]
+            columns["prompt"] = [
+                readable_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools")) for row in rows
+            ]
             self._log.log_samples(rows[0]["iteration"], columns)
         if samples := outputs.get("token_samples"):
             from ppo_rlhf.reporting.token_view import render_page

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.models.sharding import local_shard_of
+from ppo_rlhf.passes.sharding import local_shard_of
 
 
 class WeightAverage:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.forward import backbone_of, width_of_states
+from ppo_rlhf.passes.forward import backbone_of, width_of_states
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]

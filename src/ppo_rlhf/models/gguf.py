@@ -30,8 +30,8 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.directories import WEIGHTS, check_gguf, gguf_file
-from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
 from ppo_rlhf.runtime.locks import one_at_a_time
+from ppo_rlhf.runtime.log_lines import errors_only, quiet_transformers, say_once
 from ppo_rlhf.runtime.whole_files import drafted, publish, written_whole
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import VALUE_HEAD, read_value_head
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
@@ -58,12 +57,10 @@ from ppo_rlhf.models.directories import (
     weight_files,
     why_unreadable,
 )
-from ppo_rlhf.models.forward import width_of_states
 from ppo_rlhf.models.gguf import GGUFFile
-from ppo_rlhf.models.kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
+from ppo_rlhf.models.model_kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
-from ppo_rlhf.models.quiet import errors_only, quiet_transformers, say_once
 from ppo_rlhf.models.reward_model import CausalLMRewardModel, why_no_reward_model, with_mean
 from ppo_rlhf.models.saved_adapters import SavedAdapter
 from ppo_rlhf.models.stored_critic import from_token_classifier, is_token_classifier
@@ -74,6 +71,9 @@ from ppo_rlhf.models.tokenizers import (
     set_template_defaults,
     templates_of,
 )
+from ppo_rlhf.passes.capabilities import check_causal
+from ppo_rlhf.passes.forward import width_of_states
+from ppo_rlhf.runtime.log_lines import errors_only, quiet_transformers, say_once
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

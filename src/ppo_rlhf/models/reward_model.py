@@ -32,7 +32,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
-from ppo_rlhf.models.capabilities import (
+from ppo_rlhf.passes.capabilities import (
     PROBE_ERRORS,
     are_close,
     argument_of,
@@ -41,8 +41,8 @@ from ppo_rlhf.models.capabilities import (
     probed_once,
     probing,
 )
-from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs, width_of_states
-from ppo_rlhf.models.token_rows import TokenRows, few_shapes_are_faster, right_padded
+from ppo_rlhf.passes.forward import backbone_of, hidden_states_at, packs, width_of_states
+from ppo_rlhf.passes.token_rows import TokenRows, few_shapes_are_faster, right_padded
 
 log = logging.getLogger(__name__)
 

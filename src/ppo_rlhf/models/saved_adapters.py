@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, is_local
-from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import why_no_reward_model
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 _PREFIX = "base_model.model."  # prefix of the weights' names in adapter files: the attribute path inside PeftModel
 _TOKENS = ("trainable_token_indices", "token_indices")

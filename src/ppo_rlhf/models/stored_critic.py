@@ -15,8 +15,8 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
-from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probing
 from ppo_rlhf.models.reward_model import SCORE_MEAN, CausalLMRewardModel
+from ppo_rlhf.passes.capabilities import PROBE_ERRORS, are_close, probe_ids, probing
 
 
 def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> PreTrainedModel:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models.capabilities import PROBE_ERRORS, hidden_states_alone, probe_ids
-from ppo_rlhf.models.decoding import decodes
-from ppo_rlhf.models.forward import backbone_of, logits_of
-from ppo_rlhf.models.transfers import Place, replaced
+from ppo_rlhf.passes.capabilities import PROBE_ERRORS, hidden_states_alone, probe_ids
+from ppo_rlhf.passes.decoding import decodes
+from ppo_rlhf.passes.forward import backbone_of, logits_of
+from ppo_rlhf.passes.transfers import Place, replaced
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.capabilities import pad_id_of
+from ppo_rlhf.passes.capabilities import pad_id_of
 from ppo_rlhf.runtime.processes import warn_if_slow
 
 SLOW_TEMPLATE_S = 5.0

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import BIAS, WEIGHT
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, AVERAGE, CARD, CONFIG, RECORD, follow_umask
-from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.tokenizers import continuations
-from ppo_rlhf.models.transfers import on_device
-from ppo_rlhf.ppo.engines import generate_responses
+from ppo_rlhf.passes.engines import generate_responses
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.sampling import Responses, SamplingSettings
+from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, Scores

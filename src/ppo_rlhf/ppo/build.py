@@ -26,27 +26,27 @@ from ppo_rlhf.models.adapters import (
     without_adapter,
 )
 from ppo_rlhf.models.averages import WeightAverage
-from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic, freeze_attention
-from ppo_rlhf.models.forward import backbone_of, logits_of, packs
-from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import unused_ids
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.models.transfers import to_host
+from ppo_rlhf.passes.capabilities import check_causal
+from ppo_rlhf.passes.compilation import check_compiler, compile_layers
+from ppo_rlhf.passes.forward import backbone_of, logits_of, packs
+from ppo_rlhf.passes.gradient_checkpointing import enable_gradient_checkpointing
+from ppo_rlhf.passes.sampling import Engine, SamplingSettings
+from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
-from ppo_rlhf.ppo.sampling import Engine, SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
-from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.runtime.processes import is_main_process, join_processes, shards_models
+from ppo_rlhf.runtime.user_functions import load_function
 
 log = logging.getLogger(__name__)
 

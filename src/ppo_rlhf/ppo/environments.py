@@ -11,8 +11,9 @@ from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.ppo.episodes import texts_of_turns
-from ppo_rlhf.rewards.functions import RewardFunction, call_function
+from ppo_rlhf.rewards.functions import call_function
 from ppo_rlhf.rewards.scoring import TURNS
+from ppo_rlhf.runtime.user_functions import RewardFunction
 
 
 def reply_by_function(
@@ -25,7 +26,7 @@ def reply_by_function(
 ) -> list[list[int] | None]:
     """Return the tokens of a function's reply to each episode so far; None where the episode is over.
 
-    With the first three arguments bound, this function is an `Environment` of `ppo.engines`.
+    With the first three arguments bound, this function is an `Environment` of `passes.engines`.
 
     Args:
         function: The user's environment.

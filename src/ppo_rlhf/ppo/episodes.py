@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.halvings import Halving
 from ppo_rlhf.models.tokenizers import continuations
-from ppo_rlhf.ppo.engines import generate_responses
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.passes.engines import generate_responses
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.sampling import Responses, SamplingSettings
 
 
 def sample_episodes(

@@ -33,7 +33,7 @@ def train(
     """Run all remaining iterations of a run.
 
     `before_update` is called before each iteration's update, with the iteration's experience. `after_iteration`, such
-    as `Epilogue.after_iteration`, is called after each iteration, with the iteration's metrics.
+    as `RunControl.after_iteration`, is called after each iteration, with the iteration's metrics.
     """
     while not state.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
-from ppo_rlhf.models.transfers import to_cpu
+from ppo_rlhf.passes.transfers import to_cpu
 from ppo_rlhf.ppo.batch_sampling import uniform_groups
 from ppo_rlhf.ppo.experience import Experience, kl_price
 from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, STATISTICS, coefficients, summed_names, total

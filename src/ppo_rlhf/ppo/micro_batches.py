@@ -24,13 +24,13 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.models.critic import Critic, SharedCritic
-from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.models.free_memory import USED, activation_bytes, free_bytes
-from ppo_rlhf.models.sharding import local_shard
-from ppo_rlhf.ppo.forward_passes import logits_held
+from ppo_rlhf.passes.forward import backbone_of
+from ppo_rlhf.passes.free_memory import USED, activation_bytes, free_bytes
+from ppo_rlhf.passes.response_logprobs import logits_held
+from ppo_rlhf.passes.sequences import SequenceBatch
+from ppo_rlhf.passes.sharding import local_shard
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype
-from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import dealt_rows, from_all, is_main_process, own_rank, process_count, shards_models
 

@@ -15,7 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.core.errors import CheckpointError, ModelError
 from ppo_rlhf.models.preparation import not_finite
-from ppo_rlhf.models.sharding import local_shard_of
+from ppo_rlhf.passes.sharding import local_shard_of
 
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 """bitsandbytes keeps the moments of parameters with fewer than `FEWEST_IN_EIGHT_BITS` numbers in 32 bits. In 8 bits

@@ -17,8 +17,8 @@ from torch import nn
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.sharding import sharded
-from ppo_rlhf.models.token_rows import few_shapes_are_faster
+from ppo_rlhf.passes.sharding import sharded
+from ppo_rlhf.passes.token_rows import few_shapes_are_faster
 from ppo_rlhf.runtime import processes
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}

@@ -14,10 +14,10 @@ class RunRequests:
     from them, together with the settings `total_episodes`, `save_interval` and `eval_interval`.
     """
 
-    # The signal that asked this process to stop. The signal handler sets it (`Epilogue.ask`; in a script
+    # The signal that asked this process to stop. The signal handler sets it (`RunControl.ask`; in a script
     # `trainer.bookkeeping`)
     signum: int | None = None
-    # True if a signal to any process (`agree`) or the end of `ppo.max_time` (`Epilogue`) asked: the run saves the
+    # True if a signal to any process (`agree`) or the end of `ppo.max_time` (`RunControl`) asked: the run saves the
     # current iteration and stops; it can be resumed
     stop: bool = False
     # True if a callback set `should_training_stop`: no further iteration runs, also not in a resumed run. Checkpoints

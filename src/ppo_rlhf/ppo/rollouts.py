@@ -19,15 +19,16 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.forward import backbone_of, hidden_states_at
-from ppo_rlhf.models.halvings import Halving
-from ppo_rlhf.models.rows import filled_rows, table_by_rows
-from ppo_rlhf.models.transfers import on_device, to_device
-from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput, response_statistics
+from ppo_rlhf.passes.forward import backbone_of, hidden_states_at
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.response_logprobs import response_statistics
+from ppo_rlhf.passes.rows import filled_rows, table_by_rows
+from ppo_rlhf.passes.sampling import Responses
+from ppo_rlhf.passes.sequences import SequenceBatch, make_batch
+from ppo_rlhf.passes.transfers import on_device, to_device
+from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward, PolicyOutput
 from ppo_rlhf.ppo.micro_batches import Epochs, cut_batch, first_shards, own_micro_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows, frozen_dtype
-from ppo_rlhf.ppo.sampling import Responses
-from ppo_rlhf.ppo.sequences import SequenceBatch, make_batch
 from ppo_rlhf.ppo.state import LOGPROBS, VALUES, TrainingState
 from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import gather_dealt, own_rank

@@ -23,11 +23,11 @@ from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
-from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.models.halvings import ROLLOUTS, Halving, of_evaluations
+from ppo_rlhf.passes.forward import backbone_of, packs
+from ppo_rlhf.passes.halvings import ROLLOUTS, Halving, of_evaluations
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
 from ppo_rlhf.ppo.requests import RunRequests
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scoring import Scores
 from ppo_rlhf.runtime.processes import from_all
 

@@ -20,18 +20,18 @@ from transformers import PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregation_count
 from ppo_rlhf.core.errors import DivergenceError
-from ppo_rlhf.models.gradient_checkpointing import recomputing
-from ppo_rlhf.models.sharding import whole
-from ppo_rlhf.models.transfers import to_device
+from ppo_rlhf.passes.gradient_checkpointing import recomputing
+from ppo_rlhf.passes.response_logprobs import Reference
+from ppo_rlhf.passes.sequences import SequenceBatch
+from ppo_rlhf.passes.sharding import whole
+from ppo_rlhf.passes.transfers import to_device
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.forward_passes import Reference
 from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, LossInputs, coefficients, measured, total
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes
 from ppo_rlhf.ppo.micro_batches import MicroBatch, Minibatch, own_micro_batches
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.rollouts import UpdatePlan, halve_plan, update_plan
-from ppo_rlhf.ppo.sequences import SequenceBatch
 from ppo_rlhf.ppo.state import UPDATE, TrainingState
 from ppo_rlhf.runtime.processes import process_count, shards_models, together
 

@@ -24,8 +24,8 @@ from ppo_rlhf.config.ppo import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError, TrainingError, in_one_line
 from ppo_rlhf.models.adapters import merged_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.passes.sampling import Responses, SamplingSettings, responses_of
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, responses_of
 from ppo_rlhf.runtime.processes import from_all, is_main_process, on_main, own_rank, process_count
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class _Weights(nn.Module):
 
 
 class VLLMEngine:
-    """vLLM as an `Engine` of `ppo.engines`; vLLM starts at the engine's first call."""
+    """vLLM as an `Engine` of `passes.engines`; vLLM starts at the engine's first call."""
 
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer = config, tokenizer

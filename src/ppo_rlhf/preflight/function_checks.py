@@ -13,9 +13,10 @@ from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.combination import check_whole
-from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
+from ppo_rlhf.rewards.functions import call_reward_function, check_column_names
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
+from ppo_rlhf.runtime.user_functions import load_function
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
 TRIED_PROMPTS = 2

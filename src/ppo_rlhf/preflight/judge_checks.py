@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.data.chats import answered
 from ppo_rlhf.evaluation.policy import JUDGE, EvaluationConfig
+from ppo_rlhf.judge.llm_judge import load_judge
+from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.functions import call_reward_function
-from ppo_rlhf.rewards.llm_judge import load_judge
-from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES
 
 

@@ -4,7 +4,7 @@ Models are created on the device `meta`, where parameters have shapes but no dat
 weights, gradients and optimiser moments are exact. Activations are estimated: each linear layer keeps its input and its
 output for the backward pass. For a GPT block of width h the inputs and outputs of all linear layers are 16 h numbers
 per token. In 16 bits, 16 h numbers are the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without dropout
-and without the attention matrix, which SDPA does not keep. `KEPT` of `ppo_rlhf.models.free_memory` adds the activations
+and without the attention matrix, which SDPA does not keep. `KEPT` of `ppo_rlhf.passes.free_memory` adds the activations
 that other layers keep.
 """
 
@@ -24,18 +24,17 @@ from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD
-from ppo_rlhf.models.free_memory import (
+from ppo_rlhf.models.quantisation import four_bit_bytes
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
+from ppo_rlhf.models.stored_weights import cast_linear_weights
+from ppo_rlhf.passes.free_memory import (
     decoding_bytes,
     in_equal_parts,
     layer_bytes,
     scored_at_a_time,
 )
-from ppo_rlhf.models.quantisation import four_bit_bytes
-from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.models.stored_weights import cast_linear_weights
+from ppo_rlhf.passes.response_logprobs import most_logits
 from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
-from ppo_rlhf.ppo.forward_passes import most_logits
 from ppo_rlhf.ppo.micro_batches import (
     UpdateBytes,
     copied_bytes,
@@ -46,6 +45,7 @@ from ppo_rlhf.ppo.micro_batches import (
 )
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 PROCESS_BYTES = 600 * 2**20
 """Resident memory in bytes of `kedro run` after its libraries are imported and have computed something (measured on

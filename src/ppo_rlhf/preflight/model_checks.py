@@ -21,22 +21,22 @@ from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
-from ppo_rlhf.models.capabilities import check_causal, gradient_of_later_tokens
-from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.critic import check_start
-from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.tokenizers import same_vocabulary
+from ppo_rlhf.passes.capabilities import check_causal, gradient_of_later_tokens
+from ppo_rlhf.passes.compilation import layers_of
+from ppo_rlhf.passes.forward import backbone_of
+from ppo_rlhf.passes.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.ppo.build import check_export, lora_settings
 from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import MADE_BY, PROMPTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import below_project, build_reward_scorer, check_chats, check_room
+from ppo_rlhf.rewards.scorers import below_project, build_reward_scorer, check_chats, check_scorable
 from ppo_rlhf.rewards.shaping import check_normalisation
+from ppo_rlhf.runtime.log_lines import quiet_transformers
 from ppo_rlhf.runtime.names import STATE
 
 SMALL = 2_000_000
@@ -167,7 +167,7 @@ def check_scorer(run: RunRequest) -> None:
             for source, prompts in _chats(run, ppo):
                 check_chats(scorer, prompts, source)
         if trains and "prompt_dataset" in run.data and run.start in run.models:
-            check_room(scorer, run.data["prompt_dataset"].lengths, ppo.response_length, _stops(run, ppo))
+            check_scorable(scorer, run.data["prompt_dataset"].lengths, ppo.response_length, _stops(run, ppo))
 
 
 def _chats(run: RunRequest, ppo: PPOConfig) -> Iterator[tuple[str, PromptDataset]]:

@@ -10,9 +10,9 @@ import logging
 from types import SimpleNamespace
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.pipelines import data_preparation, evaluation, kl_study, ppo, reward_modelling, sweep
 from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.runtime.log_lines import errors_only
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, plan_from_scratch
 
 STAGES = (ppo, sweep, kl_study, data_preparation, reward_modelling, evaluation)

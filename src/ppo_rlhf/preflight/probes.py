@@ -18,20 +18,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.uses import names_of
+from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core.errors import PPORLHFError, in_one_line
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.passes.capabilities import check_causal
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
-TAKEN = names_of(PPOConfig, lambda use: use.probe == "taken")
+TAKEN = names_of(PPOConfig, lambda roles: roles.probe == "taken")
 """Settings of PPOConfig that the probes take from the run, unless `probe_config` replaces their values."""
-NOT_PROBED = names_of(PPOConfig, lambda use: use.probe == "left out")
+NOT_PROBED = names_of(PPOConfig, lambda roles: roles.probe == "left out")
 """Settings of PPOConfig that change training and that no probe exercises."""
 SIZES: dict[str, Any] = {
     "per_device_train_batch_size": 256,

@@ -14,10 +14,10 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, env_option
-from ppo_rlhf.runtime.paths import path_of, shown
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
+from ppo_rlhf.runtime.paths import path_of, readable_path
 
 T = TypeVar("T")
 
@@ -82,9 +82,9 @@ class RunRequest:
         """Return the path or hub id of a dataset; None if the dataset has none."""
         return path_of(self.catalog[name]) if name in self.catalog else None
 
-    def shown(self, name: str) -> str:
+    def readable_source(self, name: str) -> str:
         """Return a dataset's source for messages: a path below the project is shown relative to the project."""
-        return shown(str(self.source(name)), self.project_path)
+        return readable_path(str(self.source(name)), self.project_path)
 
     @property
     def rewards(self) -> list[RewardConfig]:
@@ -178,7 +178,7 @@ class RunRequest:
             return ""
         # The SFT stage reads the output of the stage data_preparation
         stages = f"data_preparation,{stage}" if name == "sft_policy" else stage
-        path, command = self.shown(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
+        path, command = self.readable_source(name), f"`kedro run{env_option(self.env)} --pipelines {stages}`"
         if not self.is_made_here(name):
             return f"{path}: nothing is there. Correct {setting}, or run {command}, which would write the model there."
         return f"{path}: nothing is there yet. Run {command} first, or set {setting}."
@@ -213,7 +213,9 @@ def describe_parts(run: RunRequest) -> str:
         return ""
 
     def made(name: str, start: str | None) -> str:
-        return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
+        return (
+            f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.readable_source(name)
+        )
 
     policy = made("sft_policy", run.source("base_model"))
     terms = [str(c.llm or c.function or c.path or made("reward_model", "the policy")) for c in reward.components]
@@ -221,5 +223,5 @@ def describe_parts(run: RunRequest) -> str:
         terms = [f"{reward.combine} of {', '.join(terms)}"]
     elif len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
-    prompts, judge = run.shown(read), resolve_judge(evaluation, run.project_path).description
+    prompts, judge = run.readable_source(read), resolve_judge(evaluation, run.project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."

@@ -26,7 +26,8 @@ from ppo_rlhf.datasets import (
 )
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.models.context import usable_context
+from ppo_rlhf.models.context_length import usable_context
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.ppo.build import check_device, check_libraries
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.function_checks import check_callbacks, check_environment, check_function, functions_of
@@ -44,7 +45,6 @@ from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, REFERENCE_
 from ppo_rlhf.runtime.names import EVALUATION_METRICS, STATE, TRAININGS
 from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reference_texts import choose_reference_texts, tokenise_reference_texts
 from ppo_rlhf.supervised.reward_training import TRAINED_FROM, RewardModellingConfig
@@ -205,7 +205,7 @@ def check_owner_of_reward_model(run: RunRequest) -> Iterator[str]:
         with suppress(ModelError):  # a model that cannot be read is reported by `check_model`
             if getattr(handles[0].config(), TRAINED_FROM, None) == handles[1].fingerprint():
                 return
-        policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
+        policy, reward_model = map(run.readable_source, ("sft_policy", "reward_model"))
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set reward_model_path to your own reward model (or to a version in that folder, if you mean "

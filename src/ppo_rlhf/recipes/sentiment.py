@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import pipeline
 
-from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.runtime.log_lines import errors_only
 
 MODEL = "lvwerra/distilbert-imdb"
 """A sentiment classifier on the hub, whose class 1 is the positive class."""

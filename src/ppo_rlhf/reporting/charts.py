@@ -19,7 +19,7 @@ from plotly.subplots import make_subplots
 from pydantic import Field
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 
 MAX_POINTS = 400
 """Largest number of points of a curve. Longer curves are thinned, which keeps the report page small."""
@@ -28,7 +28,7 @@ _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
 
 
-@settings_group("reporting.expected_curve")
+@parameter_group("reporting.expected_curve")
 class ExpectedCurve:
     """A reference curve, for example from a published run, that the report draws beside the run's own curve."""
 

@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
-from ppo_rlhf.evaluation.people_win_rate import OVER_PEOPLE, PREFIX
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
 from ppo_rlhf.evaluation.win_rate import sign_test
+from ppo_rlhf.people.win_rate import OVER_PEOPLE, PREFIX
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 
@@ -122,7 +122,7 @@ def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compare
 
 
 def say_result_by_people(summary: Mapping[str, Any]) -> str:
-    """Return the result of `evaluation.people_win_rate.compare_by_people` in one to three sentences.
+    """Return the result of `people.win_rate.compare_by_people` in one to three sentences.
 
     `summary` must also have the name of the `judge` if the judge was compared with people.
     """

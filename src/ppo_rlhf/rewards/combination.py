@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from ppo_rlhf.core.choices import RewardCombination
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.option_names import RewardCombination
 
 DISAGREEMENT = "disagreement"
 """`reward/<DISAGREEMENT>` is the metric of how far the components' scores of a response are apart."""

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.core.choices import RewardCombination
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.option_names import RewardCombination
+from ppo_rlhf.judge.settings import LLMJudgeConfig, read_judge, same_opinion
 from ppo_rlhf.rewards.combination import check_combination
-from ppo_rlhf.rewards.functions import split_reference
-from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig, read_judge, same_opinion
+from ppo_rlhf.runtime.user_functions import split_reference
 
 Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]
 """The `module:name` of a Python function."""
@@ -35,7 +35,7 @@ def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, sn
         )
 
 
-@settings_group("reward.components")
+@parameter_group("reward.components")
 class RewardComponentConfig:
     """One term of the reward."""
 
@@ -82,7 +82,7 @@ class RewardComponentConfig:
         return self.name or (self.type if self.path is None else PurePath(self.path.partition("@")[0]).name)
 
 
-@settings_group("reward")
+@parameter_group("reward")
 class RewardConfig:
     """The reward of a response: the weighted sum of its components, or another combination (`combine`)."""
 

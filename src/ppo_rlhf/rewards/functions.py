@@ -1,106 +1,26 @@
-"""Import a user's reward functions by name, call them, and check their results."""
+"""Calls a user's functions (rewards, judges, environments) and checks their results."""
 
-import asyncio
 import contextlib
 import copy
-import functools
-import importlib
 import inspect
 import math
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from tempfile import NamedTemporaryFile
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
 from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
-from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import warn_if_slow
 from ppo_rlhf.runtime.stops import TerminationSignal
-
-RewardFunction = Callable[..., list[float]]
+from ppo_rlhf.runtime.user_functions import RewardFunction, awaited, place_in_file, restoring_globals
 
 RESPONSE_IDS = "completion_ids"
 _OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
 # Arguments that a reward function gets only if its signature names the argument
 _ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES, AGAINST)
-
-
-def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
-    """Import `module:name` from the project's directory, the project's `src` or the Python path.
-
-    `project_path` defaults to the nearest project at or above the working directory.
-
-    Raises:
-        RewardError: The module or the name does not exist, the object is not callable, or importing the module fails.
-    """
-    module_name, name = split_reference(reference)
-    project = project_path or project_above(Path.cwd())
-    searched = [str(project), str(project / "src")]
-    try:
-        importlib.invalidate_caches()
-        with _first_on_path(searched), _restoring_globals():
-            module = importlib.import_module(module_name)
-    except (TerminationSignal, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # importing a user's module can raise any exception, and a script may call sys.exit
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (module_name + ".").startswith(missing + "."):
-            raise RewardError(
-                f"{reference}: there is no module {module_name} in {', '.join(searched)} or on the Python path. "
-                f"Put {module_name.replace('.', '/')}.py into the project's directory."
-            ) from error
-        place = _place(error, lambda file: Path(file).is_relative_to(project))
-        raise RewardError(f"{reference}: importing {module_name} fails: {kind_and_text(error)}{place}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "is not a function" if hasattr(module, name) else "does not exist there"
-        raise RewardError(f"{reference}: {name} {what} ({getattr(module, '__file__', module_name)}).")
-
-    # functools.wraps keeps the signature of the user's function, which decides the arguments that the function gets
-    @functools.wraps(function)
-    def in_project(*positional: Any, **named: Any) -> list[float]:
-        with _first_on_path(searched):  # the reward function may import other files of the project while it runs
-            return cast("list[float]", _awaited(function(*positional, **named)))
-
-    return in_project
-
-
-@contextlib.contextmanager
-def _first_on_path(folders: list[str]) -> Iterator[None]:
-    """Put `folders` first on `sys.path` within the block.
-
-    The folders do not stay on `sys.path`, because a user's file could hide a library's module of the same name.
-    """
-    added = [path for path in folders if path not in sys.path]
-    sys.path[:0] = added
-    try:
-        yield
-    finally:
-        for path in added:
-            sys.path.remove(path)
-
-
-@contextlib.contextmanager
-def _restoring_globals() -> Iterator[None]:
-    """Restore the global state of torch and of the process that a user's code changed within the block."""
-    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    try:
-        # Restore the grad mode (`set_grad_enabled`) and the directory (`chdir`) that a user's function may change
-        with ending_children(), torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)
 
 
 def check_column_names(columns: Iterable[str], where: str, prompt_column: str | None = None) -> None:
@@ -170,8 +90,8 @@ def call_function(
     """
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
-        with _restoring_globals(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
-            result = _awaited(function(**{name: _copies(rows) for name, rows in arguments.items()}))
+        with restoring_globals(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
+            result = awaited(function(**{name: _copies(rows) for name, rows in arguments.items()}))
         # tensors, NumPy arrays and pandas Series have `tolist`
         values = result.tolist() if hasattr(result, "tolist") else result
         values = list(values) if isinstance(values, list | tuple) else values
@@ -182,7 +102,7 @@ def call_function(
         raise
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
-        place = "" if source is None else _place(error, lambda file: file == source.co_filename)
+        place = "" if source is None else place_in_file(error, lambda file: file == source.co_filename)
         row, report = _failing_row(error, prompts, completions), traceback.format_exception(error)
         at = ""
         if row is not None:
@@ -201,19 +121,6 @@ def call_function(
 def _copies(rows: list[Any]) -> list[Any]:
     """Return deep copies of rows. Each row is copied separately, because rows of a repeated prompt share objects."""
     return [copy.deepcopy(row) for row in rows]
-
-
-def _awaited(result: Any) -> Any:
-    """Return the result of a coroutine; return any other value unchanged."""
-    if not inspect.iscoroutine(result):
-        return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result)
-    # Run the coroutine in another thread, because a notebook already runs an event loop in this thread
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, result).result()
 
 
 def _arguments(
@@ -255,12 +162,6 @@ def _score(value: Any, name: str, row: int, completion: str) -> float:
     return score
 
 
-def _place(error: BaseException, is_users: Callable[[str], bool]) -> str:
-    """Return ' (file, line n)' of the innermost call in the user's files; empty if no call is in a user's file."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-
-
 def _failing_row(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
     """Return the row that the user's function was reading at `error`.
 
@@ -281,17 +182,3 @@ def _written(report: list[str]) -> str:
         file.write("".join(report).encode(errors="backslashreplace"))
         return f". Traceback: {file.name}"
     return ""
-
-
-def split_reference(reference: str) -> tuple[str, str]:
-    """Return the module and the name of `module:name`; raise `RewardError` for a reference of another form."""
-    module_name, _, name = reference.partition(":")
-    parts = [name, *module_name.split(".")]
-    if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
-        raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")
-    return module_name, name
-
-
-def project_above(folder: Path) -> Path:
-    """Return the nearest folder with a pyproject.toml, from `folder` upwards; return `folder` if no folder has one."""
-    return next((path for path in (folder, *folder.parents) if (path / "pyproject.toml").is_file()), folder)

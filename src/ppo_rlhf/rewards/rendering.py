@@ -33,7 +33,6 @@ from ppo_rlhf.data.chats import (
     read_tools,
     render_chat,
 )
-from ppo_rlhf.models.quiet import said, say_once
 from ppo_rlhf.models.tokenizers import (
     CONTENT_MARK,
     append_end,
@@ -47,6 +46,7 @@ from ppo_rlhf.models.tokenizers import (
     without_template_defaults,
 )
 from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.runtime.log_lines import said, say_once
 from ppo_rlhf.runtime.processes import is_main_process
 
 ENVIRONMENT = "environment"

@@ -15,20 +15,21 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.halvings import ROLLOUTS, Halving
+from ppo_rlhf.judge.llm_judge import load_judge
+from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
-from ppo_rlhf.models.rows import table_by_rows
-from ppo_rlhf.models.transfers import to_host
+from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
+from ppo_rlhf.passes.rows import table_by_rows
+from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, project_above
-from ppo_rlhf.rewards.llm_judge import load_judge
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ModelScoring, ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.log_lines import say_once
 from ppo_rlhf.runtime.paths import expand_home
+from ppo_rlhf.runtime.user_functions import RewardFunction, project_above
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, but this run loads no reward model: leave the setting out, or add a component of "
@@ -209,7 +210,7 @@ def models_of(scorer: RewardScorer) -> list[PreTrainedModel]:
     return list({id(model): model for model in models}.values())
 
 
-def check_room(
+def check_scorable(
     scorer: RewardScorer, prompt_lengths: Sequence[int], response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
     """Raise `ModelError` if a prompt with its response could be longer than a reward model's context.

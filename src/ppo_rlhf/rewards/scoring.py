@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.choices import RewardCombination
+from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.data.chats import Chat
-from ppo_rlhf.models.halvings import Halving
+from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.rewards.combination import check_combination, check_whole
 
 TURNS = "turns"

@@ -57,7 +57,7 @@ def path_of(dataset: Any) -> str | None:
     return None if path is None else str(path)
 
 
-def shown(path: str | Path, project: Path | None = None) -> str:
+def readable_path(path: str | Path, project: Path | None = None) -> str:
     """Return a path below the project relative to the project; return other paths and hub ids unchanged.
 
     `project` defaults to the working directory.

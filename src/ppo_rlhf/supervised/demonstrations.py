@@ -17,7 +17,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
 from ppo_rlhf.core.errors import ConfigError, DataError, in_one_line
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import (
@@ -40,8 +40,8 @@ from ppo_rlhf.data.chats import (
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, templates_of, without_template_defaults
+from ppo_rlhf.runtime.log_lines import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _NO_MARKS = (
 )
 
 
-@settings_group("data_preparation")
+@parameter_group("data_preparation")
 class DataPreparationConfig:
     """Settings for reading demonstrations and for holding demonstrations out."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_rlhf.config.settings_group import Seed
+from ppo_rlhf.config.parameter_groups import Seed
 
 TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 

@@ -31,15 +31,16 @@ from ppo_rlhf.data.chats import (
 )
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.halvings import Halving
-from ppo_rlhf.models.quiet import say_once
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
+from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.people.answers import AGREEMENT
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
-from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
+from ppo_rlhf.runtime.log_lines import say_once
 from ppo_rlhf.runtime.processes import on_main
-from ppo_rlhf.supervised.people_answers import AGREEMENT
+from ppo_rlhf.runtime.user_functions import RewardFunction
 
 SIDES = ("prompt", "chosen", "rejected")
 COLUMNS = (*SIDES, "chosen_ids", "rejected_ids")

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import OWN_FORM, place, render_reward_card
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.evaluation.win_rate import win_rate
-from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.halvings import Halving
+from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
 from ppo_rlhf.models.trained_model import TrainedModel
+from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.rewards.config import Reference
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
@@ -37,7 +37,7 @@ RELIABLE_ACCURACY = 0.65
 mostly learn the reward model's errors."""
 
 
-@settings_group("reward_modelling")
+@parameter_group("reward_modelling")
 @dataclass(frozen=True, kw_only=True)
 class RewardModellingConfig(OptimisationConfig):
     """Settings for the preferences and for training the reward model."""

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.models.trained_model import TrainedModel
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Size = Annotated[int, Field(ge=1)]
 
 
-@settings_group("supervised_finetuning.from_scratch")
+@parameter_group("supervised_finetuning.from_scratch")
 class FromScratchConfig:
     """Sizes of a small Llama that is trained on the demonstrations alone, with a tokenizer of their words."""
 
@@ -66,7 +66,7 @@ TWO_STARTS = (
 )
 
 
-@settings_group(
+@parameter_group(
     "supervised_finetuning",
     lives_elsewhere={
         each.name: f"it is supervised_finetuning.from_scratch.{each.name}" for each in fields(FromScratchConfig)

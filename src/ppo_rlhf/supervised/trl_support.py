@@ -28,10 +28,10 @@ from transformers import (
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf.core.errors import ConfigError, TrainingError
-from ppo_rlhf.models import gradient_checkpointing
-from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.passes import gradient_checkpointing
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.log_lines import errors_only
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch
 

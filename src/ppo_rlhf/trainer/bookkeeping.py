@@ -16,9 +16,9 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.ppo.epilogue import Epilogue, in_about
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
+from ppo_rlhf.ppo.run_control import RunControl, in_about
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.progress import Lines, Show, progress_bar, say
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LINE_INTERVAL_S = 10.0  # seconds between two log lines; on a terminal, a progress bar shows each iteration's metrics
 
 
-class Bookkeeper(Epilogue):
+class Bookkeeper(RunControl):
     """Saves checkpoints and evaluates the policy in one call of `PPOTrainer.train`; `directory=None` saves nothing."""
 
     def __init__(

@@ -21,9 +21,10 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, OnExploitation, PolicyE
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
 from ppo_rlhf.runtime.processes import is_main_process, on_main
+from ppo_rlhf.runtime.user_functions import RewardFunction, load_function
 from ppo_rlhf.trainer.inputs import probe_batch
 
 log = logging.getLogger(__name__)

@@ -33,10 +33,10 @@ from ppo_rlhf.models.tokenizers import (
     templates_of,
 )
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.models.transfers import to_host
+from ppo_rlhf.passes.sampling import Responses, SamplingSettings
+from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.ppo.build import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards import scorers
 from ppo_rlhf.rewards.combination import check_whole
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -67,7 +67,7 @@ def take_prompts(
         DataError: The type of the prompts is unknown, there is no prompt, or a prompt cannot be read or is too long.
     """
     if isinstance(prompts, PromptDataset):
-        check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
+        check_query_length(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
     columns, tokenizer = _columns(prompts, name), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
@@ -325,7 +325,9 @@ def without_padding(
     return ids
 
 
-def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
+def check_query_length(
+    queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = ""
+) -> None:
     """Check that each query with its response fits into the context.
 
     Args:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.config.parameter_groups import closest
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.stop_tokens import ids_within
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.ppo.batch_sampling import sample_responses
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import SAMPLING, TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.trainer.inputs import check_one_turn, check_room, token_lists, without_padding
+from ppo_rlhf.trainer.inputs import check_one_turn, check_query_length, token_lists, without_padding
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class QuerySampler:
             raise ConfigError(
                 f"generate: num_return_sequences={copies} would repeat the greedy response; give do_sample=True"
             )
-        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
+        check_query_length(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
         if settings.temperature != config.temperature and settings.top_k != 1 and not self._warned:
             self._warned = True
             log.warning(

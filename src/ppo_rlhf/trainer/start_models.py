@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.context import usable_context
+from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -25,6 +24,7 @@ from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
 from ppo_rlhf.models.trained_model import TrainedModel
+from ppo_rlhf.passes.capabilities import check_causal
 from ppo_rlhf.ppo.build import (
     AnyCritic,
     as_adapter,

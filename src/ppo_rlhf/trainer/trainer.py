@@ -33,15 +33,15 @@ from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import OnExploitation
 from ppo_rlhf.models.directories import CONFIG
-from ppo_rlhf.models.quiet import said
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import build_state, check_device
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
-from ppo_rlhf.rewards.scorers import check_chats, check_room
+from ppo_rlhf.rewards.scorers import check_chats, check_scorable
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.launcher import ending_together
+from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
 from ppo_rlhf.runtime.progress import readings, say
@@ -177,7 +177,7 @@ class PPOTrainer:
         self._sampler = QuerySampler(self.state, limit)
         for table in tables:
             if self._scorer is not None:
-                check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
+                check_scorable(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
         warn(self.state, evaluates=self.held_out is not None)
 
     @property
@@ -282,7 +282,7 @@ class PPOTrainer:
                 raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampling)
-        trainer_inputs.check_room(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
+        trainer_inputs.check_query_length(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
         if not sampler.rows:
             # Restart the iteration's clock here, because the script has not called `generate`, which restarts the clock
             self.state.clock.restart()

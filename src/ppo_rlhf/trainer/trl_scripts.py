@@ -9,14 +9,14 @@ from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.config.trl_names import ARGUMENTS
 from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
 
 
-@settings_group("ModelConfig", lives_elsewhere={field.name: "it is PPOConfig's here" for field in fields(PPOConfig)})
+@parameter_group("ModelConfig", lives_elsewhere={field.name: "it is PPOConfig's here" for field in fields(PPOConfig)})
 class ModelConfig:
     """TRL's ModelConfig without the settings that PPOConfig has, so that HfArgumentParser can parse both together."""
 

@@ -13,7 +13,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.evaluation.best_of_n import PROMPT, BestOfNConfig, best_of_n_curve
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
-from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward import reward_audit

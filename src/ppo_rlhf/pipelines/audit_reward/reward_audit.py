@@ -10,8 +10,8 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
@@ -32,7 +32,7 @@ EMPTY, REPEATED, SUFFIX = "empty", "repeated", "suffix"
 _CHATS = ("chosen_chat", "rejected_chat")
 
 
-@settings_group("audit")
+@parameter_group("audit")
 class AuditConfig:
     """Settings of the audit of the reward."""
 

@@ -18,14 +18,13 @@ from ppo_rlhf.datasets.pair_tables import CollectedPairs, comparison_of
 from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people.answers import ANSWERS
+from ppo_rlhf.people.pairs import PLACES, FeedbackConfig, contents, sample_comparisons
 from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import on_main
-from ppo_rlhf.supervised import comparisons
-from ppo_rlhf.supervised.comparisons import PLACES, FeedbackConfig
-from ppo_rlhf.supervised.people_answers import ANSWERS
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def sample_pairs(
     The pairs go on with the prompts that no earlier pair of the same name in `collected_pairs` has.
 
     Returns:
-        One row for each pair (`comparisons.COLUMNS`), with the name `queue` of the pairs and the setting `export`. The
+        One row for each pair (`people.pairs.COLUMNS`), with the name `queue` of the pairs and the setting `export`. The
         columns `policy` and `against` hold the paths or hub ids of the two models, `policy_fingerprint` and
         `against_fingerprint` tell their weights, and `policy_name` and `against_name` hold the models' names in the
         settings. `against` is None if one policy wrote both responses.
@@ -66,9 +65,9 @@ def sample_pairs(
     own = earlier[earlier["queue"] == feedback.queue_name]
     second_of_collection = max(int(time.time()), *(number // PLACES + 1 for number in [0, *earlier["number"]]))
     place = max((number % PLACES + 1 for number in own["number"]), default=0)
-    named = ", ".join(shown(each.source) for each in (policy, against) if each is not None)
+    named = ", ".join(readable_path(each.source) for each in (policy, against) if each is not None)
     log.info("Sampling %d pairs of responses from %s …", feedback.pairs, named)
-    table = comparisons.sample_comparisons(
+    table = sample_comparisons(
         (first, second),
         tokenizer,
         parts[feedback.held_out],
@@ -76,7 +75,7 @@ def sample_pairs(
         ppo,
         feedback,
         start=second_of_collection * PLACES + place,
-        known={comparisons.contents(*row) for row in own[["prompt", "response_a", "response_b"]].values},
+        known={contents(*row) for row in own[["prompt", "response_a", "response_b"]].values},
     )
     left_out = f"{feedback.pairs - len(table)} of {feedback.pairs} pairs have equal responses or were collected before"
     if table.empty:

@@ -4,7 +4,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.critic_pretraining import nodes
-from ppo_rlhf.pipelines.wiring import named, stage
+from ppo_rlhf.pipelines.stages import named, stage
 
 
 def create_pipeline() -> Pipeline:

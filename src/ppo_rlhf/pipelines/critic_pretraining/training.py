@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ppo_rlhf.checkpoints.exports import exported_critic
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
@@ -28,7 +28,7 @@ from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, s
 from ppo_rlhf.ppo.precision import device_of
 from ppo_rlhf.ppo.rollouts import Rollouts, critic_values, plan_update
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import check_room
+from ppo_rlhf.rewards.scorers import check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 
 STEP, EXPLAINED_VARIANCE, HELD_OUT = "step", "critic/explained_variance", "critic/eval_explained_variance"
@@ -40,7 +40,7 @@ LOGGED = {
 """Metrics that the critic's pretraining logs, each with the metric of a PPO iteration that gives its value."""
 
 
-@settings_group("critic_pretraining")
+@parameter_group("critic_pretraining")
 class CriticPretrainingConfig:
     """How the critic is trained on the SFT policy's responses. The settings group `ppo` has all other settings of the
     pretraining.
@@ -111,7 +111,7 @@ def pretrain_critic(
     assert isinstance(critic, Critic)
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
-        check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
+        check_scorable(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
     whole = replace(  # one batch holds each held-out prompt once; prompts that do not fill a micro-batch are left out
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),

@@ -19,22 +19,22 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.chats import TOOLS, read_tools
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
-from ppo_rlhf.data.shown import shown_prompts
+from ppo_rlhf.data.readable_prompts import readable_prompts
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.exploitation import stopped_at
 from ppo_rlhf.evaluation.perplexity import PPO, SFT, TOKENS, compare_perplexity, perplexity_row, text_losses
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
-from ppo_rlhf.models.context import usable_context
+from ppo_rlhf.judge.settings import LLMJudgeConfig
+from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import printed_dates
-from ppo_rlhf.models.transfers import to_host
+from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
 from ppo_rlhf.reporting.wording import headline, measure, remarks, result_section, say_verdict
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.llm_settings import LLMJudgeConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.supervised.demonstrations import IGNORED, DataPreparationConfig
@@ -292,7 +292,7 @@ def pair_samples(
         seed=evaluation.seed,
     )
     prompts = PromptDataset.from_frame(evaluation_prompts)
-    shown = dict(zip(prompts.texts, shown_prompts(prompts), strict=True))
+    shown = dict(zip(prompts.texts, readable_prompts(prompts), strict=True))
     return pairs.assign(prompt=[shown.get(text, text) for text in pairs["prompt"]])
 
 

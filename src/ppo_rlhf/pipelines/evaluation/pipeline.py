@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.evaluation import nodes
-from ppo_rlhf.pipelines.wiring import named, stage
+from ppo_rlhf.pipelines.stages import named, stage
 
 
 def create_pipeline() -> Pipeline:

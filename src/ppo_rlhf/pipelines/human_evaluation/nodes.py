@@ -13,16 +13,16 @@ from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets.mlflow_queue import SCHEME
 from ppo_rlhf.datasets.pair_tables import CollectedPairs
-from ppo_rlhf.evaluation import people_win_rate
-from ppo_rlhf.evaluation.people_win_rate import is_policy_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people import win_rate as people_win_rate
+from ppo_rlhf.people.answers import Comparison, agreement
+from ppo_rlhf.people.pairs import FeedbackConfig
+from ppo_rlhf.people.win_rate import is_policy_of
 from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
-from ppo_rlhf.runtime.paths import last_name, shown
-from ppo_rlhf.supervised.comparisons import FeedbackConfig
-from ppo_rlhf.supervised.people_answers import Comparison, agreement
+from ppo_rlhf.runtime.paths import last_name, readable_path
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
             source,
             int((~is_newest).sum()),
             len(table),
-            *map(shown, newest[sources]),
+            *map(readable_path, newest[sources]),
         )
     return table[is_newest].reset_index(drop=True)
 

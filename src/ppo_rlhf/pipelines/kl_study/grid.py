@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.pipelines.sweep.grid import Setting
 from ppo_rlhf.rewards.config import RewardConfig
 
@@ -19,7 +19,7 @@ def _check_distinct(kl_coefs: list[float]) -> list[float]:
     return sorted(kl_coefs)
 
 
-@settings_group("kl_study")
+@parameter_group("kl_study")
 class KLStudyConfig:
     """Which KL penalties the KL study compares. The settings group `ppo` has all other settings of the trainings."""
 

@@ -4,7 +4,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import audit_reward, ppo, sweep
 from ppo_rlhf.pipelines.kl_study.grid import plan_study
-from ppo_rlhf.pipelines.wiring import named, stage
+from ppo_rlhf.pipelines.stages import named, stage
 
 
 def create_pipeline() -> Pipeline:

@@ -24,8 +24,8 @@ from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.sharding import shard_in_place
 from ppo_rlhf.models.trained_model import TrainedModel
+from ppo_rlhf.passes.sharding import shard_in_place
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.build import (
     as_adapter,
@@ -41,11 +41,11 @@ from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room, handles_of, models_of
+from ppo_rlhf.rewards.scorers import build_reward_scorer, check_scorable, handles_of, models_of
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import shards_models
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def load_reward_model(
     check_normalisation(reward.normalise, ppo_config)
     if len(handles := list(handles_of(reward, reward_model).values())) > 1:
         start = " The critic starts as the first." if ppo_config.value_model == "reward_init" else ""
-        log.info("Reward models: %s.%s", ", ".join(shown(handle.source) for handle in handles), start)
+        log.info("Reward models: %s.%s", ", ".join(readable_path(handle.source) for handle in handles), start)
     return build_reward_scorer(
         reward,
         reward_model,
@@ -140,7 +140,7 @@ def initialise_training_state(
     if pretrained_critic is not None and stored is not None:
         log.info("The critic starts as %s.", pretrained_critic.source)
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
-    check_room(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
+    check_scorable(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
     if shards_models():
         for frozen in (reference_policy, *models_of(reward_scorer)):
             shard_in_place(frozen, state.device)

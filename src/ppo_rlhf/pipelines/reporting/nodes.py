@@ -19,10 +19,10 @@ from rich.text import Text
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints.training_record import settings_of_training
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.evaluation.people_win_rate import is_policy_of
+from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.people.win_rate import is_policy_of
 from ppo_rlhf.reporting import charts
 from ppo_rlhf.reporting.report_page import render_page, training_note
 from ppo_rlhf.reporting.token_view import TokenSamples, render_view
@@ -30,11 +30,11 @@ from ppo_rlhf.reporting.wording import headline, remarks, say_verdict, table_row
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import handles_of, reward_model_accuracy
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import shown
+from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import is_main_process
 
 
-@settings_group("reporting")
+@parameter_group("reporting")
 class ReportingConfig:
     """Settings of the report page."""
 
@@ -84,8 +84,8 @@ def write_report(
     accuracy = reward_model_accuracy(reward_model, reward)
     curves, ppo = training_history.to_dict("records"), settings_of_training(ppo_policy, ppo)
     panels = charts.panels_of(training_history, ppo, reporting.expected_curve)
-    models = [("SFT policy", shown(sft_policy.source))]
-    models += [("Reward model", shown(handle.source)) for handle in handles_of(reward, reward_model).values()]
+    models = [("SFT policy", readable_path(sft_policy.source))]
+    models += [("Reward model", readable_path(handle.source)) for handle in handles_of(reward, reward_model).values()]
     is_of_policy = is_policy_of(human_evaluation, ppo_policy)
     by_people = f" By people: {human_evaluation['result']}" if is_of_policy else ""
     return render_page(
@@ -183,7 +183,7 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
     run = mlflow.active_run()
     return [
-        ("Aligned policy", shown(ppo_policy.source)),
+        ("Aligned policy", readable_path(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
         ("Data flow", f"kedro viz run{_environment()}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
@@ -195,7 +195,11 @@ def _links(models: Sequence[PretrainedHandle | None], reporting: ReportingConfig
     folder = Path(reporting.report_path).parent
     if folder.is_absolute():
         return {}
-    local = [shown(model.source) for model in models if model is not None and shown(model.source) != model.source]
+    local = [
+        readable_path(model.source)
+        for model in models
+        if model is not None and readable_path(model.source) != model.source
+    ]
     return {path: quote(Path(os.path.relpath(path, folder)).as_posix()) for path in [*local, f"{folder.as_posix()}/"]}
 
 

@@ -2,8 +2,8 @@
 
 from kedro.pipeline import Pipeline
 
+from ppo_rlhf.pipelines.stages import named, stage
 from ppo_rlhf.pipelines.supervised_finetuning import nodes
-from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:

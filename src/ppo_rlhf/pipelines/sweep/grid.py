@@ -10,19 +10,19 @@ import pandas as pd
 from pydantic import Field
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.settings_group import Seed, settings_group
-from ppo_rlhf.config.uses import names_of
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
+from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.shaping import check_normalisation
 
 AS_CONFIGURED = "as configured"
-LOADED_ONCE = {f"ppo.{name}" for name in names_of(PPOConfig, lambda use: not use.varies)}
+LOADED_ONCE = {f"ppo.{name}" for name in names_of(PPOConfig, lambda roles: not roles.varies)}
 """Settings that a sweep may not vary, because all its trainings share the loaded models and the prepared prompts."""
 MEASURES = {"judge_score": "judge score", "win_rate": "win rate", "reward": "reward", "kl": "KL (nats a response)"}
 
 
-@settings_group("sweep")
+@parameter_group("sweep")
 class SweepConfig:
     """Which trainings a sweep compares. Settings that a sweep does not vary come from the groups `ppo` and `reward`."""
 

@@ -3,9 +3,9 @@
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.pipelines import ppo
+from ppo_rlhf.pipelines.stages import named, stage
 from ppo_rlhf.pipelines.sweep import nodes
 from ppo_rlhf.pipelines.sweep.grid import plan_sweep
-from ppo_rlhf.pipelines.wiring import named, stage
 from ppo_rlhf.runtime.names import TRAININGS
 
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.data.shown import shown_prompts
+from ppo_rlhf.data.readable_prompts import readable_prompts
 from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience
 
@@ -60,6 +60,6 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
             terminated=bool(rollouts.responses.terminated[row]),
             numbers={name: values[row, : len(ids[row])].tolist() for name, values in quantities.items()},
         )
-        for row, shown in zip(rows, shown_prompts(rollouts.prompts.select(rows)), strict=True)
+        for row, shown in zip(rows, readable_prompts(rollouts.prompts.select(rows)), strict=True)
     ]
     return TokenSamples(iteration=rollouts.iteration, responses=len(ids), samples=samples)

@@ -1,0 +1,1 @@
+"""Computing with models: forward passes without padding, decoding, sampling, rows dealt over processes. No PPO."""

@@ -1,0 +1,154 @@
+"""People's answers about pairs of responses: the majority's answer, the agreement between people, and preferences."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.chats import ASSISTANT, Chat, Tools, is_text
+from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.runtime.log_lines import said
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ANSWERS = ("A", "B", "tie", "both bad")
+"""The answers that people can give."""
+NUMBER, ANSWER, PERSON, TIME, RATIONALE = "number", "answer", "person", "time", "rationale"
+"""Columns of a table of people's answers. Only `number` and `answer` are needed; rationales are for people."""
+AGREEMENT = "feedback/agreement"
+"""The MLflow key of the metric `agreement`, and its column in a table of people's preferences."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A pair of responses to one prompt, as shown to people, with people's answers."""
+
+    number: int
+    prompt: str | Chat
+    response_a: str
+    response_b: str
+    tools: Tools = None
+    cut_off_a: bool = False  # whether the response ended at the length limit
+    cut_off_b: bool = False
+    answers: Mapping[str, str] = field(default_factory=dict)  # each person's newest answer, one of ANSWERS
+
+
+def is_answers(columns: Iterable[str]) -> bool:
+    """Return whether a table has people's answers."""
+    return {NUMBER, ANSWER} <= {*columns}
+
+
+def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dict[str, str]]:
+    """Return each person's newest answer to each pair, by the pair's number and by person.
+
+    Rows without an answer are left out; answers that are not in `ANSWERS` are left out with a warning.
+
+    Raises:
+        DataError: A number is not a whole number.
+    """
+    given: list[tuple[str, int, str, str]] = []
+    for row, each in enumerate(table):
+        number = each[NUMBER]
+        if not isinstance(number, int | str | float) or not re.fullmatch(r"\d+(\.0)?", str(number)):
+            raise DataError(f"{source}: row {row}: number={number!r} is not the number of a pair. Give it as exported.")
+        time, person = (str(each[name]) if each.get(name) is not None else "" for name in (TIME, PERSON))
+        if each[ANSWER] not in (None, ""):
+            given.append((time, int(str(number).removesuffix(".0")), person or "default", str(each[ANSWER])))
+    newest = {(number, person): answer for _, number, person, answer in sorted(given, key=lambda row: row[0])}
+    if others := [answer for answer in newest.values() if answer not in ANSWERS]:
+        log.warning(
+            "%s: %d answers are not one of %s and are left out: %s.",
+            source,
+            len(others),
+            ", ".join(ANSWERS),
+            ", ".join(sorted({*others})[:3]),
+        )
+    answers: dict[int, dict[str, str]] = {}
+    for (number, person), answer in newest.items():
+        if answer in ANSWERS:
+            answers.setdefault(number, {})[person] = answer
+    return answers
+
+
+def majority(answers: Mapping[str, str]) -> str | None:
+    """Return the answer of more than half of the people; None without such an answer or without answers."""
+    if not answers:
+        return None
+    value, count = Counter(answers.values()).most_common(1)[0]
+    return value if 2 * count > len(answers) else None
+
+
+def agreement(answers: Sequence[Mapping[str, str]]) -> float | None:
+    """Return Krippendorff's alpha of people's answers: 1 is perfect agreement, 0 is agreement by chance.
+
+    `answers` has one mapping of person to answer for each pair. Answers are nominal (unordered), and people may skip
+    pairs of responses. Return None where alpha is undefined: no pair has answers of two people, or all answers to such
+    pairs are equal. Source: Krippendorff 2011, Computing Krippendorff's Alpha-Reliability.
+    """
+    several = [Counter(values.values()) for values in answers if len(values) > 1]
+    expected = _disagreement(sum(several, Counter()))
+    if not expected:
+        return None
+    observed = sum(_disagreement(counts) * counts.total() for counts in several) / sum(map(Counter.total, several))
+    return 1.0 - observed / expected
+
+
+def _disagreement(counts: Counter[str]) -> float:
+    """Return the share of unequal answers among all ordered pairs of two answers; 0 without such a pair."""
+    total = counts.total()
+    return (total**2 - sum(count**2 for count in counts.values())) / max(1, total * (total - 1))
+
+
+def preferences_of(comparisons: Sequence[Comparison], source: str) -> Dataset:
+    """Return one row per pair in which a majority prefers one response.
+
+    The columns are `prompt`, `chosen` and `rejected` (texts, or chats as messages), `tools` if a prompt has tools, and
+    `AGREEMENT`, Krippendorff's alpha of all answers, which no model sees.
+
+    Raises:
+        DataError: No answer prefers a response, or the pairs have both texts and chats.
+    """
+    alpha = agreement([pair.answers for pair in comparisons])
+    chosen = [majority(pair.answers) for pair in comparisons]
+    preferred = [each for each in zip(comparisons, chosen, strict=True) if each[1] in ("A", "B")]
+    # Leave out pairs with a blank response, because a table of preferences refuses blank texts
+    rows = [_row(*each, alpha) for each in preferred if is_text(each[0].response_a) and is_text(each[0].response_b)]
+    counts, people = Counter(chosen), {person for pair in comparisons for person in pair.answers}
+    line = (
+        f"{source}: {len(rows)} of {len(comparisons)} answered pairs are used; {counts['tie']} ties, "
+        f"{counts['both bad']} both bad, {counts[None]} without a majority, {len(preferred) - len(rows)} with a blank "
+        f"response. {len(people)} people"
+        + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
+    )
+    if line not in said:
+        said.add(line)
+        log.info("%s", line)
+    if not rows:
+        raise DataError(
+            f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Let people answer some."
+        )
+    if len({is_text(row["chosen"]) for row in rows}) > 1:
+        raise DataError(f"{source}: these are pairs of texts and of chats. Collect each kind in a separate queue.")
+    has_tools = any(row["tools"] is not None for row in rows)
+    return table_of({name: [row[name] for row in rows] for name in rows[0] if name != "tools" or has_tools})
+
+
+def _row(pair: Comparison, chosen: str | None, alpha: float | None) -> dict[str, Any]:
+    better, worse = (pair.response_b, pair.response_a) if chosen == "B" else (pair.response_a, pair.response_b)
+    is_chat = not is_text(pair.prompt)
+    return {
+        "prompt": pair.prompt,
+        "chosen": [{"role": ASSISTANT, "content": better}] if is_chat else better,
+        "rejected": [{"role": ASSISTANT, "content": worse}] if is_chat else worse,
+        "tools": None if pair.tools is None else as_json(pair.tools),
+        AGREEMENT: alpha,
+    }

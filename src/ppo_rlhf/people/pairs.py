@@ -1,0 +1,157 @@
+"""Sample pairs of responses for people to compare: two responses of one policy, or one response of each of two
+policies.
+
+Each pair has a number that no other pair of the project has: seconds of the collection, then six digits for the pair's
+place in the order of its queue's prompts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Set
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import pandas as pd
+import torch
+from pydantic import AfterValidator, Field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.parameter_groups import Seed, parameter_group
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
+from ppo_rlhf.data.chats import TOOLS
+from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
+from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
+from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
+from ppo_rlhf.runtime.paths import last_name
+
+NOISE = "feedback"
+PLACES = 1_000_000
+"""A pair's number modulo `PLACES` is its place in the order of its queue's prompts."""
+RANDOM = "random_sample"
+SHOWN = ("number", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b", "cut_off_a", "cut_off_b")
+COLUMNS = (*SHOWN, "policy_is_a", RANDOM)
+_NAME = re.compile(r"[\w][\w .+-]{0,199}")
+
+
+def _check_name(name: str | None) -> str | None:
+    if name is not None and (not _NAME.fullmatch(name) or name.lower() == "default"):
+        raise ValueError(
+            "a queue's name consists of at most 200 letters, digits, spaces and _ . + -, and is not `default`"
+        )
+    return name
+
+
+@parameter_group("feedback")
+class FeedbackConfig:
+    """Settings for the responses that people compare, and for the program that asks people."""
+
+    policy: str = "sft_policy"
+    """The policy whose responses are compared: sft_policy or ppo_policy (names in the catalog), a path or a hub id."""
+    against: str | None = None
+    """A second policy, named like `policy`. With a second policy each pair has one response of each policy. With None
+    each pair has two responses of `policy`."""
+    queue: Annotated[str | None, AfterValidator(_check_name)] = None
+    """Name of the pairs, in MLflow of their review queue. None: the name of the policy, or `<policy> against <against>`
+    for two policies."""
+    pairs: Annotated[int, Field(ge=1)] = 40
+    """Number of pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
+    prompts: Literal["training", "held_out"] | None = None
+    """The prompts of the pairs of responses. None: held-out prompts if two policies are compared, else training
+    prompts."""
+    temperature: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Sampling temperature of the responses. None: ppo.temperature, or the temperature that ppo_policy was trained
+    with."""
+    instruction: str = "Which response is better?"
+    """The question that MLflow's page shows."""
+    export: str | None = None
+    """A new file to which `collect_feedback` writes the pairs, for a program that asks people. None: a file in the
+    folder of the pairs, and the pairs also go into a review queue of MLflow."""
+    answers: str | None = None
+    """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`. None: MLflow's review
+    queue `queue`."""
+    seed: Seed = 42
+    """Seed of the order of the prompts and of the sampling noise. The side of a response is drawn without a seed."""
+
+    def __post_init__(self) -> None:
+        if self.against == self.policy:
+            raise ConfigError(
+                f"feedback.against={self.against} equals feedback.policy. Set feedback.against to another policy, or "
+                "to null."
+            )
+
+    @property
+    def queue_name(self) -> str:
+        """The name of the pairs; derived from the policies' names if `queue` is None."""
+        named = [re.sub(r"[^\w.+-]", "-", last_name(each)) for each in (self.policy, self.against) if each]
+        return self.queue or " against ".join(named)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the pairs of responses use held-out prompts."""
+        return (self.prompts or ("held_out" if self.against else "training")) == "held_out"
+
+    def names(self, policy: str) -> bool:
+        """Return whether `policy` is one of the compared policies."""
+        return policy in (self.policy, self.against)
+
+
+def sample_comparisons(
+    policies: tuple[PreTrainedModel, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    sampling: SamplingSettings,
+    ppo: PPOConfig,
+    feedback: FeedbackConfig,
+    *,
+    start: int,
+    known: Set[tuple[str, frozenset[str]]] = frozenset(),
+) -> pd.DataFrame:
+    """Sample `feedback.pairs` pairs of responses, and draw each pair's response A.
+
+    `start` is the first pair's number, of which the place in the queue selects prompt and noise. Prompt and noise
+    depend only on the seed and the place. The side comes from the operating system's random numbers: no setting, number
+    or time predicts it, so only the returned table tells it. Two policies get the same sampling noise, as in an
+    evaluation; a policy that is compared with itself gets different noise for each response. Pairs of equal responses
+    and pairs whose `contents` are in `known` are left out.
+
+    Returns:
+        A table with the columns `COLUMNS`, one row per pair. `policy_is_a` is True if response A is the first policy's;
+        `cut_off_a` and `cut_off_b` are True if the response ended at the length limit; `random_sample` is True if no
+        pair was left out, so that the pairs are a random sample of the prompts.
+    """
+    place, pairs, draw = start % PLACES, feedback.pairs, random.SystemRandom()
+    chosen = prompts.select(episode_prompts(feedback.seed, 1, place + pairs, len(prompts))[place:])
+    if feedback.temperature is not None:
+        sampling = replace(sampling, temperature=feedback.temperature)
+    batch = ppo.local_rollout_forward_batch_size
+    halving = Halving("sampling of pairs", ROLLOUTS)
+    is_same, texts, cut_off = policies[0] is policies[1], [], []
+    for side, policy in enumerate(policies):
+        streams = [2 * number + (side if is_same else 0) for number in range(place, place + pairs)]
+        noise = torch.cat([episode_uniforms(feedback.seed, NOISE, n, 1, sampling.response_length) for n in streams])
+        responses = sample_responses(policy, chosen, noise, sampling, ppo, batch_size=batch, halving=halving)
+        texts.append([*response_batch(chosen, responses, tokenizer).completions])
+        cut_off.append((~responses.terminated).tolist())
+    rows, seen = [], {*known}
+    messages, tools = chosen.messages or [None] * pairs, chosen.columns.get(TOOLS, [None] * pairs)
+    for row, pair in enumerate(zip(*texts, strict=True)):
+        chat, content = messages[row], contents(chosen.texts[row], *pair)
+        if pair[0] != pair[1] and content not in seen:
+            seen.add(content)
+            is_a = bool(draw.getrandbits(1))
+            first, second = (0, 1) if is_a else (1, 0)
+            sides = pair[first], pair[second], cut_off[first][row], cut_off[second][row]
+            columns = {name: values[row] for name, values in chosen.columns.items()}
+            chat_cells = None if chat is None else as_json(chat), None if chat is None else as_json(tools[row])
+            rows.append([start + row, chosen.texts[row], *chat_cells, as_json(columns), *sides, is_a])
+    return pd.DataFrame([[*row, len(rows) == pairs] for row in rows], columns=[*COLUMNS])
+
+
+def contents(prompt: str, *responses: str) -> tuple[str, frozenset[str]]:
+    """Return what identifies a pair of responses in either order."""
+    return prompt, frozenset(responses)

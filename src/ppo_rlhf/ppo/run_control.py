@@ -1,0 +1,210 @@
+"""Shows, saves and evaluates each iteration of PPO; the pipeline's runner and PPOTrainer share `RunControl`."""
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.names import EXPORTED
+from ppo_rlhf.runtime.progress import Show, say
+from ppo_rlhf.runtime.signals import grace, time_is_over
+from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
+
+if TYPE_CHECKING:
+    from ppo_rlhf.ppo.callbacks import Callbacks
+    from ppo_rlhf.ppo.state import TrainingState
+
+
+EVALUATING = "in the evaluation of iteration"
+UPDATE_S = "time/optimise_s"
+"""The metric with the seconds of an iteration's update."""
+
+
+def is_best(row: Mapping[str, Any]) -> bool:
+    """Return whether an evaluation, by its row of metrics, is the best of its run so far."""
+    return bool(row.get("eval/since_best_score", 0.0) > 0.0)
+
+
+class RunControl(ABC):
+    """Shows, saves and evaluates each iteration, calls the callbacks, and stops the run on request.
+
+    An iteration is saved before its callbacks and its evaluation, so that an error in a callback or in the evaluation
+    loses no iteration (decision 0011). All processes call the same methods of `RunControl`, and stop after the same
+    iteration.
+    """
+
+    show: Show
+    """Function that shows an iteration on the screen; must be set before the first iteration."""
+
+    def __init__(
+        self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None], *, keeps_best: bool = False
+    ) -> None:
+        """Prepare the control of a run; `save` saves the current iteration.
+
+        `keeps_best` is True with `evaluation.on_exploitation=stop`: the best evaluation has a checkpoint, and an
+        evaluation can end the run.
+        """
+        self.state, self.callbacks, self.save, self._keeps_best = state, callbacks, save, keeps_best
+        # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
+        self._block: tuple[str, int] | None = None
+        self._is_long_said = False
+
+    @abstractmethod
+    def save_if_due(self) -> bool:
+        """Save the iteration if a checkpoint is due, and return whether it was saved."""
+
+    def save_start(self) -> None:
+        """Save the models that the run starts from; called only with `keeps_best`."""
+        self.save()
+
+    @abstractmethod
+    def evaluate(self) -> Mapping[str, Any] | None:
+        """Evaluate the policy if an evaluation is due, and return the evaluation's row of metrics, else None."""
+
+    def interruption(self, signum: int, why: str) -> BaseException:
+        """Return the exception that stops the run.
+
+        `why` is empty if a signal asked the run to stop; else `why` is the reason to stop: the end of `max_time`.
+        """
+        return TerminationSignal(signum, why)
+
+    def begin(self, *, is_resumed: bool) -> None:
+        """Call `on_train_begin` of the callbacks; if the run is resumed and an evaluation is due, evaluate the policy.
+
+        An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
+        """
+        if self._keeps_best and self.state.best_evaluation is None:
+            self.state.best_evaluation = 0
+            self.save_start()
+        if not self.state.finished:
+            self.callbacks.begin()
+        if is_resumed:
+            row = self.evaluate()
+            self._heed(row)
+            self.callbacks.evaluated(row)
+
+    def after_iteration(self, metrics: Mapping[str, float]) -> None:
+        """Show and save an iteration, call the callbacks, and evaluate; stop the run if it was asked to stop.
+
+        Raises:
+            TrainingError: A callback raised an exception.
+            ConfigError: A callback set a flag that has no effect in PPO's loop.
+            BaseException: The run was asked to stop (`interruption`); the iteration is saved.
+        """
+        self.show(self.state.iteration, metrics)
+        self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
+        self._stop_if_asked()
+        with self.stoppable(f"{EVALUATING} {self.state.iteration}"):
+            row = self.evaluate()
+        self._heed(row)
+        self.callbacks.evaluated(row)
+        self._stop_if_asked()
+
+    def _heed(self, row: Mapping[str, Any] | None) -> None:
+        """Save the iteration if its evaluation is the best so far; end the run if the evaluation says so (`EXPORTED`).
+
+        The main process decides for all processes.
+        """
+        state = self.state
+        if not self._keeps_best or state.requests.restore_best:
+            return
+        now = row if row and row["iteration"] == state.iteration else {}
+        is_better, ends, is_saved = processes.from_main((is_best(now), EXPORTED in now, self.callbacks.is_saved))
+        if is_better:
+            state.best_evaluation = state.iteration
+        state.requests.end |= ends
+        state.requests.restore_best = ends
+        if ends or (is_better and not is_saved):
+            self.callbacks.save()
+
+    @contextmanager
+    def stoppable(self, what: str) -> Iterator[None]:
+        """Let a first signal end the block, except during an update; the last complete iteration is then saved.
+
+        The block of one process ends at once, by the signal handler. The blocks of several processes end at the next
+        `RunRequests.meet`. `what` says where the run stops.
+        """
+        self._block = what, self.state.iteration
+        try:
+            yield
+        except StopBeforeUpdate:
+            self._save_if_new()
+            raise
+        finally:
+            self._block = None
+
+    def ask(
+        self, signum: int, asked_again: Sequence[str] = (), by_evaluation: Sequence[str] = ()
+    ) -> tuple[str, StopBeforeUpdate | None]:
+        """Request the end of the run; return the line to log, and the exception that stops the work.
+
+        The exception is None if the work goes on until the run can be saved. The signal handler calls `ask`.
+        `asked_again` names what is asked anew when the iteration is repeated, `by_evaluation` when its evaluation is.
+        """
+        state, block = self.state, self._block
+        state.requests.signum = signum
+        name, second = signal.Signals(signum).name, "a second signal stops at once."
+        if block is None or block[1] != state.iteration or state.updating:
+            what = f"finishing iteration {state.iteration} and saving it"
+            if state.updating:
+                limit = grace(signum, state.config.shutdown_grace_s)
+                what = f"finishing iteration {state.iteration + 1} and saving it {in_about(state, limit)}"
+            return f"{name}: {what}, then stopping; {second}", None
+        is_alone = processes.process_count() == 1
+        where, limit = "", grace(signum, state.config.shutdown_grace_s)
+        kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
+        if not is_alone:
+            where = ", where the processes next meet"
+            kept += f" if they meet within {limit:.0f} s" if limit is not None and state.iteration else ""
+        names = by_evaluation if block[0].startswith(EVALUATING) else asked_again
+        again = f"; a resumed run asks {' and '.join(names)} again" if names else ""
+        line = f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}"
+        return line, StopBeforeUpdate(signum) if is_alone else None
+
+    def say_if_long(self, metrics: Mapping[str, float]) -> None:
+        """Say once that an update, with its checkpoint, takes longer than `ppo.shutdown_grace_s`."""
+        grace_s = self.state.config.shutdown_grace_s
+        if self._is_long_said or not 0.0 < grace_s < metrics.get(UPDATE_S, 0.0):
+            return
+        self._is_long_said = True
+        say(
+            f"An update takes about {metrics[UPDATE_S]:.0f} s, ppo.shutdown_grace_s={grace_s:g}: a run that gets "
+            "SIGTERM during an update is not saved, and resumes from its last checkpoint. To save it, raise "
+            "ppo.shutdown_grace_s, and the time that your platform waits."
+        )
+
+    def _save_if_new(self) -> None:
+        """Save the last iteration, in all processes, unless it has a checkpoint."""
+        self.state.requests.stop = True
+        if not processes.from_main(self.callbacks.is_saved):
+            self.save()
+
+    def _stop_if_asked(self) -> None:
+        """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
+        signum = self.state.requests.signum
+        over = time_is_over(self.state.config.max_time) if signum is None and not self.state.finished else ""
+        if over:
+            signum = signal.SIGTERM
+        requests = [(number, why) for number, why in processes.from_all((signum, over)) if number is not None]
+        if not requests:
+            return
+        signum, why = requests[0]
+        if why:
+            say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
+        self._save_if_new()
+        raise self.interruption(signum, why)
+
+
+def in_about(state: TrainingState, limit: float | None) -> str:
+    """Return in how many seconds the update that runs will be saved, and whether a limit of seconds ends before."""
+    left = state.update_left()
+    if left is None:
+        return "(the first update, whose time is not known)"
+    text = f"in about {left:.0f} s"
+    if limit is None or left <= limit:
+        return text
+    return f"{text} (shutdown_grace_s={limit:g} ends before: then the run stops, and resumes from its last checkpoint)"
