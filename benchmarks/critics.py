@@ -30,8 +30,9 @@ from intervals import with_interval
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import sample_batch
+from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, measure
-from ppo_rlhf.ppo.state import SAMPLING, TrainingState
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.recipes.random_walks import optimality
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOConfig, PPOTrainer
@@ -55,14 +56,20 @@ def sampler_of(lag: int) -> Callable[..., Rollouts]:
     def generate(
         state: TrainingState, reference: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
     ) -> Rollouts:
-        state.clock.restart()
-        kept.append({name: tensor.clone() for name, tensor in state.policy.state_dict().items()})
+        state.progress.clock.restart()
+        kept.append({name: tensor.clone() for name, tensor in state.learner.policy.state_dict().items()})
         if not older:
-            older.append(copy.deepcopy(state.policy))
+            older.append(copy.deepcopy(state.learner.policy))
         older[0].load_state_dict(kept[0])
-        with state.clock.timed(SAMPLING):
-            chosen, responses, scores, redraws = sample_batch(replace(state, policy=older[0]), prompts, scorer)
-        return replace(measure(state, reference, chosen, responses), scores=scores, redraws=redraws)
+        with state.progress.clock.timed(SAMPLING):
+            chosen, responses, scores, redraws = sample_batch(
+                replace(state.sampler, policy=older[0]), state.progress.iteration + 1, prompts, scorer
+            )
+        return replace(
+            measure(state.learner, state.sampler, state.progress, reference, chosen, responses),
+            scores=scores,
+            redraws=redraws,
+        )
 
     return generate
 

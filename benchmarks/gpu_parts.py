@@ -144,7 +144,7 @@ def decode(part: Part) -> None:
         run, seconds = Run(part, shape, rollout_engine=engine), []
         for _ in range(3):
             rollouts = run.rollouts()
-            seconds.append(run.state.clock.seconds["sampling"])
+            seconds.append(run.state.progress.clock.seconds["sampling"])
         result = f"{min(seconds[1:]):.3f} s, at first {seconds[0]:.3f} s{part.peak()}"
         found = rollouts.responses.response_ids
         if shape not in tokens:
@@ -165,7 +165,7 @@ def update(part: Part) -> None:
         run, times, scoring = Run(part, "gpt2", compile=compiled), [], []
         for _ in range(3):
             found, seconds = run.update()
-            times.append(1e3 * run.state.clock.seconds["update"] / len(found))
+            times.append(1e3 * run.state.progress.clock.seconds["update"] / len(found))
             scoring.append(seconds)
         ratio = found[0].mean("ratio")
         return (
@@ -188,11 +188,11 @@ def profile(part: Part) -> None:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if part.on_gpu else [])]
     with profiler(activities=kinds) as measured:
         run.update()
-    rows = list(measured.key_averages())
+    rows, clock = list(measured.key_averages()), run.state.progress.clock
     on_device = sum(row.self_device_time_total for row in rows)
     say(
         "an epoch's update",
-        f"{run.state.clock.seconds['update']:.3f} s under the profiler, the device at work {on_device / 1e6:.3f} s",
+        f"{clock.seconds['update']:.3f} s under the profiler, the device at work {on_device / 1e6:.3f} s",
     )
 
     def cost(row: Any) -> float:
@@ -300,14 +300,17 @@ class Run:
         lengths = torch.randint(1, width + 1, (rows,), generator=self.numbers)
         ids = torch.randint(self.vocabulary, (rows, width), generator=self.numbers)
         responses = Responses(ids, lengths, torch.zeros(rows, dtype=torch.bool))
-        self.state.clock.restart()
-        rollouts = measure(self.state, self.reference, self.prompts, responses)
-        scores = loop.score_responses(rollouts, self.scorer, self.state)
-        shaped = loop.shape_rewards(rollouts, scores, self.state)
-        experience = loop.estimate_advantages(rollouts, scores, shaped, self.state)
-        found = loop.optimise_policy(self.state, experience, self.reference)
-        self.state.advance(scores, loop.iteration_metrics(self.state, experience, found))
-        return found, self.state.clock.seconds["log-probabilities"]
+        self.state.progress.clock.restart()
+        state = self.state
+        rollouts = measure(state.learner, state.sampler, state.progress, self.reference, self.prompts, responses)
+        scores = loop.score_responses(rollouts, self.scorer, self.state.sampler, self.state.progress)
+        shaped = loop.shape_rewards(rollouts, scores, self.state.shaping)
+        experience = loop.estimate_advantages(rollouts, scores, shaped, self.state.shaping)
+        kl_coef = state.shaping.kl_controller.kl_coef
+        found = loop.optimise_policy(state.learner, state.progress, experience, kl_coef, self.reference)
+        metrics = loop.iteration_metrics(state.learner, state.sampler, state.shaping, state.progress, experience, found)
+        state.advance(scores, metrics)
+        return found, self.state.progress.clock.seconds["log-probabilities"]
 
 
 PARTS: dict[str, Callable[[Part], None]] = {each.__name__: each for each in (launch, decode, update, profile, demo)}

@@ -50,7 +50,7 @@ def observe(case: Case) -> Seen:
     state, gradients, ratios, inputs = trainer.state, list[Tensor](), list[Tensor](), list[Any]()
 
     def step() -> None:
-        models = (state.policy, state.critic)
+        models = (state.learner.policy, state.learner.critic)
         gradients.append(torch.cat([p.grad.flatten() for m in models for p in m.parameters() if p.grad is not None]))
 
     def noted_loss(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **rest: Any) -> Any:
@@ -62,7 +62,7 @@ def observe(case: Case) -> Seen:
         return loop_advantages(*given)
 
     clipped_policy_loss, loop_advantages = losses.clipped_policy_loss, loop.estimate_advantages
-    state.policy_optimizer.step, state.critic_optimizer.step = lambda: None, step
+    state.learner.policy_optimizer.step, state.learner.critic_optimizer.step = lambda: None, step
     with (
         mock.patch.object(losses, "clipped_policy_loss", noted_loss),
         mock.patch.object(loop, "estimate_advantages", noted_advantages),

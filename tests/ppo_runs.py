@@ -17,8 +17,9 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
 from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.micro_batches import BatchCut
 from ppo_rlhf.ppo.precision import trained_dtype
-from ppo_rlhf.ppo.rollouts import Rollouts, plan_update
+from ppo_rlhf.ppo.rollouts import Rollouts, batch_cut
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
@@ -69,7 +70,7 @@ def model_scorer(kind: str, batch_size: int) -> ModelScorer:
 
 def batch_of(rollouts: Rollouts, run: "Run") -> ResponseBatch:
     """Return the rollouts as the batch that rewards score."""
-    return response_batch(rollouts.prompts, rollouts.responses, run.state.tokenizer)
+    return response_batch(rollouts.prompts, rollouts.responses, run.state.sampler.tokenizer)
 
 
 def with_responses(rollouts: Rollouts, **columns: Tensor) -> Rollouts:
@@ -84,11 +85,13 @@ def learn_from(
 
     `reference` is needed only if the loss has the KL over the vocabulary. The rollouts may be those of another run.
     """
-    rollouts, policy = experience.rollouts, cast(PreTrainedModel, reference)
-    if state.plan is None or state.plan.responses is not rollouts.responses:
-        state.plan = plan_update(state, rollouts.prompts, rollouts.responses)
-    steps = loop.optimise_policy(state, experience, policy)
-    metrics = loop.iteration_metrics(state, experience, steps)
+    rollouts = experience.rollouts
+    cut = rollouts.cut
+    if cut is None or cut.config is not state.config or cut.responses is not rollouts.responses:
+        given = state.progress.iteration + 1, rollouts.prompts, rollouts.responses, PAD
+        rollouts = replace(rollouts, cut=batch_cut(state.learner, *given))
+        experience = replace(experience, rollouts=rollouts)
+    metrics = loop.update(state, experience, cast(PreTrainedModel, reference))
     state.advance(experience.scores, metrics)
     return metrics
 
@@ -108,9 +111,9 @@ class Run:
 
     def before_update(self) -> tuple[Rollouts, Scores, Tensor, Experience]:
         rollouts = self.rollouts()
-        scores = loop.score_responses(rollouts, self.scorer, self.state)
-        rewards = loop.shape_rewards(rollouts, scores, self.state)
-        return rollouts, scores, rewards, loop.estimate_advantages(rollouts, scores, rewards, self.state)
+        scores = loop.score_responses(rollouts, self.scorer, self.state.sampler, self.state.progress)
+        rewards = loop.shape_rewards(rollouts, scores, self.state.shaping)
+        return rollouts, scores, rewards, loop.estimate_advantages(rollouts, scores, rewards, self.state.shaping)
 
     def iteration(self) -> dict[str, float]:
         return learn_from(self.state, self.before_update()[-1], self.reference)
@@ -161,7 +164,7 @@ def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def weight_sums(run: Run) -> dict[str, float]:
     """Return a number for each weight of policy and critic."""
-    models = {"policy": run.state.policy, "critic": run.state.critic}
+    models = {"policy": run.state.learner.policy, "critic": run.state.learner.critic}
     return {
         f"{name}.{key}": float((tensor.double() * torch.arange(1, 1 + tensor.numel()).view(tensor.shape)).sum())
         for name, model in models.items()
@@ -195,6 +198,7 @@ def build_rollouts(
         responses=responses,
         **given,
         values=torch.zeros(len(lengths), width + 1).double() if values is None else values,
+        cut=cast(BatchCut, None),
     )
 
 

@@ -7,9 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from kedro.framework.hooks import hook_impl
@@ -19,28 +17,13 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
 
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 from ppo_rlhf.runtime import progress
 from ppo_rlhf.runtime.progress import reporting, silenced
-
-
-@dataclass
-class CountingState:
-    """A training state that is changed in place, as PPO's is."""
-
-    config: ClassVar = PPOConfig()
-    total_iterations: int
-    iteration: int = 0
-    requests: RunRequests = field(default_factory=RunRequests)
-    updating: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.iteration >= self.total_iterations
+from tests.bare_state import bare_state
 
 
 class Payload:
@@ -80,30 +63,30 @@ def loop_pipeline(journal: Journal) -> Pipeline:
         journal.note("load_reference")
         return journal.payload()
 
-    def initialise(config: int, reference: Payload) -> CountingState:
+    def initialise(config: int, reference: Payload) -> TrainingState:
         journal.note("initialise")
-        return CountingState(config)
+        return bare_state(config)
 
-    def generate(state: CountingState, reference: Payload) -> Payload:
+    def generate(state: TrainingState, reference: Payload) -> Payload:
         journal.note("generate")
         return journal.payload()
 
-    def score(rollouts: Payload, state: CountingState) -> Payload:
+    def score(rollouts: Payload, state: TrainingState) -> Payload:
         journal.note("score")
         return journal.payload()
 
-    def optimise(state: CountingState, scores: Payload, rollouts: Payload) -> tuple[CountingState, dict[str, float]]:
+    def optimise(state: TrainingState, scores: Payload, rollouts: Payload) -> tuple[TrainingState, dict[str, float]]:
         journal.note("optimise")
-        state.iteration += 1
-        return state, {"objective/scores": float(state.iteration)}
+        state.progress.iteration += 1
+        return state, {"objective/scores": float(state.progress.iteration)}
 
-    def evaluate(state: CountingState, reference: Payload) -> float:
+    def evaluate(state: TrainingState, reference: Payload) -> float:
         journal.note("evaluate")
-        return state.iteration / 10
+        return state.progress.iteration / 10
 
-    def export(state: CountingState, reference: Payload) -> str:
+    def export(state: TrainingState, reference: Payload) -> str:
         journal.note("export")
-        return f"exported after {state.iteration}"
+        return f"exported after {state.progress.iteration}"
 
     def report(exported: str) -> str:
         journal.note("report")
@@ -165,8 +148,8 @@ def test_nodes_before_the_loop_and_after_it_run_once_and_those_in_it_until_the_s
 def resumed_at(pipeline: Pipeline, iteration: int) -> Pipeline:
     """The pipeline, whose first training state has `done` iterations."""
 
-    def resume(config: int, reference: Payload) -> CountingState:
-        return CountingState(config, iteration)
+    def resume(config: int, reference: Payload) -> TrainingState:
+        return bare_state(config, iteration)
 
     initialise = next(node for node in pipeline.nodes if node.name == "toy.initialise")
     return Pipeline([node for node in pipeline.nodes if node is not initialise] + [initialise._copy(func=resume)])
@@ -211,7 +194,7 @@ def test_a_slice_that_cuts_the_loop_open_runs_its_nodes_once(
 ):
     pipeline = cut(loop_pipeline(journal))
     catalog = catalog_for(pipeline)
-    given = {"training_state": CountingState(3), "next_training_state": CountingState(3)}
+    given = {"training_state": bare_state(3), "next_training_state": bare_state(3)}
     for name in pipeline.inputs() - {"params:iterations"}:
         catalog[name] = MemoryDataset(given.get(name, Payload()), copy_mode="assign")
     with caplog.at_level(logging.INFO):

@@ -13,7 +13,8 @@ import torch
 
 from ppo_rlhf.checkpoints import store
 from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
-from ppo_rlhf.ppo import loop, update
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.signals import RunInterruptedError
 from tests.checkpoints.support import assert_same, everything
@@ -62,7 +63,7 @@ def striking(monkeypatch: pytest.MonkeyPatch, moment: str, strike: Callable[[], 
     elif moment == "checkpoint":
         after(store, "write_models", HIT // 2)
     else:
-        after(update, "add_gradients", (HIT - 1) * STEPS + (1 if moment == "first micro-batch" else STEPS))
+        after(Learner, "add_gradients", (HIT - 1) * STEPS + (1 if moment == "first micro-batch" else STEPS))
 
 
 SAVED = {"sampling": 3, "scoring": 3, "first micro-batch": 3, "last micro-batch": 4, "checkpoint": 4}
@@ -92,7 +93,7 @@ def test_a_run_that_was_ended_at_any_moment_resumes_to_the_bits_of_one_that_was_
     assert checkpoint is not None
     assert checkpoint.name == f"iteration_{SAVED[moment] if name == 'SIGTERM' else 2:06d}"
     resumed = run(sft, resume=checkpoint)
-    assert repeatable(resumed.history) == repeatable(whole.history)
+    assert repeatable(resumed.progress.history) == repeatable(whole.progress.history)
     assert resumed.extra_state() == whole.extra_state()
     assert_same(everything(resumed), everything(whole))
     assert {tensor.dtype for tensor in everything(resumed).values()} == {torch.float32}

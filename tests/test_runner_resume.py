@@ -17,31 +17,18 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.runtime import processes
+from tests.bare_state import bare_state
 from tests.tiny_models import tiny_model, word_tokenizer
 
 ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
-
-
-class State:
-    """One iteration."""
-
-    total_iterations, config = 1, PPOConfig()
-
-    def __init__(self) -> None:
-        self.iteration, self.requests = 0, RunRequests()
-
-    @property
-    def finished(self) -> bool:
-        return self.iteration >= self.total_iterations
 
 
 @dataclass
@@ -64,16 +51,16 @@ class Project:
         def collect(model: PretrainedHandle, rows: list[int]) -> list[int]:
             return rows * 2
 
-        def start(model: PretrainedHandle, pairs: list[int]) -> State:
+        def start(model: PretrainedHandle, pairs: list[int]) -> TrainingState:
             self.read = {"model": model.source, "pairs": pairs}
-            return State()
+            return bare_state(1)
 
-        def optimise(state: State) -> State:
-            state.iteration += 1
+        def optimise(state: TrainingState) -> TrainingState:
+            state.progress.iteration += 1
             return state
 
-        def export(state: State) -> int:
-            return state.iteration
+        def export(state: TrainingState) -> int:
+            return state.progress.iteration
 
         ppo = [
             Node(start, ["model", "pairs"], "training_state", name="start"),

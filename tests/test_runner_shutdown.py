@@ -19,43 +19,18 @@ from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.judge.settings import LLMJudgeConfig
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError
-
-
-@dataclass
-class State:
-    """A state that is changed in place, as PPO's is."""
-
-    config: PPOConfig = field(default_factory=PPOConfig)
-    total_iterations: int = 6
-    save_interval: int = 2
-    iteration: int = 0
-    requests: RunRequests = field(default_factory=RunRequests)
-    updating: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.iteration >= self.total_iterations
-
-
-@dataclass
-class SaveRequest:
-    state: State
-
-    @property
-    def checkpoint_due(self) -> bool:
-        state = self.state
-        return state.finished or state.requests.stop or state.iteration % state.save_interval == 0
+from tests.bare_state import bare_state
 
 
 @dataclass
 class Scene:
-    """What happens in a loop: `at` holds what to do at a moment such as `"generate 2"`, `"save 3"`, `"skip 3"`."""
+    """What happens in a loop: `at` holds what to do at a moment such as `"generate 2"` or `"save 3"`."""
 
-    state: State
+    state: TrainingState
     at: dict[str, Callable[[], None]] = field(default_factory=dict)
     happened: list[str] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
@@ -66,16 +41,13 @@ class Scene:
         self.at.get(self.happened[-1], lambda: None)()
 
 
-class Saves(AbstractDataset[SaveRequest, Any]):
+class Saves(AbstractDataset[TrainingState, Any]):
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
 
-    def save(self, data: SaveRequest) -> None:
-        if data.checkpoint_due:
-            self._scene.reach("save", data.state.iteration)
-            self._scene.saved.append(data.state.iteration)
-        else:
-            self._scene.reach("skip", data.state.iteration)
+    def save(self, data: TrainingState) -> None:
+        self._scene.reach("save", data.progress.iteration)
+        self._scene.saved.append(data.progress.iteration)
 
     def load(self) -> None: ...
 
@@ -84,27 +56,27 @@ class Saves(AbstractDataset[SaveRequest, Any]):
 
 
 def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
-    def initialise() -> State:
-        scene.reach("initialise", scene.state.iteration)
+    def initialise() -> TrainingState:
+        scene.reach("initialise", scene.state.progress.iteration)
         return scene.state
 
-    def generate(state: State) -> int:
-        scene.reach("generate", state.iteration + 1)
+    def generate(state: TrainingState) -> int:
+        scene.reach("generate", state.progress.iteration + 1)
         return 0
 
-    def optimise(state: State, rollouts: int) -> tuple[State, SaveRequest]:
-        state.iteration += 1
-        scene.reach("optimise", state.iteration)
-        state.requests.agree(save_by_time=False)
-        return state, SaveRequest(state)
+    def optimise(state: TrainingState, rollouts: int) -> tuple[TrainingState, TrainingState]:
+        state.progress.iteration += 1
+        scene.reach("optimise", state.progress.iteration)
+        state.progress.requests.agree(save_by_time=False)
+        return state, state
 
-    def evaluate(state: State) -> float:
-        scene.reach("evaluate", state.iteration)
+    def evaluate(state: TrainingState) -> float:
+        scene.reach("evaluate", state.progress.iteration)
         return 0.0
 
-    def export(state: State) -> int:
-        scene.reach("export", state.iteration)
-        return state.iteration
+    def export(state: TrainingState) -> int:
+        scene.reach("export", state.progress.iteration)
+        return state.progress.iteration
 
     iteration = [
         Node(generate, "training_state", "rollouts", name="generate"),
@@ -122,7 +94,7 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
 
 def play(grace: float = 25.0, **at: str | Callable[[], None]) -> Scene:
     """Run the loop with signals (by name) or actions at the given moments until it is interrupted."""
-    scene = Scene(State(PPOConfig(shutdown_grace_s=grace)))
+    scene = Scene(bare_state(6, save_interval=2, shutdown_grace_s=grace))
     for moment, action in at.items():
         raised = None if callable(action) else signal.Signals[action]
         scene.at[moment.replace("_", " ")] = action if callable(action) else lambda s=raised: signal.raise_signal(s)
@@ -140,10 +112,9 @@ def no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("moment", ["optimise_3", "skip_3"])
-def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, moment, caplog):
+def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, caplog):
     with caplog.at_level(logging.INFO):
-        scene = play(**{moment: name})
+        scene = play(optimise_3=name)
     assert scene.signum == signal.Signals[name]
     assert scene.saved == [2, 3]
     assert "evaluate 3" not in scene.happened  # the run that resumes evaluates it
@@ -218,7 +189,7 @@ def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytes
     """In both cases the state is saved, although no checkpoint was due."""
     asked = iter([[(None, ""), (None, "")]] * 5 + [[(None, ""), (signal.SIGINT, "")]])
     monkeypatch.setattr(processes, "from_all", lambda value: next(asked))
-    scene = Scene(State(save_interval=100))
+    scene = Scene(bare_state(6, save_interval=100))
     pipeline, catalog = loop(scene)
     with pytest.raises(RunInterruptedError, match="SIGINT"):
         LoopRunner().run(pipeline, catalog, _create_hook_manager())
@@ -237,8 +208,7 @@ def test_a_save_ends_after_the_first_signal_and_an_evaluation_does_not_and_the_i
 
 
 def test_after_max_time_the_iteration_is_saved_and_the_run_ends_as_after_a_signal(caplog):
-    scene = Scene(State(save_interval=100))
-    scene.state.config = PPOConfig(max_time=1e-9)  # type: ignore[misc]
+    scene = Scene(bare_state(6, save_interval=100, max_time=1e-9))
     pipeline, catalog = loop(scene)
     with caplog.at_level(logging.INFO), pytest.raises(RunInterruptedError) as stopped:
         LoopRunner().run(pipeline, catalog, _create_hook_manager())

@@ -292,9 +292,10 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     state: TrainingState = catalog.load(STATE)
     own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
     best_in = catalog.run_folder if _stops_at_exploitation(plan, catalog) else None
-    if best_in is not None and state.iteration:
-        check_best(best_in, state)
-    all_callbacks = Callbacks(state, own, reporters, catalog.run_folder, catalog.save_checkpoint)
+    if best_in is not None and state.progress.iteration:
+        check_best(best_in, state.progress)
+    parts = state.learner, state.sampler, state.progress
+    all_callbacks = Callbacks(*parts, own, reporters, catalog.run_folder, catalog.save_checkpoint)
     with (
         contextlib.closing(all_callbacks) as callbacks,
         # A forked child process must end inside this block, otherwise the child would close the callbacks of its parent
@@ -302,7 +303,8 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     ):
         _iterate(plan, catalog, execute, state, callbacks, keeps_best=best_in is not None)
         if best_in is not None:
-            load_best(best_in, catalog.load(NEXT_STATE))
+            best = catalog.load(NEXT_STATE)
+            load_best(best_in, best.learner, best.progress)
         callbacks.end()
 
 
@@ -326,17 +328,17 @@ def _iterate(
     *,
     keeps_best: bool,
 ) -> None:
-    is_complete = state.finished
-    is_resumed = state.iteration > 0 or is_complete
+    is_complete = state.progress.finished
+    is_resumed = state.progress.iteration > 0 or is_complete
     if not is_complete:
-        say(f"Training: {state.total_iterations - state.iteration} iterations.")
+        say(f"Training: {state.progress.total_iterations - state.progress.iteration} iterations.")
     if is_resumed:
         catalog.save(NEXT_STATE, state)
     control = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
     control.begin(is_resumed=is_resumed)
     if is_complete:
-        done = f"{state.iteration} of {state.total_iterations} iterations"
-        if state.requests.restore_best:
+        done = f"{state.progress.iteration} of {state.progress.total_iterations} iterations"
+        if state.progress.requests.restore_best:
             say(f"evaluation.on_exploitation stopped this run ({done}): its best policy is exported again.")
         else:
             say(f"Training is already complete ({done}).")
@@ -350,15 +352,15 @@ def _iterate(
     )
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
-        reporting(state.iteration, state.total_iterations) as show,
+        reporting(state.progress.iteration, state.progress.total_iterations) as show,
         finishing_first(state.config.shutdown_grace_s, ask, say),
     ):
         control.show = show
-        while not state.finished:
-            with control.stoppable(f"before the update of iteration {state.iteration + 1}"):
+        while not state.progress.finished:
+            with control.stoppable(f"before the update of iteration {state.progress.iteration + 1}"):
                 for node in plan.until_update:
                     execute(node)
-            state = control.state = catalog.load(NEXT_STATE)
+            state = catalog.load(NEXT_STATE)
             metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
             control.say_if_long(metrics)
             control.after_iteration(metrics)
@@ -407,14 +409,15 @@ class _NodesAfterUpdate(RunControl):
         *,
         keeps_best: bool,
     ) -> None:
-        super().__init__(state, callbacks, catalog.save_checkpoint, keeps_best=keeps_best)
+        super().__init__(state.progress, callbacks, catalog.save_checkpoint, keeps_best=keeps_best)
+        self._state = state
         self._catalog, self._execute = catalog, execute
         # `_iterate` replaces these nodes by `after_update` before the first iteration
         self.nodes = plan.rerun_on_resume
         self._loads_evaluation = _evaluates(plan) and (keeps_best or not callbacks.is_empty)
 
     def save_start(self) -> None:
-        self._catalog.save(CHECKPOINT, self.state)
+        self._catalog.save(CHECKPOINT, self._state)
 
     def save_if_due(self) -> bool:
         return self._catalog.is_checkpoint_saved

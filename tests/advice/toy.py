@@ -106,7 +106,7 @@ def train(reward: Reward, iterations: int = 40, spread: float = 0.2, **settings:
     )
     rows: list[dict[str, float]] = []
     earlier: list[dict[str, Any]] = []
-    while not run.state.finished:
+    while not run.state.progress.finished:
         rollouts, scores, _, experience = run.before_update()
         batch = batch_of(rollouts, run)
         judge, rewards = variety(batch).numpy(), scores.total.double().numpy()

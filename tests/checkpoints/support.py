@@ -8,11 +8,11 @@ from ppo_rlhf.ppo.state import TrainingState
 
 def everything(state: TrainingState) -> dict[str, torch.Tensor]:
     """Return copies of the weights of policy, critic and average, and of the moments of the optimisers."""
-    found = {f"policy.{name}": tensor for name, tensor in state.policy.state_dict().items()}
-    found |= {f"critic.{name}": tensor for name, tensor in state.critic.state_dict().items()}
-    if state.policy_average is not None:
-        found |= {f"average.{name}": tensor for name, tensor in state.policy_average.weights.items()}
-    for name, optimizer in optimizers(state).items():
+    found = {f"policy.{name}": tensor for name, tensor in state.learner.policy.state_dict().items()}
+    found |= {f"critic.{name}": tensor for name, tensor in state.learner.critic.state_dict().items()}
+    if state.learner.policy_average is not None:
+        found |= {f"average.{name}": tensor for name, tensor in state.learner.policy_average.weights.items()}
+    for name, optimizer in optimizers(state.learner).items():
         for index, moments in optimizer.state_dict()["state"].items():
             found |= {f"{name}.{index}.{key}": value for key, value in moments.items()}
     return {name: tensor.detach().clone() for name, tensor in found.items()}

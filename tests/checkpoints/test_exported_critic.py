@@ -52,7 +52,7 @@ def trained(make_run: Any, kind: str = "llama", **settings: Any) -> Run:
     before = values_of(run)
     run.iteration()
     with torch.no_grad():
-        run.state.critic.value_head.bias.add_(0.5)  # so that a head without one would not pass
+        run.state.learner.critic.value_head.bias.add_(0.5)  # so that a head without one would not pass
     assert float((values_of(run) - before).abs().max()) > 0.4
     return run
 
@@ -60,14 +60,14 @@ def trained(make_run: Any, kind: str = "llama", **settings: Any) -> Run:
 @torch.no_grad()
 def values_of(run: Run) -> torch.Tensor:
     positions = torch.arange(IDS.shape[1]).expand(IDS.shape)
-    return run.state.critic(IDS, torch.ones_like(IDS), positions)
+    return run.state.learner.critic(IDS, torch.ones_like(IDS), positions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_and_trls_names_give_the_values_of_the_training(make_run: Any, tmp_path: Path, kind: str):
     run = trained(make_run, **KINDS[kind])
     expected = values_of(run)
-    exported_critic(run.state).save(tmp_path / "critic")
+    exported_critic(run.state.learner, run.state.sampler.tokenizer).save(tmp_path / "critic")
     assert torch.equal(values_of(run), expected), "the export changed the critic that trains"
     model, report = AutoModelForTokenClassification.from_pretrained(
         tmp_path / "critic", dtype="auto", output_loading_info=True
@@ -89,7 +89,7 @@ def test_transformers_and_trls_names_give_the_values_of_the_training(make_run: A
 @pytest.mark.parametrize("kind", ["own backbone, GPT-2", "shared, LoRA"])
 def test_the_next_run_starts_from_its_values(make_run: Any, tmp_path: Path, kind: str, start: dict[str, Any]):
     run = trained(make_run, **KINDS[kind])
-    exported_critic(run.state).save(tmp_path / "critic")
+    exported_critic(run.state.learner, run.state.sampler.tokenizer).save(tmp_path / "critic")
     handle = PretrainedHandle(str(tmp_path / "critic"))
     config = PPOConfig(value_model="pretrained", device="cpu", **{"dtype": run.config.dtype, **start})
     stored, dtype = load_stored_critic(handle, config), getattr(torch, config.dtype)
@@ -104,7 +104,8 @@ def test_the_next_run_starts_from_its_values(make_run: Any, tmp_path: Path, kind
 def test_what_the_reward_model_says_of_itself_is_not_said_of_a_critic_that_started_from_it(make_run: Any):
     classifier = CausalLMRewardModel.from_causal_lm(build_model()).to_classifier(0, 2)
     classifier.config.held_out_accuracy = 0.75
-    config = exported_critic(make_run(reward_model=with_mean(classifier), value_model="reward_init").state).model.config
+    state = make_run(reward_model=with_mean(classifier), value_model="reward_init").state
+    config = exported_critic(state.learner, state.sampler.tokenizer).model.config
     told = {"score_mean", "held_out_accuracy", "problem_type"}
     assert told <= classifier.config.to_dict().keys()
     assert not told & config.to_dict().keys()
@@ -115,7 +116,7 @@ def test_an_architecture_without_token_classifier_is_stored_in_our_form_which_is
 ):
     run = trained(make_run, "bitnet")
     with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
-        exported = exported_critic(run.state)
+        exported = exported_critic(run.state.learner, run.state.sampler.tokenizer)
     [line] = [message for message in caplog.messages if "critic" in message]
     assert line.endswith("importing ppo_rlhf: transformers has no token classifier of the kind bitnet.")
     exported.save(tmp_path / "critic")
@@ -124,11 +125,13 @@ def test_an_architecture_without_token_classifier_is_stored_in_our_form_which_is
         found = model.score(model.backbone(IDS).last_hidden_state)[..., 0]
         assert_close(found, values_of(run), rtol=0.0, atol=1e-6)
     start = PretrainedHandle(str(tmp_path / "critic")).critic()
-    assert torch.equal(start.score.weight, run.state.critic.value_head.weight)
+    assert torch.equal(start.score.weight, run.state.learner.critic.value_head.weight)
 
 
 def test_a_stored_critic_is_no_policy_and_no_reward_model(make_run: Any, tmp_path: Path):
-    exported_critic(trained(make_run).state).save(tmp_path / "critic")
+    exported_critic(trained(make_run).state.learner, trained(make_run).state.sampler.tokenizer).save(
+        tmp_path / "critic"
+    )
     handle = PretrainedHandle(str(tmp_path / "critic"))
     handle.check_critic()
     with pytest.raises(ModelError, match="a token classifier, as critics are stored, and cannot generate"):
@@ -165,7 +168,7 @@ def test_a_script_saves_it_beside_the_policy_only_if_it_is_asked_to(tmp_path: Pa
     trainer = PPOTrainer(PPOConfig(**settings, export_critic=True), policy)
     trainer.save_pretrained(tmp_path / "saved")
     again = PPOTrainer(PPOConfig(**settings), policy, value_model=tmp_path / "saved" / "critic")
-    assert tensors_equal(weights_of(again.state.critic), weights_of(trainer.state.critic))
+    assert tensors_equal(weights_of(again.state.learner.critic), weights_of(trainer.state.learner.critic))
     assert CRITIC_TITLE in (tmp_path / "saved" / "critic" / "README.md").read_text()
     again.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other" / "critic").exists()
@@ -178,8 +181,15 @@ def test_a_script_saves_it_beside_the_policy_only_if_it_is_asked_to(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["llama", "bitnet"])
 def test_the_cards_example_prints_the_values(make_run: Any, tmp_path: Path, kind: str):
     run = trained(make_run, kind)
-    critic = exported_critic(run.state)
-    card = render_critic_card(run.state, ["type function `mine:score`"], critic.model, prompts="me/data", run_id="run7")
+    critic = exported_critic(run.state.learner, run.state.sampler.tokenizer)
+    card = render_critic_card(
+        run.state.learner,
+        run.state.progress,
+        ["type function `mine:score`"],
+        critic.model,
+        prompts="me/data",
+        run_id="run7",
+    )
     replace(critic, card=card).save(tmp_path / "critic")
     for said in ("12 responses in 1 iterations", "mine:score", "run7", "- me/data", "value-model", "`me/data`"):
         assert said in card

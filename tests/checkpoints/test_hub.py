@@ -40,9 +40,12 @@ def exported(make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A chat policy that an evaluation has seen, in shards."""
     monkeypatch.setattr(trained_model, "SHARD", "10KB")
     state = make_run(tokenizer=word_tokenizer(chat_template=CHAT_TEMPLATE)).state
-    state.policy.config._name_or_path = "org/base"
-    card = with_index(render_card(state, [], "org/prompts@v1:train"), {"prompts": 64, "eval/win_rate": 0.75})
-    model = exported_policy(state)
+    state.learner.policy.config._name_or_path = "org/base"
+    card = with_index(
+        render_card(state.learner, state.sampler, state.progress, [], "org/prompts@v1:train"),
+        {"prompts": 64, "eval/win_rate": 0.75},
+    )
+    model = exported_policy(state.learner, state.sampler)
     TrainedModel(model.model, model.tokenizer, card=card, generation_config=model.generation_config).save(
         tmp_path / "policy"
     )

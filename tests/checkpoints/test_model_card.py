@@ -15,9 +15,14 @@ from ppo_rlhf.checkpoints.exports import exported_policy
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
 from ppo_rlhf.datasets import ModelCardDataset
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.state import TrainingState
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, vision_model, word_tokenizer, write_gguf
 
 CARD = "README.md"
+
+
+def card_of(state: TrainingState, *given: Any) -> str:
+    return render_card(state.learner, state.sampler, state.progress, *given)
 
 
 def parts(card: str) -> tuple[dict[str, Any], str]:
@@ -28,9 +33,18 @@ def parts(card: str) -> tuple[dict[str, Any], str]:
 
 def test_a_card_names_its_model_data_reward_training_and_settings(make_run) -> None:
     state = make_run(kl_coef=0.11).state
-    state.policy.config._name_or_path = "org/sft"
-    state.iteration, state.episode = 3, 1536
-    metadata, text = parts(render_card(state, ["`my:score` with weight 0.5"], "hf://datasets/org/maths@v1/a/b", "run7"))
+    state.learner.policy.config._name_or_path = "org/sft"
+    state.progress.iteration, state.progress.episode = 3, 1536
+    metadata, text = parts(
+        render_card(
+            state.learner,
+            state.sampler,
+            state.progress,
+            ["`my:score` with weight 0.5"],
+            "hf://datasets/org/maths@v1/a/b",
+            "run7",
+        )
+    )
     assert metadata["base_model"] == "org/sft"
     assert metadata["datasets"] == ["org/maths"]
     assert metadata["library_name"] == "transformers"
@@ -48,8 +62,8 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
     monkeypatch.chdir(project)
     assert place(str(project / "models" / "sft")) == "models/sft"
     state = make_run().state
-    state.policy.config._name_or_path = str(elsewhere)
-    metadata, text = parts(render_card(state, [], str(tmp_path / "secret" / "prompts.jsonl")))
+    state.learner.policy.config._name_or_path = str(elsewhere)
+    metadata, text = parts(card_of(state, [], str(tmp_path / "secret" / "prompts.jsonl")))
     assert "base_model" not in metadata
     assert "`sft`" in text
     assert "`prompts.jsonl`" in text
@@ -58,34 +72,42 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
 
 def test_a_card_says_the_type_of_the_exported_weights(make_run, tmp_path: Path) -> None:
     state = make_run(dtype="float32").state
-    assert "- Exported as: float32 weights\n" in render_card(state, [])
-    state.policy.config._name_or_path = save(tmp_path, tiny_model())
+    assert "- Exported as: float32 weights\n" in card_of(state, [])
+    state.learner.policy.config._name_or_path = save(tmp_path, tiny_model())
     quantised = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    assert "- Exported as: float32 weights, not in the mxfp4 of the start model\n" in render_card(state, [])
-    state.config = replace(state.config, use_peft=True, load_in_4bit=True)
-    assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in render_card(state, [])
+    assert "- Exported as: float32 weights, not in the mxfp4 of the start model\n" in render_card(
+        state.learner, state.sampler, state.progress, []
+    )
+    state.learner.config = replace(state.config, use_peft=True, load_in_4bit=True)
+    assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in render_card(
+        state.learner, state.sampler, state.progress, []
+    )
 
 
 def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_path: Path) -> None:
     state = make_run().state
-    assert "Left out" not in render_card(state, [])
-    state.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
-    assert "- Left out: vision of the source model: only the text part" in render_card(state, [])
+    assert "Left out" not in card_of(state, [])
+    state.learner.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
+    assert "- Left out: vision of the source model: only the text part" in render_card(
+        state.learner, state.sampler, state.progress, []
+    )
 
 
 def test_a_card_says_from_which_types_a_gguf_file_was_dequantised(make_run, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     state = make_run().state
-    state.policy.config._name_or_path = str(tmp_path / "tiny.gguf")
+    state.learner.policy.config._name_or_path = str(tmp_path / "tiny.gguf")
     types = "Q4_1 (14 tensors), F32 (5), Q8_0 (1)"
-    assert "- Exported as: float64 weights, not in the GGUF types of the start model\n" in render_card(state, [])
+    assert "- Exported as: float64 weights, not in the GGUF types of the start model\n" in render_card(
+        state.learner, state.sampler, state.progress, []
+    )
     line = f"- Started from: `tiny.gguf`, a GGUF file, whose weights of the types {types} were dequantised\n"
-    metadata, text = parts(render_card(state, []))
+    metadata, text = parts(card_of(state, []))
     assert line in text
     assert "base_model" not in metadata
     (tmp_path / "tiny.gguf").unlink()
-    assert "- Started from: `tiny.gguf`\n" in render_card(state, [])
+    assert "- Started from: `tiny.gguf`\n" in card_of(state, [])
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -95,7 +117,10 @@ def test_the_code_on_a_card_runs(make_run, make_model, tmp_path: Path, chat: boo
     base = {"model": {"name_or_path": save(tmp_path / "base", make_model())}}
     settings = {"use_peft": True, "export": "adapter", **base} if export == "adapter" else {}
     state = make_run(tokenizer=tokenizer, **settings).state
-    replace(exported_policy(state), card=render_card(state, [])).save(tmp_path)
+    replace(
+        exported_policy(state.learner, state.sampler),
+        card=card_of(state, []),
+    ).save(tmp_path)
     metadata, _ = parts((tmp_path / CARD).read_text())
     assert metadata["library_name"] == {"merged": "transformers", "adapter": "peft"}[export]
     (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / CARD).read_text(), re.DOTALL)

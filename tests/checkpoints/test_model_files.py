@@ -78,14 +78,14 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path,
 def test_a_checkpoint_with_lora_holds_what_trained_and_no_frozen_weight(build, tmp_path):
     run = build(**LORA)
     run.iteration()
-    write_models(tmp_path, run.state)
+    write_models(tmp_path, run.state.learner, run.state.sampler)
     assert sorted(file.name for file in (tmp_path / "policy").glob("*.safetensors")) == ["adapter_model.safetensors"]
     policy, critic = (
         load_file(tmp_path / "policy" / "adapter_model.safetensors"),
         load_file(tmp_path / "critic.safetensors"),
     )
-    assert len(policy) == len(trained_parameters(run.state.policy))
-    assert critic.keys() == trained_parameters(run.state.critic).keys()
+    assert len(policy) == len(trained_parameters(run.state.learner.policy))
+    assert critic.keys() == trained_parameters(run.state.learner.critic).keys()
     assert {name for name in critic if "lora" not in name} == {"value_head.weight", "value_head.bias"}
 
 
@@ -93,9 +93,9 @@ def test_a_checkpoint_with_lora_holds_what_trained_and_no_frozen_weight(build, t
 def test_peft_reads_the_policy_in_a_checkpoint(build, make_model, tmp_path):
     run = build(**LORA)
     run.iteration()
-    write_models(tmp_path, run.state)
+    write_models(tmp_path, run.state.learner, run.state.sampler)
     theirs = PeftModel.from_pretrained(make_model("llama", dtype=torch.float64), tmp_path / "policy").eval()
-    assert torch.equal(theirs(IDS).logits, run.state.policy(IDS).logits)
+    assert torch.equal(theirs(IDS).logits, run.state.learner.policy(IDS).logits)
 
 
 def test_a_shared_trunk_has_one_optimiser_and_its_head_in_a_file_of_its_own(build, tmp_path):
@@ -176,30 +176,30 @@ def test_models_of_one_block_in_several_places_go_on_from_a_checkpoint(
     whole, resumed = trainer(), trainer()
     whole.train(output_dir=tmp_path)
     resumed.train(resume_from_checkpoint=tmp_path / "iteration_000001")
-    assert resumed.state.iteration == 2
+    assert resumed.state.progress.iteration == 2
     assert_same(everything(resumed.state), everything(whole.state))
 
 
 def test_a_critic_of_one_block_in_several_places_is_held_once_and_read_strictly(build, tmp_path):
     def with_a_block_twice():
         run = build()
-        run.state.critic.backbone.layers[1] = run.state.critic.backbone.layers[0]
+        run.state.learner.critic.backbone.layers[1] = run.state.learner.critic.backbone.layers[0]
         return run
 
     run, path = with_a_block_twice(), tmp_path / "critic.safetensors"
-    write_models(tmp_path, run.state)
+    write_models(tmp_path, run.state.learner, run.state.sampler)
     held = load_file(path)
-    assert len(held) == len(list(run.state.critic.named_parameters()))
+    assert len(held) == len(list(run.state.learner.critic.named_parameters()))
     other = with_a_block_twice()
     with torch.no_grad():
-        for parameter in other.state.critic.parameters():
+        for parameter in other.state.learner.critic.parameters():
             parameter.fill_(2.0)
-    read_models(tmp_path, other.state)
+    read_models(tmp_path, other.state.learner)
     assert_same(everything(other.state), everything(run.state))
     for spoiled in (dict(list(held.items())[1:]), {**held, "more": torch.zeros(1)}):
         save_file(spoiled, path)
         with pytest.raises(RuntimeError, match="key"):
-            read_models(tmp_path, other.state)
+            read_models(tmp_path, other.state.learner)
 
 
 # --- the moving average ----------------------------------------------------------------------------------------------
@@ -207,47 +207,47 @@ def test_a_critic_of_one_block_in_several_places_is_held_once_and_read_strictly(
 
 def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run, monkeypatch):
     """w̄ = d w̄ + (1 − d) w after every step, worked along with the optimiser."""
-    monkeypatch.setattr("ppo_rlhf.ppo.update.MAX_SKIPPED_STEPS", 100)
+    monkeypatch.setattr("ppo_rlhf.ppo.learner.MAX_SKIPPED_STEPS", 100)
     run = make_run(ema_decay=0.7, num_ppo_epochs=2, num_mini_batches=3)
-    expected = {name: p.detach().clone() for name, p in run.state.policy.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in run.state.learner.policy.named_parameters()}
 
     def follow(*_):
-        for name, parameter in run.state.policy.named_parameters():
+        for name, parameter in run.state.learner.policy.named_parameters():
             expected[name] = 0.7 * expected[name] + 0.3 * parameter.detach()
 
-    run.state.policy_optimizer.register_step_post_hook(follow)
+    run.state.learner.policy_optimizer.register_step_post_hook(follow)
     run.iteration()
-    for name, weight in run.state.policy_average.weights.items():
+    for name, weight in run.state.learner.policy_average.weights.items():
         assert_close(weight, expected[name], rtol=0.0, atol=1e-12)
-    before = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
+    before = {name: weight.clone() for name, weight in run.state.learner.policy_average.weights.items()}
     experience = run.before_update()[-1]
     experience.advantages[:, 0] = float("nan")
     learn_from(run.state, experience)
-    assert run.state.skipped_steps == 6
-    assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
+    assert run.state.learner.skipped_steps == 6
+    assert all(torch.equal(before[name], weight) for name, weight in run.state.learner.policy_average.weights.items())
 
 
 def test_the_average_follows_no_step_that_only_the_critic_takes(make_run):
     run = make_run(ema_decay=0.7, num_ppo_epochs=1, num_critic_epochs=3, num_mini_batches=2)
-    expected = {name: p.detach().clone() for name, p in run.state.policy.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in run.state.learner.policy.named_parameters()}
 
     def follow(*_):
-        for name, parameter in run.state.policy.named_parameters():
+        for name, parameter in run.state.learner.policy.named_parameters():
             expected[name] = 0.7 * expected[name] + 0.3 * parameter.detach()
 
-    run.state.policy_optimizer.register_step_post_hook(follow)
+    run.state.learner.policy_optimizer.register_step_post_hook(follow)
     run.iteration()
-    assert run.state.optimiser_steps == 6  # two of them the policy's
-    for name, weight in run.state.policy_average.weights.items():
+    assert run.state.learner.optimiser_steps == 6  # two of them the policy's
+    for name, weight in run.state.learner.policy_average.weights.items():
         assert_close(weight, expected[name], rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.slow
 def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
     run = make_run(ema_decay=0.7, critic_warmup_iterations=1)
-    start = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
+    start = {name: weight.clone() for name, weight in run.state.learner.policy_average.weights.items()}
     run.iteration()
-    assert all(torch.equal(start[name], weight) for name, weight in run.state.policy_average.weights.items())
+    assert all(torch.equal(start[name], weight) for name, weight in run.state.learner.policy_average.weights.items())
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_the_average_does_not_touch_what_is_learnt(make_run):
     plain, averaged = make_run(), make_run(ema_decay=0.9)
     for run in (plain, averaged):
         run.iteration()
-    assert_same(averaged.state.policy.state_dict(), plain.state.policy.state_dict())
+    assert_same(averaged.state.learner.policy.state_dict(), plain.state.learner.policy.state_dict())
 
 
 # --- exports ---------------------------------------------------------------------------------------------------------
@@ -263,19 +263,19 @@ def test_the_average_does_not_touch_what_is_learnt(make_run):
 
 def test_without_options_the_policy_itself_is_exported_and_nothing_beside_it(make_run):
     state = make_run().state
-    exported = exported_policy(state)
-    assert exported.model is state.policy
+    exported = exported_policy(state.learner, state.sampler)
+    assert exported.model is state.learner.policy
     assert (exported.value_head, exported.average) == (None, None)
 
 
 def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
     state = make_run(temperature=0.7, top_k=5, top_p=0.9, response_length=6).state
-    state.policy.generation_config.bos_token_id = 4
-    exported_policy(state).save(tmp_path / "policy")
+    state.learner.policy.generation_config.bos_token_id = 4
+    exported_policy(state.learner, state.sampler).save(tmp_path / "policy")
     saved = GenerationConfig.from_pretrained(tmp_path / "policy")
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
     assert (saved.max_length, saved.max_new_tokens) == (None, 6)
-    assert saved.eos_token_id == state.sampling.stop_token_ids[0]
+    assert saved.eos_token_id == state.sampler.settings.stop_token_ids[0]
     assert saved.bos_token_id == 4
 
 
@@ -285,7 +285,7 @@ def test_a_plain_pipeline_on_the_export_answers_with_as_many_tokens_as_ppo_did_a
     """Of a policy that never ends a text. transformers 5.17 warns of a default of its own, of any model."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     state = make_run(stop_token="none", response_length=6, missing_eos_penalty=None).state
-    exported_policy(state).save(tmp_path / "policy")
+    exported_policy(state.learner, state.sampler).save(tmp_path / "policy")
     other = make_model("gpt2")
     other.generation_config.max_new_tokens = 6
     save(tmp_path / "other", other, build_tokenizer())
@@ -308,16 +308,21 @@ def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project
     settings = {**LORA, "export": "adapter", "ema_decay": 0.5, "learning_rate": 1e-2}
     run = make_run(**settings, model={"name_or_path": base})
     run.iteration()
-    exported_policy(run.state).save(tmp_path / "policy")
+    exported_policy(run.state.learner, run.state.sampler).save(tmp_path / "policy")
     assert not list(tmp_path.glob("policy/**/model*.safetensors"))
-    expected = run.state.policy(IDS).logits
+    expected = run.state.learner.policy(IDS).logits
     opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
     assert_close(opened(IDS).logits, expected, rtol=0.0, atol=1e-10)
     handle = PretrainedHandle(str(tmp_path / "policy"))
     assert_close(handle.causal_lm(torch.float64)(IDS).logits, expected, rtol=0.0, atol=1e-10)
     assert handle.generation_config().max_new_tokens == run.state.config.response_length
     average = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy" / "ema", dtype=torch.float64)
-    assert_close(average(IDS).logits, exported_policy(run.state).average(IDS).logits, rtol=0.0, atol=1e-10)
+    assert_close(
+        average(IDS).logits,
+        exported_policy(run.state.learner, run.state.sampler).average(IDS).logits,
+        rtol=0.0,
+        atol=1e-10,
+    )
     assert PretrainedModelDataset(str(tmp_path / "policy")).exists()
 
 
@@ -336,18 +341,19 @@ def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_traini
 def test_the_average_is_exported_as_a_plain_model_beside_the_policy(make_run, variant):
     run = make_run(ema_decay=0.5, learning_rate=1e-2, **variant)
     run.iteration()
-    exported = exported_policy(run.state)
+    exported = exported_policy(run.state.learner, run.state.sampler)
     assert not has_adapter(exported.average)
     policy = exported.model(IDS).logits.detach().clone()
     with torch.no_grad():
-        for name, parameter in trained_parameters(run.state.policy).items():
-            parameter.copy_(run.state.policy_average.weights[name])
-    assert_close(exported.average(IDS).logits, run.state.policy(IDS).logits, rtol=0.0, atol=1e-10)
+        for name, parameter in trained_parameters(run.state.learner.policy).items():
+            parameter.copy_(run.state.learner.policy_average.weights[name])
+    assert_close(exported.average(IDS).logits, run.state.learner.policy(IDS).logits, rtol=0.0, atol=1e-10)
     assert float((policy - exported.average(IDS).logits).detach().abs().max()) > 1e-3
 
 
 def test_a_model_saved_over_one_with_an_average_says_that_the_average_is_of_the_earlier_one(make_run, tmp_path, caplog):
-    averaged, plain = (exported_policy(make_run(ema_decay=decay).state) for decay in (0.5, None))
+    states = [make_run(ema_decay=decay).state for decay in (0.5, None)]
+    averaged, plain = (exported_policy(state.learner, state.sampler) for state in states)
     averaged.save(tmp_path)
     averaged.save(tmp_path)
     assert not caplog.messages
@@ -358,6 +364,6 @@ def test_a_model_saved_over_one_with_an_average_says_that_the_average_is_of_the_
 
 def test_the_value_head_is_exported_if_it_is_asked_for(make_run):
     settings = {"value_model": "shared"}
-    assert exported_policy(make_run(**settings).state).value_head is None
+    assert exported_policy(make_run(**settings).state.learner, make_run(**settings).state.sampler).value_head is None
     state = make_run(export_value_head=True, **settings).state
-    assert exported_policy(state).value_head is state.critic.value_head
+    assert exported_policy(state.learner, state.sampler).value_head is state.learner.critic.value_head

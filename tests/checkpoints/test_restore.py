@@ -44,7 +44,7 @@ def test_what_may_change_is_what_the_page_says():
 
 def test_a_run_with_other_settings_is_refused_with_a_line_for_each(make_run, saved, snapshot, same_tensors):
     other = make_run(kl_coef=0.125, gamma=0.9, learning_rate=2e-3, total_episodes=60)
-    before = snapshot(other.state.critic)
+    before = snapshot(other.state.learner.critic)
     with pytest.raises(ConfigError) as caught:
         restore(other.state, saved)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
@@ -52,7 +52,7 @@ def test_a_run_with_other_settings_is_refused_with_a_line_for_each(make_run, sav
         "ppo.kl_coef",
         "ppo.learning_rate",
     ]
-    assert same_tensors(snapshot(other.state.critic), before)
+    assert same_tensors(snapshot(other.state.learner.critic), before)
 
 
 def test_another_batch_size_is_refused_and_the_same_batch_cut_otherwise_is_taken(make_run, saved):
@@ -67,9 +67,9 @@ def test_another_batch_size_is_refused_and_the_same_batch_cut_otherwise_is_taken
 def test_a_run_goes_on_where_it_was_with_the_schedule_of_its_new_length(make_run, saved):
     longer = make_run(total_episodes=120, model={"seed": 9})
     restore(longer.state, saved)
-    assert (longer.state.iteration, len(longer.state.history)) == (1, 1)
+    assert (longer.state.progress.iteration, len(longer.state.progress.history)) == (1, 1)
     metrics = longer.iteration()
     assert metrics["lr/policy"] == pytest.approx(1e-3 * 9 / 10, rel=1e-12)  # linear over ten iterations, not three
     shorter = make_run(total_episodes=12)
     restore(shorter.state, saved)
-    assert shorter.state.finished
+    assert shorter.state.progress.finished

@@ -51,18 +51,20 @@ def saved(trained, tmp_path):
 def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     run = make_run("gpt2")
     run.iteration()
-    run.state.kl_controller.kl_coef = 0.0625
-    run.state.skipped_steps, run.state.skipped_in_a_row = 7, 2
+    run.state.shaping.kl_controller.kl_coef = 0.0625
+    run.state.learner.skipped_steps, run.state.learner.skipped_in_a_row = 7, 2
     before = everything(run.state)
     directory = write_checkpoint(tmp_path, run.state)
     assert_same(everything(run.state), before)
     fresh = make_run("gpt2", model={"seed": 9})
     read_checkpoint(directory, fresh.state)
     assert_same(everything(fresh.state), before)
-    for name in ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row"):
-        assert getattr(fresh.state, name) == getattr(run.state, name)
-    assert fresh.state.kl_controller.kl_coef == 0.0625
-    assert fresh.state.history == run.state.history == files.read_json(directory / "history.json")
+    for name in ("iteration", "episode"):
+        assert getattr(fresh.state.progress, name) == getattr(run.state.progress, name)
+    for name in ("optimiser_steps", "skipped_steps", "skipped_in_a_row"):
+        assert getattr(fresh.state.learner, name) == getattr(run.state.learner, name)
+    assert fresh.state.shaping.kl_controller.kl_coef == 0.0625
+    assert fresh.state.progress.history == run.state.progress.history == files.read_json(directory / "history.json")
     assert files.read_json(directory / "state.json")["config"]["seed"] == run.config.seed
 
 
@@ -85,18 +87,18 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_pa
     whole = make_run("gpt2", **options)
     whole.iteration()
     directory = write_checkpoint(tmp_path, whole.state)
-    while not whole.state.finished:
+    while not whole.state.progress.finished:
         whole.iteration()
     said = caplog.messages.copy()
     caplog.clear()
     resumed = make_run("gpt2", **options)
     read_checkpoint(directory, resumed.state)
     shutil.rmtree(directory)  # nothing of the state may live on in the files
-    while not resumed.state.finished:
+    while not resumed.state.progress.finished:
         resumed.iteration()
     assert_same(everything(resumed.state), everything(whole.state))
     histories = [
-        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
+        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.progress.history]
         for run in (whole, resumed)
     ]
     assert histories[0] == histories[1]
@@ -343,12 +345,12 @@ def test_a_failure_or_a_signal_while_writing_leaves_the_earlier_checkpoint_and_n
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run):
     with torch.no_grad():
-        trained.state.critic.value_head.bias.fill_(3.5)
+        trained.state.learner.critic.value_head.bias.fill_(3.5)
     assert write_checkpoint(saved.parent, trained.state) == saved
     assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
     fresh = make_run()
     read_checkpoint(saved, fresh.state)
-    assert float(fresh.state.critic.value_head.bias.detach()) == 3.5
+    assert float(fresh.state.learner.critic.value_head.bias.detach()) == 3.5
 
 
 # --- after a kill ----------------------------------------------------------------------------------------------------
@@ -474,5 +476,5 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 )
 def test_a_checkpoint_is_due_at_every_interval_at_the_end_and_on_a_signal(make_run, iteration, interval, stopping, due):
     state = make_run(save_interval=interval).state  # 3 iterations
-    state.iteration, state.requests.stop = iteration, stopping
-    assert state.checkpoint_due is due
+    state.progress.iteration, state.progress.requests.stop = iteration, stopping
+    assert state.progress.checkpoint_due is due

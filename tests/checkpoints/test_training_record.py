@@ -36,7 +36,7 @@ def export(make_run, tmp_path):
 
     def export(**settings) -> PretrainedHandle:
         state = make_run(**settings).state
-        exported_policy(state).save(tmp_path / "policy")
+        exported_policy(state.learner, state.sampler).save(tmp_path / "policy")
         export.config = state.config
         return PretrainedHandle(str(tmp_path / "policy"))
 
@@ -184,7 +184,8 @@ def test_a_policy_without_the_file_is_used_with_the_users_settings_and_one_line_
 def test_an_adapter_and_an_average_carry_the_settings_too(make_run, make_model, tmp_path):
     base = save(tmp_path / "base", make_model("llama"), build_tokenizer())
     options = {"use_peft": True, "lora_r": 2, "export": "adapter", "ema_decay": 0.5, "response_length": 5}
-    exported_policy(make_run(**options, model={"name_or_path": base}).state).save(tmp_path / "policy")
+    state = make_run(**options, model={"name_or_path": base}).state
+    exported_policy(state.learner, state.sampler).save(tmp_path / "policy")
     for folder in (tmp_path / "policy", tmp_path / "policy" / AVERAGE):
         assert settings_of(PretrainedHandle(str(folder)), PPOConfig()).config.response_length == 5
 
@@ -197,17 +198,20 @@ def test_the_trainer_of_scripts_writes_them_too(make_model, tmp_path):
 
 
 def test_the_policy_of_a_checkpoint_carries_them_too(make_run, tmp_path):
-    write_models(tmp_path, make_run(**TRAINED).state)
+    state = make_run(**TRAINED).state
+    write_models(tmp_path, state.learner, state.sampler)
     found = settings_of_training(PretrainedHandle(str(tmp_path / "policy")), PPOConfig())
     assert {name: getattr(found, name) for name in TRAINED} == TRAINED
 
 
 def test_the_values_that_the_chat_template_was_given_come_back(make_run, tmp_path):
     state = make_run().state
-    state.tokenizer.chat_template = "{{ thinking }}{{ tone }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    state.sampler.tokenizer.chat_template = (
+        "{{ thinking }}{{ tone }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
     given = {"thinking": False, "tone": 'a "b" %}'}
-    set_template_defaults(state.tokenizer, given, "policy")
-    exported_policy(state).save(tmp_path)
+    set_template_defaults(state.sampler.tokenizer, given, "policy")
+    exported_policy(state.learner, state.sampler).save(tmp_path)
     found = settings_of(PretrainedHandle(str(tmp_path)), PPOConfig(), template={})
     assert found.chat_template_kwargs == given
     assert any(f"chat_template_kwargs={given} (conf: {{}})" in line for line in found.lines())

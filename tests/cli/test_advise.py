@@ -22,9 +22,9 @@ from sqlalchemy.exc import OperationalError
 from ppo_rlhf.cli.advise import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
-from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.runtime.names import EXPORTED
 from tests.advice.support import config, curve, history
+from tests.bare_state import bare_state
 from tests.cli.support import refusal
 
 Kedro = Callable[..., Result]
@@ -244,7 +244,7 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
     for row in history({"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]}):
         metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
-        state = SimpleNamespace(iteration=int(row["iteration"]), policy_iteration=int(row["iteration"]), finished=False)
+        state = bare_state(99, int(row["iteration"]))
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     with caplog.at_level(logging.INFO):
@@ -262,7 +262,7 @@ def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics
     summary = Node(lambda: {}, None, "evaluation_summary", name="compare_policies")
     log, logged = RunLog("run", Pipeline([summary]), DataCatalog({})), []
     log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
-    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=True, requests=RunRequests())
+    state = bare_state(40, 40)
     evaluated = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0]}
     log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
     assert [entry for entry in logged if entry[0]] == [({"eval/since_best_p": 0.5}, 40)]
@@ -275,9 +275,9 @@ def test_a_stopped_run_keeps_its_last_evaluation_and_logs_that_of_the_exported_p
     evaluation = Node(lambda: ({}, {}), None, ["ppo_policy", "evaluation_summary"], name="evaluate")
     log, logged = RunLog("run", Pipeline([evaluation]), DataCatalog({})), []
     log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
-    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=True, requests=RunRequests())
+    state = bare_state(40, 40)
     log.node_ran({"next_training_state": state}, {"evaluation_metrics": {"eval/kl": 9.0, EXPORTED: 20.0}})
-    state.policy_iteration = 20
+    state.progress.loaded_iteration = 20
     log.node_ran({"next_training_state": state}, {})
     log.node_ran({}, {"evaluation_summary": {"eval/kl": 1.0, "eval/win_rate": 0.9, "verdict": "better"}})
     assert [(values["eval/kl"], step) for values, step in logged if "eval/kl" in values] == [(9.0, 40), (1.0, 41)]
@@ -287,7 +287,8 @@ def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged
     catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
     log = RunLog("run", Pipeline([]), catalog, is_resumed=True)
     log._log = SimpleNamespace(log=lambda *_, **__: None)
-    state = SimpleNamespace(iteration=40, policy_iteration=40, finished=False, history=history(FAR))
+    state = bare_state(99, 40)
+    state.progress.history = history(FAR)
     log.node_ran({}, {"training_state": state})
     with caplog.at_level(logging.INFO):
         log.log_advice()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -23,6 +22,7 @@ from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.reporting.token_view.page import QUANTITIES
 from ppo_rlhf.runtime import progress
+from tests.bare_state import bare_state
 
 Points = list[tuple[int, float]]
 
@@ -181,9 +181,8 @@ def test_an_evaluation_that_stops_a_run_is_logged_alike_when_a_resumed_run_repea
 ):
     """SFT's values, which do not change, come with the run's last evaluation only."""
     pipeline = Pipeline([Node(lambda: {}, None, name, name=name) for name in outputs])
-    state = SimpleNamespace(
-        iteration=7, policy_iteration=7, finished=is_finished, requests=SimpleNamespace(restore_best=is_finished)
-    )
+    state = bare_state(99, 7)
+    state.progress.requests.end = state.progress.requests.restore_best = is_finished
     log = RunLog(run_id, pipeline, DataCatalog({}))
     row = {"iteration": 7.0, "eval/reward": 0.5, "eval/reward_sft": 0.25, "eval/since_best_exported": 4.0}
     log.node_ran({"next_training_state": state}, {"evaluation_metrics": row})
@@ -200,7 +199,8 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
     catalog = DataCatalog({"evaluation_metrics": evaluations})
     pipeline = Pipeline([Node(lambda: {}, None, "evaluation_metrics", name="evaluate_iteration")])
     history = [{"iteration": float(i), "objective/scores": i / 4} for i in (1, 2)]
-    state = SimpleNamespace(iteration=2, policy_iteration=2, finished=False, history=history)
+    state = bare_state(99, 2)
+    state.progress.history = history
     log = RunLog(run_id, pipeline, catalog, is_resumed=True)
     log.node_ran({}, {"training_state": state})
     assert log.close(is_finished=False)
@@ -210,7 +210,7 @@ def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint
 
 def test_a_number_at_a_glance_has_three_digits_and_the_metric_all_of_them(run_id: str):
     log = RunLog(run_id, Pipeline([]), DataCatalog({}))
-    state = SimpleNamespace(iteration=1, policy_iteration=1)
+    state = bare_state(99, 1)
     metrics = {"objective/kl": 4.44205198, "objective/scores": -0.0567891}
     log.node_ran({"next_training_state": state}, {"ppo_metrics": metrics})
     assert log.close(is_finished=True)

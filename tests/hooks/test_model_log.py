@@ -10,7 +10,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlflow
 import pytest
@@ -30,6 +29,7 @@ from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.trained_model import TrainedModel
+from tests.bare_state import bare_state
 from tests.own_code import save_with_own_code
 from tests.ppo_runs import tensors_equal
 from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer
@@ -102,7 +102,7 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
     names = []
     with mlflow.start_run() as run:
         log = RunLog(run.info.run_id, Pipeline([]), catalog)
-        state, metrics = SimpleNamespace(iteration=3, policy_iteration=3), {"val/explained_variance": 0.25}
+        state, metrics = bare_state(99, 3), {"val/explained_variance": 0.25}
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
         for critic in ({}, TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer())):
             dataset.save(critic)

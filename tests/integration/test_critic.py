@@ -59,7 +59,7 @@ def test_a_run_starts_from_it_bit_for_bit(project: Path, monkeypatch: pytest.Mon
     configure_project("ppo_rlhf")
     with KedroSession.create(project, env="test", runtime_params={"ppo": {"value_model": "pretrained"}}) as session:
         outputs = session.run(pipeline_names=["ppo"], to_nodes=["ppo.initialise_training_state"])
-    critic = outputs["training_state"].load().critic
+    critic = outputs["training_state"].load().learner.critic
     found = {f"model.{name}": tensor for name, tensor in critic.backbone.state_dict().items()}
     for head in ("score", "v_head.summary"):
         found |= {f"{head}.{name}": tensor for name, tensor in critic.value_head.state_dict().items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from ppo_rlhf.core.escaped_text import visible
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.people.pair_page import as_text, question, responses
 
 HARD = {
@@ -43,7 +43,7 @@ def shown(markdown: str) -> tuple[str, set[str]]:
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_text_is_shown_character_for_character_and_is_nothing_but_text(text: str) -> None:
     found, kinds = shown(as_text(text))
-    assert found.translate(dict.fromkeys(map(ord, ISOLATES))) == visible(text.replace("\r\n", "\n")).translate(
+    assert found.translate(dict.fromkeys(map(ord, ISOLATES))) == escaped(text.replace("\r\n", "\n")).translate(
         dict.fromkeys(map(ord, ISOLATES))
     )
     assert kinds <= {"paragraph_open", "inline", "paragraph_close", "code_inline", "hardbreak"}

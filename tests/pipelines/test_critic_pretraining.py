@@ -160,7 +160,7 @@ def test_a_stored_critic_comes_back_bit_for_bit(
     assert all(parameter.requires_grad for parameter in critic.parameters())
     for given in (stored.source, model):
         trainer = PPOTrainer(ppo(), sft, value_model=given)
-        assert tensors_equal(trainer.state.critic.state_dict(), critic.state_dict())
+        assert tensors_equal(trainer.state.learner.critic.state_dict(), critic.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["all weights", "LoRA"])

@@ -12,6 +12,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from tests.bare_state import bare_state
 from tests.tiny_models import tiny_model, word_tokenizer
 
 
@@ -22,8 +23,8 @@ def test_the_command_that_writes_the_result_is_of_the_runs_environment(
     run = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(tags={"environment": environment}))
     monkeypatch.setattr(nodes.mlflow, "active_run", lambda: run)
     monkeypatch.setattr(nodes, "render_card", lambda *_: f"# A policy\n\n{NOT_EVALUATED}\n")
-    monkeypatch.setattr(nodes, "exported_policy", lambda _: TrainedModel(tiny_model(), word_tokenizer()))
-    state: Any = None
+    monkeypatch.setattr(nodes, "exported_policy", lambda *_: TrainedModel(tiny_model(), word_tokenizer()))
+    state: Any = bare_state(1)
     card = nodes.export_policy(
         state, None, RewardConfig([RewardComponentConfig(type="model")]), EvaluationConfig()
     ).card

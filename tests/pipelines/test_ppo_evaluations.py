@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from ppo_rlhf.checkpoints.evaluations import best_iteration
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.passes.halvings import Halving
@@ -22,6 +21,7 @@ from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
+from tests.bare_state import bare_state
 from tests.evaluation.test_since_best import evaluation
 
 HALVING = Halving("an evaluation", "evaluation.batch_size")
@@ -47,11 +47,10 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         measured = evaluation(SCORES_AT[iteration])
         measured.kl = np.ones(len(SCORES_AT[iteration]))
         measured_now.append(measured)
-        state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
-        state.policy_iteration = iteration
-        state.config, state.requests = PPOConfig(), RunRequests()
-        state.evaluation_halving = HALVING
-        state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
+        state = bare_state(99, iteration, eval_interval=1)
+        state.learner = SimpleNamespace(policy=None)
+        state.sampler = SimpleNamespace(tokenizer=None, settings=None, evaluation_halving=HALVING)
+        state.progress.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
         assert halvings[-1] is HALVING  # a smaller batch is kept
@@ -108,8 +107,9 @@ def test_a_greedy_evaluation_is_gated_by_the_kl_of_its_iterations_rollouts(evalu
 
 def test_the_history_has_the_metrics_of_evaluations_and_nothing_else_of_their_log(evaluate):
     rows = [evaluate(10, [], temperature=0.0)]
-    history = [{"iteration": float(i), "objective/kl": float(i)} for i in (9, 10)]
-    table = nodes.summarise_training(SimpleNamespace(history=history), rows)
+    state = bare_state(10, 10)
+    state.progress.history = [{"iteration": float(i), "objective/kl": float(i)} for i in (9, 10)]
+    table = nodes.summarise_training(state, rows)
     assert {"scores", TRAINING_KL}.isdisjoint(table.columns)
     assert table["objective/kl"].tolist() == [9.0, 10.0]
     assert table["eval/since_best_score"].tolist()[1] == 2.0

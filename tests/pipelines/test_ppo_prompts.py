@@ -63,7 +63,7 @@ def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before
     prompts = PromptDataset([[4], [4, 5, 6]], ["a", "a b c"], {})
     arguments = (TrainedModel(tiny_model(), tokenizer), tiny_model(), scorer, prompts, settings, None, None)
     if fits:
-        assert initialise_training_state(*arguments).iteration == 0
+        assert initialise_training_state(*arguments).progress.iteration == 0
     else:
         with pytest.raises(ModelError, match=r"9, .*reward model.* 8"):
             initialise_training_state(*arguments)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_rlhf.core.escaped_text import visible
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.datasets import RecordsDataset, mlflow_queue
 from ppo_rlhf.datasets.mlflow_queue import get, put
 from ppo_rlhf.datasets.pair_tables import comparison_of
@@ -59,7 +59,7 @@ def test_a_person_sees_every_text_character_for_character_and_no_server_is_asked
 
 
 def _visible(text: str) -> str:
-    return visible(text.replace("\r\n", "\n"))
+    return escaped(text.replace("\r\n", "\n"))
 
 
 def test_a_pair_that_is_answered_on_the_page_becomes_the_preference(browser: Any, store: str, tmp_path: Path) -> None:

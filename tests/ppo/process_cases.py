@@ -18,7 +18,7 @@ from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.option_names import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
-from ppo_rlhf.ppo import micro_batches
+from ppo_rlhf.ppo import token_budget
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.runtime.processes import (
     dealt_rows,
@@ -129,9 +129,9 @@ def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
 def evaluation(run: Run) -> dict[str, Any]:
     """Return the evaluation of a policy on seven prompts, which do not split evenly across the processes."""
     prompts = run.prompts.select([0, 1, 2, 3, 4, 5, 0])
-    given = prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampling
-    evaluator = Evaluator(run.state.tokenizer, *given, seed=1, batch_size=2)
-    actual = evaluator.evaluate(run.state.policy, run.reference)
+    given = prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampler.settings
+    evaluator = Evaluator(run.state.sampler.tokenizer, *given, seed=1, batch_size=2)
+    actual = evaluator.evaluate(run.state.learner.policy, run.reference)
     return {"completions": actual.completions, "rewards": actual.rewards.tolist(), "kl": actual.kl.tolist()}
 
 
@@ -155,11 +155,11 @@ def settled() -> dict[str, Any]:
     """Return the token budget of processes with unequal memory, and the results of training with it."""
     fitting = [50, 20, 30, 40][own_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batches, "UNLIMITED_ON", ())
-        patch.setattr(micro_batches.UpdateBytes, "tokens_in", lambda self, free: fitting)
+        patch.setattr(token_budget, "UNLIMITED_ON", ())
+        patch.setattr(token_budget.UpdateBytes, "tokens_in", lambda self, free: fitting)
         run = build({})
         run.iteration()
-    return {"tokens": run.state.micro_batch_tokens, "weights": weight_sums(run)}
+    return {"tokens": run.state.learner.micro_batch_tokens, "weights": weight_sums(run)}
 
 
 SHORT = {

@@ -80,7 +80,7 @@ def build(settings: dict[str, Any]) -> Run:
     )
     if shards_models():
         for model in (run.reference, reward_model):
-            shard_in_place(model, run.state.device)
+            shard_in_place(model, run.state.learner.device)
     return run
 
 
@@ -90,21 +90,21 @@ def results(settings: dict[str, Any], start: Path | None = None, end: Path | Non
     if start is not None:
         restore(run.state, start)
     actual: dict[str, Any] = {}
-    while run.state.iteration < (ITERATIONS if start is None else 3):
+    while run.state.progress.iteration < (ITERATIONS if start is None else 3):
         metrics = run.iteration()
-        actual[f"metrics {run.state.iteration}"] = {
+        actual[f"metrics {run.state.progress.iteration}"] = {
             key: value for key, value in metrics.items() if not key.startswith(MEASURED)
         }
-        if end is not None and run.state.iteration == 2:
+        if end is not None and run.state.progress.iteration == 2:
             save(run, end)
-    with refilled(run.state.policy, run.state.critic):
+    with refilled(run.state.learner.policy, run.state.learner.critic):
         actual["weights"] = weight_sums(run)
     return actual
 
 
 def save(run: Run, folder: Path) -> None:
     """Write a checkpoint and the exported policy, as the pipeline does."""
-    state, exported = gathered(run.state), exported_policy(run.state)
+    state, exported = gathered(run.state), exported_policy(run.state.learner, run.state.sampler)
     if is_main_process():
         write_checkpoint(folder, state)
         exported.save(folder / "exported")
@@ -134,7 +134,11 @@ def main(path: Path, folder: Path | None = None) -> None:
     assert len(set(from_all(json.dumps(actual)))) == 1, "the processes differ"
     run = build({})
     run.iteration()
-    actual["held"] = [held(run.state.policy, *run.state.forwards), held(run.reference), held(run.scorer.model)]
+    actual["held"] = [
+        held(run.state.learner.policy, *run.state.learner.forwards),
+        held(run.reference),
+        held(run.scorer.model),
+    ]
     if is_main_process():
         path.write_text(json.dumps(actual))
 

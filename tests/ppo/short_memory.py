@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ppo_rlhf.passes import engines
-from ppo_rlhf.ppo import rollouts, update
+from ppo_rlhf.ppo import forward_passes
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.rewards import scorers
 from tests.memory_errors import KINDS
 
@@ -32,18 +33,18 @@ class ShortMemory:
         if phase == "sampling":
             self._watch(patch, engines, "decode_packed", lambda model, prompt_ids, *_: len(prompt_ids))
         elif phase == "reference":
-            self._watch(patch, rollouts, "_logprobs", lambda model, batch, *_: batch.shape[0])
+            self._watch(patch, forward_passes, "batch_logprobs", lambda model, batch, *_: batch.shape[0])
         elif phase == "scoring":
             self._watch(patch, scorers, "sequence_scores", lambda model, sequences, _: len(sequences))
         elif phase == "policy's gradient":
             # Memory runs out after gradients were added, which must not be added again
-            self._watch(patch, update, "_backward", lambda loss, _: self.rows, after=True)
+            self._watch(patch, Learner, "_backward", lambda learner, loss: self.rows, after=True)
             self._note_rows(patch)
         elif phase == "policy's backward pass":
-            self._watch(patch, update, "_backward", lambda loss, _: self.rows)
+            self._watch(patch, Learner, "_backward", lambda learner, loss: self.rows)
             self._note_rows(patch)
         elif phase == FIRST_BACKWARD:
-            self._watch(patch, update, "_backward", lambda loss, _: 1 if self.tried else most + 1)
+            self._watch(patch, Learner, "_backward", lambda learner, loss: 1 if self.tried else most + 1)
         else:
             forward = PolicyForward if phase.startswith("policy") else CriticForward
             self._watch(patch, forward, "forward", self._rows_in(training=phase.endswith("update")))
@@ -52,13 +53,13 @@ class ShortMemory:
         return lambda forward, batch, **_: batch.shape[0] if torch.is_grad_enabled() == training else 0
 
     def _note_rows(self, patch: pytest.MonkeyPatch) -> None:
-        original = update.add_gradients
+        original = Learner.add_gradients
 
-        def noting(state, micro_batch, **how):
+        def noting(learner, micro_batch, *how):
             self.rows = micro_batch.mask.shape[0]
-            return original(state, micro_batch, **how)
+            return original(learner, micro_batch, *how)
 
-        patch.setattr(update, "add_gradients", noting)
+        patch.setattr(Learner, "add_gradients", noting)
 
     def _watch(self, patch: pytest.MonkeyPatch, place: Any, name: str, rows_of: Any, *, after: bool = False) -> None:
         original = getattr(place, name)

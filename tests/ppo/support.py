@@ -14,14 +14,14 @@ ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 def freeze(run) -> list[dict[str, torch.Tensor]]:
     """Keep both optimisers from moving; return the gradients of each step, after clipping."""
     seen: list[dict[str, torch.Tensor]] = []
-    models = {"policy": run.state.policy, "critic": run.state.critic}
+    models = {"policy": run.state.learner.policy, "critic": run.state.learner.critic}
 
     def look() -> None:
         actual = {f"{name}.{n}": p.grad for name, model in models.items() for n, p in model.named_parameters()}
         seen.append({name: gradient.clone() for name, gradient in actual.items() if gradient is not None})
 
-    run.state.policy_optimizer.step = lambda: None
-    run.state.critic_optimizer.step = (
+    run.state.learner.policy_optimizer.step = lambda: None
+    run.state.learner.critic_optimizer.step = (
         look  # the critic's optimiser steps last; on a shared trunk it is the only optimiser
     )
     return seen

@@ -107,10 +107,10 @@ def test_limits_are_the_settings():
 def test_a_run_logs_its_alarms_as_warnings(make_run, caplog):
     run = make_run(kl_warning=1e-4, kl_alarm=50.0, learning_rate=3e-2)
     with caplog.at_level(logging.WARNING):
-        while not run.state.finished:
+        while not run.state.progress.finished:
             run.iteration()
     crossed = [line for line in caplog.messages if line.startswith("KL warning: ")]
-    above = [row["objective/kl"] > 1e-4 for row in run.state.history]
+    above = [row["objective/kl"] > 1e-4 for row in run.state.progress.history]
     assert len(crossed) == sum(now and not before for before, now in zip([False, *above], above, strict=False)) > 0
 
 

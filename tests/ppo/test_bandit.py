@@ -79,9 +79,9 @@ def train(make_run):
             **settings,
         )
         reference = distribution(run.reference)
-        while not run.state.finished:
+        while not run.state.progress.finished:
             metrics = run.iteration()
-        return Outcome(reference, distribution(run.state.policy), metrics)
+        return Outcome(reference, distribution(run.state.learner.policy), metrics)
 
     return to_the_end
 

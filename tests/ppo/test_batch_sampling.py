@@ -30,7 +30,8 @@ def answers(run, prompt: list[int], place: int, stream: str) -> list[list[int]]:
     """Sample three responses to one prompt, one at a time, with the noise of the prompt's rows in the batch."""
     noise = randomness.episode_uniforms(run.config.seed, stream, 1, 12, 8)[3 * place : 3 * place + 3]
     return [
-        generate_responses(run.state.policy, [prompt], row[None], run.state.sampling).token_lists()[0] for row in noise
+        generate_responses(run.state.learner.policy, [prompt], row[None], run.state.sampler.settings).token_lists()[0]
+        for row in noise
     ]
 
 

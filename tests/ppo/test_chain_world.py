@@ -6,7 +6,6 @@ an expectation is a sum. The true value obeys V_t = (1 - P) score(t + 1) + P gam
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
-from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.experience import Experience, estimate_advantages, shape_rewards
+from ppo_rlhf.ppo.experience import Experience, Shaping, estimate_advantages, shape_rewards
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 
 P, WIDTH, FAR = 0.8, 5, 400
@@ -60,9 +58,9 @@ def world(make_rollouts):
         rollouts = make_rollouts(lengths, terminated, WIDTH, values=values.expand(WIDTH + 1, WIDTH + 1).clone())
         total = torch.tensor([*(score(k) for k in range(1, WIDTH + 1)), UNFINISHED], dtype=torch.float64)
         scores = Scores(total, {})
-        state = SimpleNamespace(config=config, kl_controller=FixedKLController(0.0), reward_moments=RunningMoments())
-        rewards = shape_rewards(rollouts, scores, state)
-        experience = estimate_advantages(rollouts, scores, rewards, state)
+        shaping = Shaping(config, FixedKLController(0.0))
+        rewards = shape_rewards(rollouts, scores, shaping)
+        experience = estimate_advantages(rollouts, scores, rewards, shaping)
         paths = [*((1 - P) * P ** (k - 1) for k in range(1, WIDTH + 1)), P**WIDTH]
         probabilities = torch.tensor(paths, dtype=torch.float64)
         assert float(probabilities.sum()) == pytest.approx(1.0)
@@ -143,7 +141,7 @@ def test_a_critic_learns_the_true_values_while_the_policy_stands_still(make_run)
         critic_warmup_iterations=40,
         local_rollout_forward_batch_size=256,
     )
-    while run.state.iteration < 40:
+    while run.state.progress.iteration < 40:
         run.iteration()
 
     def probabilities(ids: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ def test_a_critic_learns_the_true_values_while_the_policy_stands_still(make_run)
         first = probabilities(torch.tensor([prompt]))[0]
         rows = torch.tensor([[*prompt, token] for token in range(23)])
         after = rewards.double() + probabilities(rows) @ rewards.double()
-        actual = run.state.critic(rows, torch.ones_like(rows), torch.arange(3).expand(23, 3)).double()
+        actual = run.state.learner.critic(rows, torch.ones_like(rows), torch.arange(3).expand(23, 3)).double()
     assert float(actual[0, 1]) == pytest.approx(float(first @ after), abs=0.1)
     spread = float((first @ (after - first @ after).square()) ** 0.5)
     error = float((first @ (actual[:, 2] - after).square()) ** 0.5)

@@ -31,8 +31,8 @@ def test_an_iteration_is_that_of_the_layers_as_they_are(make_run, snapshot, kind
         if not name.startswith(TIMED):
             assert actual[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     for model in ("policy", "critic"):
-        weights = snapshot(getattr(plain.state, model))
-        for name, tensor in snapshot(getattr(compiled.state, model)).items():
+        weights = snapshot(getattr(plain.state.learner, model))
+        for name, tensor in snapshot(getattr(compiled.state.learner, model)).items():
             assert_close(tensor, weights.pop(name), rtol=0.0, atol=1e-5)
         assert not weights
 
@@ -43,7 +43,7 @@ def test_later_iterations_compile_nothing_again(make_run):
     compiled = counters["stats"]["unique_graphs"]
     for _ in range(2):
         run.iteration()
-    assert len({row["response/length"] for row in run.state.history}) > 1
+    assert len({row["response/length"] for row in run.state.progress.history}) > 1
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 

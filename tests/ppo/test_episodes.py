@@ -80,14 +80,14 @@ def by_hand(run: Run, iteration: int = 1) -> list[Episode]:
     """Every episode by itself, turn by turn, without a cache."""
     rollouts, config = run.rollouts(), run.config
     noise = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
-    sampling = dataclasses.replace(run.state.sampling, response_length=config.turn_length)
+    sampling = dataclasses.replace(run.state.sampler.settings, response_length=config.turn_length)
     actual = []
     for row, prompt in enumerate(rollouts.prompts.prompt_ids):
         parts: list[list[int]] = []
         while True:
             so_far = [token for part in parts for token in part]
             here = noise[row : row + 1, len(so_far) : len(so_far) + config.turn_length]
-            turn = generate_responses(run.state.policy, [prompt + so_far], here, sampling, engine="hf")
+            turn = generate_responses(run.state.learner.policy, [prompt + so_far], here, sampling, engine="hf")
             parts.append(turn.token_lists()[0])
             has_room = len(so_far) + len(parts[-1]) + len(REPLY_IDS) + config.turn_length <= config.response_length
             is_over = len(parts) == 2 * MOST_TURNS - 1
@@ -126,7 +126,10 @@ def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, setti
 def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> None:
     run = build_run(**SETTINGS)
     rollouts = run.rollouts()
-    for actual, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
+    for actual, model in (
+        (rollouts.old_logprobs, run.state.learner.policy),
+        (rollouts.reference_logprobs, run.reference),
+    ):
         expected = torch.zeros_like(actual)
         for row, (prompt, ids) in enumerate(
             zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
@@ -236,8 +239,10 @@ def test_evaluation_plays_the_episodes_and_counts_only_the_policys_tokens() -> N
     run = build_run(**SETTINGS)
     other = build_run(model={"seed": 7}, **SETTINGS).reference
     judge = ResolvedJudge(lambda prompts, completions, turns: [float(len(t)) for t in turns], {}, "turns")
-    given = run.prompts, run.scorer, judge, run.config, run.state.sampling
-    evaluated = Evaluator(run.state.tokenizer, *given, seed=3, batch_size=4).evaluate(run.state.policy, other)
+    given = run.prompts, run.scorer, judge, run.config, run.state.sampler.settings
+    evaluated = Evaluator(run.state.sampler.tokenizer, *given, seed=3, batch_size=4).evaluate(
+        run.state.learner.policy, other
+    )
     assert evaluated.judges["judge_score"].max() >= 3
     replies = [(int(turns) - 1) // 2 for turns in evaluated.deciding_scores]
     for text, length, count in zip(evaluated.completions, evaluated.lengths, replies, strict=True):

@@ -1,7 +1,6 @@
 """From scores to advantages, worked by hand; every padded slot holds NaN."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
-from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.ppo.experience import (
+    Shaping,
     completion_rows,
     estimate_advantages,
     score_responses,
@@ -30,10 +29,9 @@ VALUES = torch.tensor(
 )
 
 
-def state_of(**settings) -> SimpleNamespace:
+def shaping_of(**settings) -> Shaping:
     config = PPOConfig(**settings)
-    controller = FixedKLController(config.kl_coef)
-    return SimpleNamespace(config=config, kl_controller=controller, reward_moments=RunningMoments())
+    return Shaping(config, FixedKLController(config.kl_coef))
 
 
 def scores_of(*totals: float) -> Scores:
@@ -50,7 +48,7 @@ def rollouts(make_rollouts):
 
 
 def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollouts):
-    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1))
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), shaping_of(kl_coef=0.1))
     expected = [[-0.05, 0.1 + 3.0, 0.0, 0.0], [0.0, -0.05, 0.025, -0.2 - 7.0], [0.1, 0.0, 1.0, 0.0]]
     assert_close(shaped, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-12)
     assert_close(rollouts.kl, KL, rtol=0.0, atol=0.0)
@@ -58,16 +56,16 @@ def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollo
 
 
 def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
-    state = state_of(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5)
+    shaping = shaping_of(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5)
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state)
+    shaped = shape_rewards(rollouts, scores, shaping)
     assert shaped.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.5], [0.0, 0.0, 1.0, 0.0]]
     assert scores.total.tolist() == [3.0, -7.0, 1.0]
 
 
 def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens(rollouts):
-    plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1))
-    white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1, whiten_rewards=True))
+    plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), shaping_of(kl_coef=0.1))
+    white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), shaping_of(kl_coef=0.1, whiten_rewards=True))
     numbers = plain[rollouts.mask]
     mean = sum(numbers.tolist()) / 9
     variance = sum((x - mean) ** 2 for x in numbers.tolist()) / 8
@@ -93,9 +91,9 @@ def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
 def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstrapped_past_the_end(rollouts, gamma, lam):
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    state = state_of(gamma=gamma, lam=lam, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, state)
+    shaped = shape_rewards(rollouts, scores, shaping_of(kl_coef=0.1))
+    shaping = shaping_of(gamma=gamma, lam=lam, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, shaping)
     expected = advantages_by_brute_force(shaped, VALUES, LENGTHS, gamma, lam)
     assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
     returns = torch.where(rollouts.mask, expected + VALUES[:, :-1], 0.0)
@@ -104,9 +102,9 @@ def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstra
 
 def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_not_whitened(rollouts):
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of())
-    raw = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False))
-    white = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=True))
+    shaped = shape_rewards(rollouts, scores, shaping_of())
+    raw = estimate_advantages(rollouts, scores, shaped, shaping_of(whiten_advantages=False))
+    white = estimate_advantages(rollouts, scores, shaped, shaping_of(whiten_advantages=True))
     numbers = raw.advantages[rollouts.mask]
     mean = numbers.sum() / 9
     variance = (numbers - mean).square().sum() / 8
@@ -121,9 +119,9 @@ def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_no
 def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
     """lam 0 for the advantages, 1 for the returns: returns are then the sums of rewards to the end, by hand."""
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    state = state_of(lam=0.0, lam_critic=1.0, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, state)
+    shaped = shape_rewards(rollouts, scores, shaping_of(kl_coef=0.1))
+    shaping = shaping_of(lam=0.0, lam_critic=1.0, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, shaping)
     to_go = shaped.flip(1).cumsum(1).flip(1)
     assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
     one_step = advantages_by_brute_force(shaped, VALUES, LENGTHS, 1.0, 0.0)
@@ -134,9 +132,9 @@ def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
 def test_the_policys_lambda_can_follow_the_length_and_the_critics_does_not(rollouts, lam_critic):
     """alpha 1/2: 1 − 2 / length is 0, 1/2 and 1/3 for 2, 4 and 3 tokens."""
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
-    state = state_of(lam_alpha=0.5, lam_critic=lam_critic, gamma=0.9, whiten_advantages=False)
-    experience = estimate_advantages(rollouts, scores, shaped, state)
+    shaped = shape_rewards(rollouts, scores, shaping_of(kl_coef=0.1))
+    shaping = shaping_of(lam_alpha=0.5, lam_critic=lam_critic, gamma=0.9, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, shaping)
     rows = [advantages_by_brute_force(shaped, VALUES, LENGTHS, 0.9, lam) for lam in (0.0, 0.5, 1 / 3)]
     expected = torch.stack([rows[row][row] for row in range(3)])
     assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
@@ -151,9 +149,9 @@ def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts)
     policy_mask[1, 1] = False
     turns = with_responses(rollouts, policy_mask=policy_mask)
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(turns, scores, state_of(kl_coef=0.1))
+    shaped = shape_rewards(turns, scores, shaping_of(kl_coef=0.1))
     actual, expected = (
-        estimate_advantages(turns, scores, shaped, state_of(whiten_advantages=False, **lam)).advantages[1]
+        estimate_advantages(turns, scores, shaped, shaping_of(whiten_advantages=False, **lam)).advantages[1]
         for lam in ({"lam_alpha": 0.5}, {"lam": 1 / 3})
     )
     assert_close(actual, expected, rtol=0.0, atol=1e-12)
@@ -163,10 +161,10 @@ def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts)
 def test_masked_responses_count_in_no_whitening(rollouts):
     """Row 1 is cut off: mean and variance are those of rows 0 and 2, and its own advantages are 0."""
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of())
+    shaped = shape_rewards(rollouts, scores, shaping_of())
     settings = {"truncated_responses": "mask"}
-    raw = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False, **settings)).advantages
-    white = estimate_advantages(rollouts, scores, shaped, state_of(**settings)).advantages
+    raw = estimate_advantages(rollouts, scores, shaped, shaping_of(whiten_advantages=False, **settings)).advantages
+    white = estimate_advantages(rollouts, scores, shaped, shaping_of(**settings)).advantages
     numbers = torch.cat([raw[0, :2], raw[2, :3]])
     expected = (raw - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
     assert_close(white[0, :2], expected[0, :2], rtol=0.0, atol=1e-12)
@@ -175,8 +173,8 @@ def test_masked_responses_count_in_no_whitening(rollouts):
 
 
 def test_kl_that_is_in_the_loss_is_not_in_the_reward(rollouts):
-    state = state_of(kl_coef=0.1, kl_in="loss", kl_estimator="k2")
-    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
+    shaping = shaping_of(kl_coef=0.1, kl_in="loss", kl_estimator="k2")
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), shaping)
     assert shaped.tolist() == [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 1.0, 0.0]]
     assert_close(rollouts.kl_penalty("k2"), 0.5 * KL.square(), rtol=0.0, atol=1e-12)
 
@@ -190,7 +188,7 @@ def test_value_t_is_the_critics_output_at_the_token_before_response_token_t(make
     rollouts = run.rollouts()
     values = rollouts.values
     assert values.shape == (12, 9)
-    critic = run.state.critic
+    critic = run.state.learner.critic
     for row, (prompt, tokens) in enumerate(
         zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
     ):
@@ -208,7 +206,7 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_r
     stopped = [("stopped", -0.5, lambda batch: torch.tensor([float(stop) for stop in batch.terminated]))]
     run = make_run(scorer=RewardScorer(by_length + stopped))
     rollouts = run.rollouts()
-    scores = score_responses(rollouts, run.scorer, run.state)
+    scores = score_responses(rollouts, run.scorer, run.state.sampler, run.state.progress)
     lengths, ended = rollouts.responses.lengths.double(), rollouts.responses.terminated.double()
     assert_close(scores.total, 2.0 * lengths - 0.5 * ended, rtol=0.0, atol=1e-6)
     assert torch.equal(scores.components["length"], lengths)
@@ -218,21 +216,21 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_r
 
 def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_tensors):
     run = make_run()
-    models = (run.state.policy, run.state.critic, run.reference)
+    models = (run.state.learner.policy, run.state.learner.critic, run.reference)
     before = [snapshot(model) for model in models]
     rollouts = run.rollouts()
     kept = [{k: v.clone() for k, v in vars(rollouts).items() if isinstance(v, torch.Tensor)}]
-    scores = score_responses(rollouts, run.scorer, run.state)
+    scores = score_responses(rollouts, run.scorer, run.state.sampler, run.state.progress)
     kept.append({k: v.clone() for k, v in vars(scores).items() if isinstance(v, torch.Tensor)})
-    shaped = shape_rewards(rollouts, scores, run.state)
+    shaped = shape_rewards(rollouts, scores, run.state.shaping)
     rewards = shaped.clone()
-    estimate_advantages(rollouts, scores, shaped, run.state)
+    estimate_advantages(rollouts, scores, shaped, run.state.shaping)
     for stage, tensors in zip((rollouts, scores), kept, strict=True):
         assert all(torch.equal(getattr(stage, name), tensor) for name, tensor in tensors.items())
     assert torch.equal(shaped, rewards)
     after = [snapshot(model) for model in models]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
-    assert (run.state.iteration, run.state.history) == (0, [])
+    assert (run.state.progress.iteration, run.state.progress.history) == (0, [])
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -240,8 +238,8 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
 
 def test_completions_are_a_row_for_each_response(rollouts):
     scores = scores_of(3.0, -7.0, 1.0)
-    shaped = shape_rewards(rollouts, scores, state_of())
-    experience = estimate_advantages(rollouts, scores, shaped, state_of(whiten_advantages=False))
+    shaped = shape_rewards(rollouts, scores, shaping_of())
+    experience = estimate_advantages(rollouts, scores, shaped, shaping_of(whiten_advantages=False))
     rows = completion_rows(experience, build_tokenizer())
     assert [row["prompt"] for row in rows] == rollouts.prompts.texts
     assert [row["completion"] for row in rows] == [" a a", " a a a a", " a a a"]
@@ -256,7 +254,7 @@ def test_completions_have_the_columns_of_their_prompts_beside_their_own(rollouts
     columns = {"topic": ["rain", "snow", "sun"], "score": [7, 8, 9], "tools": [None, None, None]}
     rollouts = replace(rollouts, prompts=replace(rollouts.prompts, columns=columns, chats=chats))
     scores = scores_of(3.0, -7.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, shaping_of()), shaping_of())
     rows = completion_rows(experience, build_tokenizer())
     assert [row["topic"] for row in rows] == ["rain", "snow", "sun"]
     assert [(row["score"], row["prompts.score"]) for row in rows] == [(3.0, 7), (-7.0, 8), (1.0, 9)]
@@ -267,7 +265,7 @@ def test_completions_have_the_columns_of_their_prompts_beside_their_own(rollouts
 def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
     """Responses of 2, 4 and 3 tokens: 3 / 2, 8 / 4 and -3 / 3."""
     scores = scores_of(3.0, -7.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state_of()), state_of())
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, shaping_of()), shaping_of())
     advantages = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 5.0], [3.0, 0.0, -6.0, 0.0]]).double()
     rows = completion_rows(replace(experience, advantages=advantages), build_tokenizer())
     assert [row["advantage"] for row in rows] == [1.5, 2.0, -1.0]
@@ -279,8 +277,8 @@ def test_a_completions_advantage_is_the_mean_over_its_own_tokens(rollouts):
 
 def test_a_response_whose_score_is_the_threshold_is_a_positive_example(rollouts):
     """Answers that are right (1) or wrong (0) with the threshold 1."""
-    state, scores = state_of(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
-    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state), state)
+    shaping, scores = shaping_of(positive_coef=0.1, positive_threshold=1.0), scores_of(1.0, 0.0, 1.0)
+    experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, shaping), shaping)
     expected = [[True, True, False, False], [False] * 4, [True, True, True, False]]
     assert experience.positive is not None
     assert experience.positive.tolist() == expected

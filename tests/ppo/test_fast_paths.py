@@ -21,7 +21,7 @@ SETTINGS = {
 
 def take_the_plain_path(monkeypatch) -> None:
     monkeypatch.setattr(forward, "packs", lambda _: False)
-    monkeypatch.setattr("ppo_rlhf.ppo.state.packs", lambda _: False)
+    monkeypatch.setattr("ppo_rlhf.ppo.learner.packs", lambda _: False)
     monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 2**24)
 
 
@@ -30,7 +30,9 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
     history = []
     for rollouts in recorded:
         ours = measure(
-            run.state,
+            run.state.learner,
+            run.state.sampler,
+            run.state.progress,
             run.reference,
             rollouts.prompts,
             Responses(rollouts.responses.response_ids, rollouts.responses.lengths, rollouts.responses.terminated),
@@ -49,19 +51,22 @@ def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
 ):
     monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 5 * 23)  # 5 tokens' logits at a time
     fast = make_run(kind, dtype="float32", **SETTINGS, **options)
-    assert not fast.state.computes_padding
+    assert not fast.state.learner.computes_padding
     recorded, history = [], []
     for _ in range(ITERATIONS):
         recorded.append(fast.rollouts())
         history.append(loop.learn(fast.state, fast.reference, recorded[-1], fast.scorer))
     take_the_plain_path(monkeypatch)
     plain = make_run(kind, dtype="float32", **SETTINGS, **options)
-    assert plain.state.computes_padding
+    assert plain.state.learner.computes_padding
     for actual, row in zip(history, replayed(plain, recorded), strict=True):
         for name in row:
             if not name.startswith(TIMED):
                 assert actual[name] == pytest.approx(row[name], rel=1e-4, abs=1e-4), name
-    for ours, theirs in ((fast.state.policy, plain.state.policy), (fast.state.critic, plain.state.critic)):
+    for ours, theirs in (
+        (fast.state.learner.policy, plain.state.learner.policy),
+        (fast.state.learner.critic, plain.state.learner.critic),
+    ):
         weights = snapshot(theirs)
         for name, tensor in snapshot(ours).items():
             assert_close(tensor, weights[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

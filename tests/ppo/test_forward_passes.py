@@ -11,7 +11,7 @@ from ppo_rlhf.passes.forward import backbone_of, hidden_states_at
 from ppo_rlhf.passes.response_logprobs import response_statistics
 from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.passes.sequences import make_batch
-from ppo_rlhf.ppo.rollouts import compute_logprobs
+from ppo_rlhf.ppo.forward_passes import compute_logprobs
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
 LENGTHS = [6, 1, 4, 6, 2]  # 19 tokens

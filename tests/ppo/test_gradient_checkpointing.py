@@ -22,7 +22,7 @@ def count_calls(run) -> list[int]:
     def count(*_):
         calls[0] += 1
 
-    for backbone in {run.state.policy.base_model, run.state.critic.backbone}:
+    for backbone in {run.state.learner.policy.base_model, run.state.learner.critic.backbone}:
         layer = (backbone.h if hasattr(backbone, "h") else backbone.layers)[0]
         layer.mlp.register_forward_pre_hook(count)  # recomputing stops within the last layer that is needed
     return calls
@@ -37,7 +37,7 @@ def test_every_layer_is_recomputed_once_in_the_update_and_no_number_changes(
         run = make_run(kind, gradient_checkpointing=checkpointing, **variant)
         calls = count_calls(run)
         experience = run.before_update()[-1]
-        assert not run.state.policy.training
+        assert not run.state.learner.policy.training
         before, calls[0] = calls[0], 0
         actual = learn_from(run.state, experience)
         counted.append((before, calls[0]))
@@ -48,8 +48,8 @@ def test_every_layer_is_recomputed_once_in_the_update_and_no_number_changes(
     assert counted[1] == (counted[0][0], 2 * passes)
     assert metrics[1] == metrics[0]
     for name in ("policy", "critic"):
-        assert same_tensors(*(snapshot(getattr(run.state, name)) for run in runs))
-    assert not runs[1].state.policy.training
+        assert same_tensors(*(snapshot(getattr(run.state.learner, name)) for run in runs))
+    assert not runs[1].state.learner.policy.training
 
 
 def test_routers_that_draw_noise_in_training_mode_draw_none():
@@ -81,10 +81,10 @@ def test_models_are_put_back_after_an_update_that_fails(make_run, monkeypatch):
     def fail(*_):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(run.state.policy_optimizer, "step", fail)
+    monkeypatch.setattr(run.state.learner.policy_optimizer, "step", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         learn_from(run.state, experience)
-    assert not any(module.training for module in run.state.policy.modules())
+    assert not any(module.training for module in run.state.learner.policy.modules())
 
 
 def test_an_architecture_without_it_is_refused(make_run, monkeypatch, make_model):

@@ -23,12 +23,13 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, ResolvedJudg
 from ppo_rlhf.passes import engines, halvings
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.passes.sampling import SamplingSettings
-from ppo_rlhf.ppo import update
-from ppo_rlhf.ppo.micro_batches import cut_batch, own_micro_batches
+from ppo_rlhf.ppo import learner
+from ppo_rlhf.ppo.learner import Learner
+from ppo_rlhf.ppo.micro_batches import cut_batch
 from ppo_rlhf.rewards.scoring import RewardScorer, Scoring
 from tests.memory_errors import KINDS
 from tests.ppo.short_memory import ERROR, PHASES, ShortMemory
-from tests.ppo_runs import MEASURED, Run, build_run, first_letters, model_scorer
+from tests.ppo_runs import MEASURED, Run, build_run, first_letters, learn_from, model_scorer
 
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "local_rollout_forward_batch_size": 6}
 """16 responses an iteration, in minibatches of two micro-batches."""
@@ -46,19 +47,19 @@ def reward(function: Scoring = first_letters, batch_size: int = 6) -> RewardScor
 
 
 def train(run: Run) -> Run:
-    while not run.state.finished:
+    while not run.state.progress.finished:
         run.iteration()
     return run
 
 
 def assert_same_run(actual: Run, expected: Run) -> None:
-    for row, other in zip(actual.state.history, expected.state.history, strict=True):
+    for row, other in zip(actual.state.progress.history, expected.state.progress.history, strict=True):
         for name in other:
             if not name.startswith(MEASURED):
                 assert row[name] == pytest.approx(other[name], rel=1e-10, abs=1e-10), name
     for model in ("policy", "critic"):
-        wanted = getattr(expected.state, model).state_dict()
-        for name, tensor in getattr(actual.state, model).state_dict().items():
+        wanted = getattr(expected.state.learner, model).state_dict()
+        for name, tensor in getattr(actual.state.learner, model).state_dict().items():
             assert_close(tensor, wanted[name], rtol=0.0, atol=1e-10, msg=name)
 
 
@@ -94,7 +95,7 @@ def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half
     assert scored == [16, 16, 16]
     name = "rollout_halvings" if phase in OF_ROLLOUTS else "update_halvings"
     assert {key: halving.count for key, halving in run.state.halvings.items() if halving.count} == {name: 1}
-    assert [row.get(f"memory/{name}") for row in run.state.history] == [1.0, 1.0, 1.0]
+    assert [row.get(f"memory/{name}") for row in run.state.progress.history] == [1.0, 1.0, 1.0]
     assert sum(rows > memory.most for rows in memory.tried) == 1
     (line,) = lines(caplog)
     passes, like = "a rollout", " (ppo.local_rollout_forward_batch_size)"
@@ -122,13 +123,13 @@ def test_each_kind_of_error_halves_in_each_pass(monkeypatch, kind):
         "rollout_halvings": 3,
         "update_halvings": 6,
     }
-    assert run.state.optimiser_steps == 1
+    assert run.state.learner.optimiser_steps == 1
 
 
 def test_an_optimiser_step_without_memory_ends_the_run(monkeypatch):
     """Adam has moved some weights by then, and the same step needs as much memory again."""
     run = build()
-    monkeypatch.setattr(run.state.critic_optimizer, "step", raising(KINDS["CUDA"]))
+    monkeypatch.setattr(run.state.learner.critic_optimizer, "step", raising(KINDS["CUDA"]))
     with pytest.raises(torch.OutOfMemoryError):
         run.iteration()
     assert [halving.count for halving in run.state.halvings.values()] == [0, 0]
@@ -147,7 +148,7 @@ def test_memory_may_run_out_more_than_once(monkeypatch, caplog):
     run = build()
     memory = ShortMemory(monkeypatch, "policy's update", most=1)
     train(run)
-    assert run.state.update_halving.count == 2
+    assert run.state.learner.halving.count == 2
     assert [rows for rows in memory.tried if rows > 1] == [4, 2]
     assert len(lines(caplog)) == 2
     assert_same_run(run, train(build(per_device_train_batch_size=1, gradient_accumulation_steps=16)))
@@ -156,17 +157,17 @@ def test_memory_may_run_out_more_than_once(monkeypatch, caplog):
 def test_a_later_minibatch_is_halved_where_memory_ran_out_in_an_earlier_one(monkeypatch):
     """Memory runs out in the second minibatch of the first epoch; the first one is not computed again."""
     run, taken = build(num_mini_batches=2, num_ppo_epochs=2), []
-    sizes, original, calls = [], update.add_gradients, itertools.count(1)
+    sizes, original, calls = [], Learner.add_gradients, itertools.count(1)
 
-    def short(state, micro_batch, **how):
+    def short(learner, micro_batch, *how):
         sizes.append(micro_batch.mask.shape[0])
         if next(calls) == 3:
             raise ERROR
-        return original(state, micro_batch, **how)
+        return original(learner, micro_batch, *how)
 
-    monkeypatch.setattr(update, "add_gradients", short)
-    step = update.take_step
-    monkeypatch.setattr(update, "take_step", lambda state, sums: (taken.append(sums.tokens), step(state, sums)))
+    monkeypatch.setattr(Learner, "add_gradients", short)
+    step = Learner.take_step
+    monkeypatch.setattr(Learner, "take_step", lambda of, sums, *at: (taken.append(sums.tokens), step(of, sums, *at)))
     run.iteration()
     assert sizes == [4, 4, 4, *[2] * 4, *[2] * 8]
     assert len(taken) == 4
@@ -179,32 +180,33 @@ def test_other_plans_of_an_update_are_halved_too(monkeypatch, settings):
     memory = ShortMemory(monkeypatch, "policy's update", most=2)
     train(run)
     assert max(memory.tried) > 2
-    assert run.state.update_halving.count >= 1
+    assert run.state.learner.halving.count >= 1
     assert_same_run(run, expected)
 
 
 def test_in_16_bits_the_reference_reads_the_policys_halved_batches(monkeypatch):
     run = build(dtype="bfloat16")
     ShortMemory(monkeypatch, "policy's passes", most=2)
-    metrics = run.iteration()
+    experience = run.before_update()[-1]
+    metrics = learn_from(run.state, experience)
     assert metrics["objective/kl"] == 0.0
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-2)
-    assert max(map(len, own_micro_batches(run.state.plan.epochs[0]))) == 2
+    assert max(map(len, experience.rollouts.cut.first_micro_batches)) == 2
 
 
 def test_an_environment_is_not_asked_again(monkeypatch):
     turns = {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 2, "stop_token_id": 22}
     expected, run = build(**turns), build(**turns)
     wanted, asked = expected.rollouts(), []
-    environment = run.state.sampling.environment
-    run.state.sampling = replace(
-        run.state.sampling,
+    environment = run.state.sampler.settings.environment
+    run.state.sampler.settings = replace(
+        run.state.sampler.settings,
         environment=lambda prompts, *turns: (asked.append(len(prompts)), environment(prompts, *turns))[1],
     )
     ShortMemory(monkeypatch, "sampling", most=3)
     actual = run.rollouts()
     assert torch.equal(actual.responses.response_ids, wanted.responses.response_ids)
-    assert run.state.rollout_halving.count == 1
+    assert run.state.sampler.halving.count == 1
     assert len(asked) <= 2
 
 
@@ -240,12 +242,16 @@ def test_the_responses_there_are_and_not_the_setting_are_halved(make_model, monk
 
 def test_of_several_processes_the_second_minibatch_of_the_run_cannot_begin_again(monkeypatch):
     """In it DDP rebuilds its buckets, which all processes must do together."""
-    monkeypatch.setattr(update, "process_count", lambda: 2)
+    monkeypatch.setattr(learner, "process_count", lambda: 2)
     run, shared = build(num_mini_batches=2, total_episodes=32), []
-    original = update.compute_gradients
-    monkeypatch.setattr(
-        update, "compute_gradients", lambda state, *rest: (shared.append(state.exchanged), original(state, *rest))[1]
-    )
+    original = Learner.add_gradients
+
+    def noting(of, micro_batch, inputs, *given):
+        if micro_batch is inputs.micro_batches[0]:
+            shared.append(of.is_exchanging)
+        return original(of, micro_batch, inputs, *given)
+
+    monkeypatch.setattr(Learner, "add_gradients", noting)
     run.iteration()
     run.iteration()
     assert shared == [False, True, *[False] * (len(shared) - 2)]
@@ -282,8 +288,8 @@ def test_a_resumed_run_keeps_its_halvings_to_the_bit(tmp_path, monkeypatch, snap
     for each in (run, again):
         train(each)
         assert [halving.count for halving in each.state.halvings.values()] == [1, 1]
-    assert same_tensors(snapshot(run.state.policy), snapshot(again.state.policy))
-    assert same_tensors(snapshot(run.state.critic), snapshot(again.state.critic))
+    assert same_tensors(snapshot(run.state.learner.policy), snapshot(again.state.learner.policy))
+    assert same_tensors(snapshot(run.state.learner.critic), snapshot(again.state.learner.critic))
     changed = build(per_device_train_batch_size=2, gradient_accumulation_steps=8)
     restore(changed.state, saved)
     assert [halving.count for halving in changed.state.halvings.values()] == [1, 0]
@@ -291,11 +297,11 @@ def test_a_resumed_run_keeps_its_halvings_to_the_bit(tmp_path, monkeypatch, snap
 
 def test_an_evaluation_halves_its_batches(monkeypatch, caplog):
     run = build()
-    given = run.prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampling
-    plain, short = (Evaluator(run.state.tokenizer, *given, seed=1, batch_size=4) for _ in range(2))
-    expected = plain.evaluate(run.state.policy, run.reference)
+    given = run.prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampler.settings
+    plain, short = (Evaluator(run.state.sampler.tokenizer, *given, seed=1, batch_size=4) for _ in range(2))
+    expected = plain.evaluate(run.state.learner.policy, run.reference)
     ShortMemory(monkeypatch, "sampling", most=2)
-    actual = short.evaluate(run.state.policy, run.reference)
+    actual = short.evaluate(run.state.learner.policy, run.reference)
     assert actual.completions == expected.completions
     assert "Ran out of memory in an evaluation with 4 responses" in caplog.text
 
@@ -305,8 +311,8 @@ def test_the_next_evaluation_of_a_run_begins_with_the_halved_batches(monkeypatch
     judge, evaluation = ResolvedJudge(None, {}, "the reward"), EvaluationConfig(batch_size=4)
     memory = ShortMemory(monkeypatch, "sampling", most=2)
     for _ in range(2):
-        given = run.prompts, run.scorer, run.config, run.state.sampling, evaluation, judge, halving
-        evaluator_of(run.state.tokenizer, *given).evaluate(run.state.policy, run.reference)
+        given = run.prompts, run.scorer, run.config, run.state.sampler.settings, evaluation, judge, halving
+        evaluator_of(run.state.sampler.tokenizer, *given).evaluate(run.state.learner.policy, run.reference)
     assert [rows for rows in memory.tried if rows > 2] == [4]
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.passes import forward
+from ppo_rlhf.passes import forward, sequences
 from ppo_rlhf.passes.sequences import SequenceBatch, make_batch
 from ppo_rlhf.passes.token_rows import TokenRows
-from ppo_rlhf.ppo import rollouts
 from tests.ppo_runs import MEASURED
 
 from .support import ONE_STEP, assert_same_gradients, gradients, moved_on
@@ -21,10 +20,10 @@ def test_neither_the_pad_token_nor_its_side_changes_a_run(make_run, make_tokeniz
     runs = []
     for options in ({}, {"pad_token": "</s>"}, {"pad_token": "<unk>", "padding_side": "right"}):
         run = make_run("gpt2", tokenizer=make_tokenizer(**options), **EVERY_LOSS)
-        while not run.state.finished:
+        while not run.state.progress.finished:
             run.iteration()
-        history = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
-        runs.append((snapshot(run.state.policy), snapshot(run.state.critic), history))
+        history = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.progress.history]
+        runs.append((snapshot(run.state.learner.policy), snapshot(run.state.learner.critic), history))
     for other in runs[1:]:
         assert same_tensors(runs[0][0], other[0])
         assert same_tensors(runs[0][1], other[1])
@@ -61,7 +60,7 @@ def test_rows_that_are_filled_up_for_an_accelerator_change_nothing(make_run, mon
         sizes.append((batch.rows.packed_ids.shape[1], len(batch.rows.slots)))
         return batch
 
-    monkeypatch.setattr(rollouts, "make_batch", filled)
+    monkeypatch.setattr(sequences, "make_batch", filled)
     actual = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
     assert all(size % 64 == 0 for size, _ in sizes)
     assert any(size > tokens for size, tokens in sizes)
@@ -80,7 +79,7 @@ def test_on_a_processor_rows_are_filled_up_in_16_bits_only(make_run, monkeypatch
         asked.add(fill)
         return make_batch(*args, fill=fill)
 
-    monkeypatch.setattr(rollouts, "make_batch", noted)
+    monkeypatch.setattr(sequences, "make_batch", noted)
     run.iteration()
     assert asked == {fills}
 
@@ -92,7 +91,7 @@ def test_padding_on_either_side_changes_neither_rollouts_nor_gradients_of_a_mode
     monkeypatch.setattr(forward, "packs", lambda _: False)
     plain = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
     expected = gradients(make_run, moved_on(plain), kind, **EVERY_LOSS)
-    monkeypatch.setattr(rollouts, "make_batch", padded_more(*sides))
+    monkeypatch.setattr(sequences, "make_batch", padded_more(*sides))
     actual = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
     assert torch.equal(actual.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
     assert_close(actual.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=1e-10)

@@ -32,7 +32,7 @@ def stir(*models) -> None:
 
 def stirred(make_run, kind: str, **settings):
     run = make_run(kind, **{**LORA, **settings})
-    stir(run.state.policy, run.state.critic)
+    stir(run.state.learner.policy, run.state.learner.critic)
     return run
 
 
@@ -47,7 +47,7 @@ def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Ten
 )
 def test_adapters_and_value_head_train_and_the_frozen_weights_keep_every_bit(make_run, kind, value_model):
     run = make_run(kind, value_model=value_model, dtype="float32", **LORA)
-    models = {"policy": run.state.policy, "critic": run.state.critic, "reference": run.reference}
+    models = {"policy": run.state.learner.policy, "critic": run.state.learner.critic, "reference": run.reference}
     before = {f"{m}.{n}": p.detach().clone() for m, model in models.items() for n, p in model.named_parameters()}
     for _ in range(2):
         run.iteration()
@@ -67,10 +67,16 @@ def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_tra
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
-    trained = {id(p): p.nbytes for m in (state.policy, state.critic) for p in trained_parameters(m).values()}
-    together = storages(state.policy, state.critic, reference)
+    trained = {
+        id(p): p.nbytes for m in (state.learner.policy, state.learner.critic) for p in trained_parameters(m).values()
+    }
+    together = storages(state.learner.policy, state.learner.critic, reference)
     assert sum(together.values()) == sum(storages(reference).values()) + sum(trained.values())
-    held = {id(p) for o in (state.policy_optimizer, state.critic_optimizer) for p in o.param_groups[0]["params"]}
+    held = {
+        id(p)
+        for o in (state.learner.policy_optimizer, state.learner.critic_optimizer)
+        for p in o.param_groups[0]["params"]
+    }
     assert held == set(trained)
 
 
@@ -99,7 +105,7 @@ def test_the_gradient_depends_neither_on_the_cut_nor_on_padding(make_run, kind, 
 
 def test_sixteen_bit_runs_freeze_in_sixteen_bits_and_train_in_float32(make_run):
     state = make_run(dtype="bfloat16", **LORA).state
-    for model in (state.policy, state.critic):
+    for model in (state.learner.policy, state.learner.critic):
         assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
         assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
@@ -107,7 +113,7 @@ def test_sixteen_bit_runs_freeze_in_sixteen_bits_and_train_in_float32(make_run):
 def test_a_critic_from_the_reward_model_is_an_adapter_on_its_frozen_weights(make_run, make_model):
     reward_model = CausalLMRewardModel.from_causal_lm(make_model("llama", seed=2))
     run = make_run(reward_model=reward_model, value_model="reward_init", **LORA)
-    critic = run.state.critic
+    critic = run.state.learner.critic
     frozen = {p.data_ptr() for p in critic.parameters() if not p.requires_grad}
     assert frozen == {p.data_ptr() for p in reward_model.backbone.parameters()}
     assert has_adapter(critic.backbone)
@@ -122,16 +128,16 @@ def test_a_critic_from_the_reward_model_is_an_adapter_on_its_frozen_weights(make
 def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(make_run, kind):
     run = stirred(make_run, kind, dtype="float32")
     run.iteration()
-    exported = exported_policy(run.state)
+    exported = exported_policy(run.state.learner, run.state.sampler)
     assert not has_adapter(exported.model)
     assert exported.value_head is None
-    logits = run.state.policy(IDS).logits
+    logits = run.state.learner.policy(IDS).logits
     assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
 
 
 def test_an_adapted_policy_packs_though_its_base_was_probed_before(make_run):
     run = make_run(**LORA)
-    assert not run.state.computes_padding
+    assert not run.state.learner.computes_padding
     assert packs(run.reference.base_model)
     again = policy_to_train(run.reference, run.config)
     assert packs(again.base_model)
@@ -142,7 +148,7 @@ def test_an_adapted_policy_packs_though_its_base_was_probed_before(make_run):
 @pytest.mark.parametrize("target", ["all-linear", "all-linear+head"])
 def test_parameters_are_merged_one_by_one_as_the_whole_model_is(make_run, kind, target):
     settings = {**LORA, "lora_target_modules": target}
-    policy = make_run(kind, model={"tie_word_embeddings": False}, dtype="float32", **settings).state.policy
+    policy = make_run(kind, model={"tie_word_embeddings": False}, dtype="float32", **settings).state.learner.policy
     stir(policy)
     expected = dict(merged(policy).named_parameters())
     actual = dict(merged_parameters(policy))
@@ -152,6 +158,6 @@ def test_parameters_are_merged_one_by_one_as_the_whole_model_is(make_run, kind, 
 
 
 def test_a_tied_head_with_an_adapter_is_refused(make_run):
-    policy = make_run("gpt2", dtype="float32", **LORA, lora_target_modules="all-linear+head").state.policy
+    policy = make_run("gpt2", dtype="float32", **LORA, lora_target_modules="all-linear+head").state.learner.policy
     with pytest.raises(ModelError, match=r"^ppo\.lora_target_modules: .*GPT2LMHeadModel"):
         next(iter(merged_parameters(policy)))

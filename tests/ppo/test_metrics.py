@@ -11,9 +11,11 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
+from ppo_rlhf.passes.halvings import of_rollouts, of_updates
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics, peak_memory_bytes
-from ppo_rlhf.ppo.state import Clock
+from ppo_rlhf.ppo.losses import StepSums, add_over_processes
+from ppo_rlhf.ppo.metrics import iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.progress import Clock
 from ppo_rlhf.rewards.scoring import Scores
 
 NAN = torch.nan
@@ -93,7 +95,9 @@ STEPS = [
 ]
 
 
-def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
+def state_after(
+    episode: int, steps: int, skipped: int, scaler: object = None, **config: object
+) -> dict[str, SimpleNamespace]:
     coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0, "drop_uniform_prompts": 0}
     settings = {
         **coefficients,
@@ -103,26 +107,27 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
         "batch_size": 4,
         **config,
     }
-    counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
+    counters = {"optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     clock = Clock()
     clock.seconds |= {"sampling": 2.0, "log-probabilities": 3.0, "values": 1.5, "rewards": 5.5, "update": 4.0}
-    return SimpleNamespace(
+    learner = SimpleNamespace(
         config=SimpleNamespace(**settings),
         device=torch.device("cpu"),
-        halvings={},
+        halving=of_updates(),
         accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
-        clock=clock,
-        kl_controller=FixedKLController(0.1),
         policy_optimizer=SimpleNamespace(param_groups=[{"lr": 1e-5}]),
         critic_optimizer=SimpleNamespace(param_groups=[{"lr": 3e-5}]),
-        component_moments={},
         **counters,
     )
+    shaping = SimpleNamespace(config=learner.config, kl_controller=FixedKLController(0.1), component_moments={})
+    progress = SimpleNamespace(episode=episode - 4, clock=clock)
+    sampler = SimpleNamespace(halving=of_rollouts())
+    return {"learner": learner, "sampler": sampler, "shaping": shaping, "progress": progress}
 
 
 @pytest.fixture
 def metrics(experience):
-    return iteration_metrics(state_after(96, 11, 1), experience, STEPS)
+    return iteration_metrics(**state_after(96, 11, 1), experience=experience, steps=STEPS)
 
 
 def test_the_keys_are_the_fixed_ones_and_one_for_each_component_and_every_value_is_a_finite_number(metrics):
@@ -188,7 +193,7 @@ def test_each_metric_is_its_formula_worked_out_with_plain_numbers(metrics, name)
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3, NLL 2. KL in the reward leaves steps with KL 0."""
     state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, kl_in="loss")
-    metrics = iteration_metrics(state, experience, STEPS)
+    metrics = iteration_metrics(**state, experience=experience, steps=STEPS)
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0 + 0.3 * 2.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
@@ -196,7 +201,7 @@ def test_the_total_loss_has_every_term_with_its_coefficient(experience):
 
 def test_the_loss_scale_is_the_scalers_in_float16_and_else_1(experience, metrics):
     state = state_after(96, 11, 1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
-    assert iteration_metrics(state, experience, STEPS)["optimiser/loss_scale"] == 1024.0
+    assert iteration_metrics(**state, experience=experience, steps=STEPS)["optimiser/loss_scale"] == 1024.0
     assert metrics["optimiser/loss_scale"] == 1.0
 
 
@@ -216,8 +221,10 @@ def test_micro_batches_add_up_to_their_minibatch():
 
 def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
     only_critic = replace(step(0, 5.0, 0, 0, 0, 0, 0, 0.5, 0, 0, 40.0), with_policy=False)
-    given = state_after(96, 11, 1), experience
-    plain, actual = (iteration_metrics(*given, steps) for steps in (STEPS, [*STEPS, only_critic]))
+    given = state_after(96, 11, 1)
+    plain, actual = (
+        iteration_metrics(**given, experience=experience, steps=steps) for steps in (STEPS, [*STEPS, only_critic])
+    )
     changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}
     assert {name: actual[name] for name in changed} == {name: close(value) for name, value in changed.items()}
     assert actual["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
@@ -229,8 +236,8 @@ def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
     monkeypatch.setattr("ppo_rlhf.ppo.metrics.time.perf_counter", lambda: 8.0)
     state = state_after(4, 3, 0)
-    state.clock.started = 0.0
-    metrics = iteration_metrics(state, experience, STEPS)
+    state["progress"].clock.started = 0.0
+    metrics = iteration_metrics(**state, experience=experience, steps=STEPS)
     assert metrics["time/iteration_s"] == 8.0
     assert metrics["throughput/episodes_per_s"] == 4 / 8.0
     assert metrics["throughput/generated_tokens_per_s"] == TOKENS / 2.0
@@ -240,7 +247,7 @@ def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     rollouts = make_rollouts([2], [True], 2)
     zeros = torch.zeros(1, 2)
     experience = Experience(rollouts, Scores(torch.tensor([3.0]), {}), zeros, zeros, zeros, rollouts.mask, PPOConfig())
-    metrics = iteration_metrics(state_after(1, 1, 0, kl_estimator="k1"), experience, STEPS[:1])
+    metrics = iteration_metrics(**state_after(1, 1, 0, kl_estimator="k1"), experience=experience, steps=STEPS[:1])
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
     assert metrics["val/explained_variance"] == metrics["val/correlation"] == 0.0

@@ -17,8 +17,9 @@ from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
 from ppo_rlhf.passes import response_logprobs
 from ppo_rlhf.passes.sharding import local_shard
-from ppo_rlhf.ppo import micro_batches as cuts
-from ppo_rlhf.ppo.micro_batches import UpdateBytes, copied_bytes, micro_batches, own_micro_batches
+from ppo_rlhf.ppo import token_budget as budgets
+from ppo_rlhf.ppo.micro_batches import micro_batches
+from ppo_rlhf.ppo.token_budget import UpdateBytes, copied_bytes
 from tests.ppo_runs import MEASURED, Run, weights_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,7 +32,7 @@ LONGEST = 7 + 8
 @pytest.fixture
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Pretend as much free memory on this CPU as micro-batches of the given number of tokens take in float64."""
-    monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
+    monkeypatch.setattr(budgets, "UNLIMITED_ON", ())
     monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 3 * 23)
 
     def set_free(tokens: int, moments: int = 2) -> None:
@@ -40,7 +41,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         epoch, logits = 12 * (LONGEST * 64 + 8 * 61), 3 * 23 * 2 * 8
         fixed = (1 + moments) * (parameters + critic) + epoch + logits
         free = fixed + math.ceil((tokens + 0.5) * int(1.5 * WIDTHS) * 8 / 0.8)
-        monkeypatch.setattr(cuts, "free_bytes", lambda device: free)
+        monkeypatch.setattr(budgets, "free_bytes", lambda device: free)
 
     return set_free
 
@@ -49,7 +50,7 @@ def trained(run: Run, iterations: int = 2) -> tuple[list[dict[str, float]], dict
     """Train, and return the metrics and the weights."""
     rows = [run.iteration() for _ in range(iterations)]
     numbers = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
-    return numbers, weights_of(run.state.policy)
+    return numbers, weights_of(run.state.learner.policy)
 
 
 def sizes(run: Run) -> list[int]:
@@ -57,7 +58,7 @@ def sizes(run: Run) -> list[int]:
     rollouts = run.rollouts()
     tokens = [len(ids) for ids in rollouts.prompts.prompt_ids]
     tokens = [own + length for own, length in zip(tokens, rollouts.responses.lengths.tolist(), strict=True)]
-    return [sum(tokens[row] for row in rows) for rows in own_micro_batches(run.state.plan.epochs[0])]
+    return [sum(tokens[row] for row in rows) for rows in rollouts.cut.first_micro_batches]
 
 
 def test_the_tokens_that_fit_are_those_worked_out_by_hand():
@@ -72,7 +73,7 @@ def test_micro_batches_have_as_many_tokens_as_fit(make_run, fitting, tokens: int
     fitting(tokens)
     run = make_run()
     actual = sizes(run)
-    assert run.state.micro_batch_tokens == tokens
+    assert run.state.learner.micro_batch_tokens == tokens
     assert max(actual) <= tokens < sum(actual)
 
 
@@ -83,7 +84,7 @@ def test_a_run_is_to_the_bit_the_one_whose_setting_names_the_number(make_run, fi
     actual = trained(named)
     assert actual[0] == settled[0]
     assert same_tensors(actual[1], settled[1])
-    assert named.state.micro_batch_tokens is None  # no token budget was computed
+    assert named.state.learner.micro_batch_tokens is None  # no token budget was computed
 
 
 def test_a_larger_batch_takes_no_larger_micro_batches_and_a_small_one_stays_whole(make_run, fitting):
@@ -93,8 +94,7 @@ def test_a_larger_batch_takes_no_larger_micro_batches_and_a_small_one_stays_whol
     assert len(sizes(make_run(**larger))) > 2
     fitting(10**6)
     run = make_run(per_device_train_batch_size=3, gradient_accumulation_steps=4, num_mini_batches=2)
-    run.rollouts()
-    [[first, *_], *_] = run.state.plan.epochs
+    [[first, *_], *_] = run.rollouts().cut.epochs
     assert [len(rows) for rows in first.micro_batches] == [3, 3]  # responses limit it
 
 
@@ -105,7 +105,7 @@ def test_the_number_is_settled_and_logged_once(make_run, fitting, caplog):
     run.iteration()
     fitting(20)
     run.iteration()
-    assert run.state.micro_batch_tokens == 40
+    assert run.state.learner.micro_batch_tokens == 40
     [line] = [record.getMessage() for record in caplog.records if "max_tokens_per_micro_batch" in record.getMessage()]
     assert " 6 responses " in line
     assert " 40 tokens" in line
@@ -115,12 +115,12 @@ def test_the_number_is_settled_and_logged_once(make_run, fitting, caplog):
 def test_a_cpu_a_deterministic_run_and_a_set_number_do_not_ask_the_memory(
     make_run, monkeypatch, settings: dict[str, Any]
 ):
-    monkeypatch.setattr(cuts, "free_bytes", lambda device: pytest.fail("the memory was asked"))
+    monkeypatch.setattr(budgets, "free_bytes", lambda device: pytest.fail("the memory was asked"))
     if settings:  # on an accelerator
-        monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
+        monkeypatch.setattr(budgets, "UNLIMITED_ON", ())
     run = make_run(**settings)
     run.iteration()
-    assert run.state.micro_batch_tokens is None
+    assert run.state.learner.micro_batch_tokens is None
 
 
 def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, tmp_path: Path, same_tensors):
@@ -132,7 +132,7 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, t
     fitting(20)
     resumed = make_run()
     restore(resumed.state, written)
-    assert resumed.state.micro_batch_tokens == 40
+    assert resumed.state.learner.micro_batch_tokens == 40
     actual = trained(resumed, 2)
     assert actual[0] == expected[0][1:]
     assert same_tensors(actual[1], expected[1])
@@ -141,25 +141,25 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free_then(make_run, fitting, t
 def test_a_checkpoint_of_a_cpu_has_no_number_and_an_accelerator_settles_one_for_it(
     make_run, monkeypatch, tmp_path: Path, fitting
 ):
-    monkeypatch.setattr(cuts, "UNLIMITED_ON", ("cpu",))
+    monkeypatch.setattr(budgets, "UNLIMITED_ON", ("cpu",))
     run = make_run()
     run.iteration()
     written = write_checkpoint(tmp_path / "run", run.state)
     assert json.loads((written / "state.json").read_text())["micro_batch_tokens"] is None
-    monkeypatch.setattr(cuts, "UNLIMITED_ON", ())
+    monkeypatch.setattr(budgets, "UNLIMITED_ON", ())
     fitting(33, moments=0)  # they are there already
     resumed = make_run()
     restore(resumed.state, written)
     resumed.iteration()
-    assert resumed.state.micro_batch_tokens == 33
+    assert resumed.state.learner.micro_batch_tokens == 33
 
 
 def test_autocast_copies_all_weights_and_none_under_lora(make_run):
     def copied(**settings: Any) -> int:
         run = make_run(**{"dtype": "float32", **settings})
-        return copied_bytes(run.config, run.state.policy)
+        return copied_bytes(run.config, run.state.learner.policy)
 
-    weights = sum(local_shard(parameter).numel() for parameter in make_run().state.policy.parameters())
+    weights = sum(local_shard(parameter).numel() for parameter in make_run().state.learner.policy.parameters())
     assert copied() == 0
     assert copied(dtype="bfloat16") == 2 * weights
     assert copied(dtype="bfloat16", use_peft=True, lora_r=2) == 0
@@ -222,9 +222,9 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
 def test_ddp_keeps_each_gradient_twice_and_fsdp_and_a_single_process_once(make_run, monkeypatch):
     """DDP's communication buckets are as large as the gradients."""
     state = make_run().state
-    trained = [*state.policy.parameters(), *state.critic.parameters()]
+    trained = [*state.learner.policy.parameters(), *state.learner.critic.parameters()]
     for processes, shards, copies in ((1, False, 1), (2, False, 2), (2, True, 1)):
-        monkeypatch.setattr(cuts, "process_count", lambda count=processes: count)
-        monkeypatch.setattr(cuts, "shards_models", lambda is_so=shards: is_so)
+        monkeypatch.setattr(budgets, "process_count", lambda count=processes: count)
+        monkeypatch.setattr(budgets, "shards_models", lambda is_so=shards: is_so)
         expected = copies * sum(8 * parameter.numel() for parameter in trained)  # float64
-        assert cuts._update_bytes(state, 64).gradients == expected
+        assert budgets._update_bytes(state.learner, 64).gradients == expected

@@ -56,8 +56,10 @@ def test_a_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, warmup):
 
 def rates_of(run: Run, iteration: int) -> tuple[float, float]:
     state = run.state
-    set_learning_rates(state.policy_optimizer, state.critic_optimizer, run.config, iteration)
-    policy_rate, critic_rate = (each.param_groups[0]["lr"] for each in (state.policy_optimizer, state.critic_optimizer))
+    set_learning_rates(state.learner.policy_optimizer, state.learner.critic_optimizer, run.config, iteration)
+    policy_rate, critic_rate = (
+        each.param_groups[0]["lr"] for each in (state.learner.policy_optimizer, state.learner.critic_optimizer)
+    )
     return policy_rate, critic_rate
 
 
@@ -75,8 +77,8 @@ def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys
     for iteration, factor in [(1, 1.0), (2, 2 / 3), (3, 1 / 3)]:
         rates = rates_of(run, iteration)
         assert rates == pytest.approx((1e-3 * factor, 4e-3 * factor), rel=1e-12)
-        assert run.state.policy_optimizer.param_groups[0]["lr"] == rates[0]
-        assert run.state.critic_optimizer.param_groups[0]["lr"] == rates[1]
+        assert run.state.learner.policy_optimizer.param_groups[0]["lr"] == rates[0]
+        assert run.state.learner.critic_optimizer.param_groups[0]["lr"] == rates[1]
     assert rates_of(make_run(learning_rate=1e-3, value_learning_rate=None), 1) == (1e-3, 1e-3)
 
 
@@ -96,7 +98,7 @@ def test_a_shared_trunk_has_the_critics_schedule_while_only_the_head_learns_and_
     expected = [1e-3 * f for f in (*CRITICS[:2], *POLICYS)]
     for iteration, rate in enumerate(expected, start=1):
         assert rates_of(run, iteration) == pytest.approx((rate, rate), rel=1e-12)
-        assert run.state.policy_optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
+        assert run.state.learner.policy_optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 
 def test_a_rate_of_its_own_gives_the_head_of_a_shared_trunk_the_critics_schedule(make_run):
@@ -111,7 +113,10 @@ def test_a_rate_of_its_own_gives_the_head_of_a_shared_trunk_the_critics_schedule
 
 def test_each_optimiser_is_adamw_without_decay_on_exactly_its_own_parameters(make_run):
     state = make_run("gpt2").state
-    for optimizer, module in ((state.policy_optimizer, state.policy), (state.critic_optimizer, state.critic)):
+    for optimizer, module in (
+        (state.learner.policy_optimizer, state.learner.policy),
+        (state.learner.critic_optimizer, state.learner.critic),
+    ):
         (group,) = optimizer.param_groups
         assert isinstance(optimizer, AdamW)
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.0)
@@ -122,8 +127,10 @@ def test_each_optimiser_is_adamw_without_decay_on_exactly_its_own_parameters(mak
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_norms_and_biases_are_in_the_group_without_decay(make_run, kind):
     state = make_run(kind, weight_decay=0.1).state
-    names = {id(p): name for module in (state.policy, state.critic) for name, p in module.named_parameters()}
-    for optimizer in (state.policy_optimizer, state.critic_optimizer):
+    names = {
+        id(p): name for module in (state.learner.policy, state.learner.critic) for name, p in module.named_parameters()
+    }
+    for optimizer in (state.learner.policy_optimizer, state.learner.critic_optimizer):
         decays, stays = optimizer.param_groups
         assert (decays["weight_decay"], stays["weight_decay"]) == (0.1, 0.0)
         vectors = {names[id(p)] for p in stays["params"]}

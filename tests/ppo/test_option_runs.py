@@ -73,7 +73,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(make_run,
     expected = numbers(run.iteration())
     assert numbers(resumed.iteration()) == expected
     for model in ("policy", "critic"):
-        actual, wanted = (snapshot(getattr(one.state, model)) for one in (resumed, run))
+        actual, wanted = (snapshot(getattr(one.state.learner, model)) for one in (resumed, run))
         assert all((actual[name] == tensor).all() for name, tensor in wanted.items())
     plain.iteration()
     assert numbers(plain.iteration()) != expected  # the option does something

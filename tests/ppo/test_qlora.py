@@ -81,14 +81,22 @@ def test_one_base_in_4_bits_is_shared_and_stays_and_adapters_train(saved, kind, 
     run = start(saved(kind), value_model=value_model)
     shared = quantised(run.reference)
     assert len(shared) == 2 * {"gpt2": 4, "llama": 7}[kind]
-    assert quantised(run.state.policy).keys() == quantised(run.state.critic.backbone).keys() == shared.keys()
-    layers = [m for model in (run.reference, run.state.policy, run.state.critic.backbone) for m in model.modules()]
+    assert (
+        quantised(run.state.learner.policy).keys()
+        == quantised(run.state.learner.critic.backbone).keys()
+        == shared.keys()
+    )
+    layers = [
+        m
+        for model in (run.reference, run.state.learner.policy, run.state.learner.critic.backbone)
+        for m in model.modules()
+    ]
     assert len({id(layer.quant_state) for layer in layers if is_quantised(layer)}) == len(shared)
-    frozen = {name: p.clone() for name, p in run.state.policy.named_parameters() if not p.requires_grad}
-    start_of = {name: p.clone() for name, p in trained_parameters(run.state.policy).items()}
+    frozen = {name: p.clone() for name, p in run.state.learner.policy.named_parameters() if not p.requires_grad}
+    start_of = {name: p.clone() for name, p in trained_parameters(run.state.learner.policy).items()}
     for _ in range(2):
         run.iteration()
-    now = dict(run.state.policy.named_parameters())
+    now = dict(run.state.learner.policy.named_parameters())
     assert all(torch.equal(now[name], before) for name, before in frozen.items())
     assert all(not torch.equal(now[name], before) for name, before in start_of.items())
 
@@ -99,7 +107,11 @@ def test_4_bit_weights_are_those_of_the_16_numbers_of_nf4_with_a_scale_for_64(sa
     above = [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
     levels = torch.tensor([*below, *above])
     handle = saved()
-    actual = exported_policy(start(handle).state).model.model.layers[0].mlp.up_proj.weight
+    actual = (
+        exported_policy(start(handle).state.learner, start(handle).state.sampler)
+        .model.model.layers[0]
+        .mlp.up_proj.weight
+    )
     true = handle.causal_lm().model.layers[0].mlp.up_proj.weight
     scales = true.detach().view(-1, 64).abs().amax(-1, keepdim=True)
     distances = (true.detach().view(-1, 64, 1) / scales[:, :, None] - levels).abs()
@@ -110,7 +122,7 @@ def test_4_bit_weights_are_those_of_the_16_numbers_of_nf4_with_a_scale_for_64(sa
 def test_cpus_with_bfloat16_keep_the_weights_as_they_are(saved, monkeypatch):
     """bitsandbytes would repack them in a pass without gradients, for a kernel that has none."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-    policy = start(saved()).state.policy
+    policy = start(saved()).state.learner.policy
     with torch.no_grad():
         policy(IDS)
     states = [weight.quant_state for weight in quantised(policy).values()]
@@ -132,9 +144,9 @@ def test_the_first_ratio_is_one_to_the_last_bit(saved, monkeypatch, kind, dtype)
 def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_trained(saved, tmp_path, kind):
     run = start(saved(kind), ema_decay=0.9)
     run.iteration()
-    logits = run.state.policy(IDS).logits
-    exported = exported_policy(run.state)
-    averaged = run.state.policy_average.applied_to(run.state.policy)(IDS).logits
+    logits = run.state.learner.policy(IDS).logits
+    exported = exported_policy(run.state.learner, run.state.sampler)
+    averaged = run.state.learner.policy_average.applied_to(run.state.learner.policy)(IDS).logits
     assert_close(exported.average(IDS).logits, averaged, rtol=0.0, atol=2e-5 * float(averaged.detach().abs().max()))
     assert not torch.allclose(averaged, logits, atol=1e-3)
     exported.save(tmp_path / "exported")
@@ -146,19 +158,22 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
         assert not quantised(plain)
         assert {p.dtype for p in plain.parameters()} == {torch.float32}
         assert_close(plain(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
-    one_by_one = dict(merged_parameters(run.state.policy))  # as vLLM gets them
+    one_by_one = dict(merged_parameters(run.state.learner.policy))  # as vLLM gets them
     assert one_by_one.keys() == dict(exported.model.named_parameters()).keys()
     for name, parameter in exported.model.named_parameters():
         assert_close(one_by_one[name], parameter.detach(), rtol=0.0, atol=1e-7, check_dtype=False)
     assert "quantization_config" not in again.config.to_dict()
-    assert quantised(run.state.policy)
+    assert quantised(run.state.learner.policy)
 
 
 def test_a_checkpoints_adapter_is_merged_into_the_weights_that_were_rounded_to_4_bits(saved, tmp_path):
     """Those of `dtype`: the numbers nearest to weights in float32 are others."""
     run = start(saved(), dtype="bfloat16")
     policy = write_checkpoint(tmp_path / "run", run.state) / "policy"
-    assert_close(PretrainedHandle(str(policy)).causal_lm()(IDS).logits, exported_policy(run.state).model(IDS).logits)
+    assert_close(
+        PretrainedHandle(str(policy)).causal_lm()(IDS).logits,
+        exported_policy(run.state.learner, run.state.sampler).model(IDS).logits,
+    )
     assert PretrainedHandle(str(policy)).causal_lm(torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ModelError, match=r"ppo\.load_in_4bit=false"):
         PretrainedHandle(str(policy)).causal_lm(quantised_on=CPU)
@@ -179,9 +194,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(saved, tmp_path, set
 
 
 def moments_and_weights(state: TrainingState) -> dict[str, torch.Tensor]:
-    trained = {**trained_parameters(state.policy), **trained_parameters(state.critic)}
+    trained = {**trained_parameters(state.learner.policy), **trained_parameters(state.learner.critic)}
     actual = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    for name, optimizer in optimizers(state).items():
+    for name, optimizer in optimizers(state.learner).items():
         for index, row in torch.optim.Optimizer.state_dict(optimizer)["state"].items():
             actual |= {f"{name}.{index}.{key}": torch.as_tensor(value).clone() for key, value in row.items()}
     return actual
@@ -192,7 +207,7 @@ def test_full_weights_train_and_resume_with_8_bit_moments(make_run, tmp_path):
     settings = {"optim": "adamw_8bit", "dtype": "float32", "model": {"hidden_size": 64, "intermediate_size": 128}}
     run = make_run(**settings)
     run.iteration()
-    kinds = {row["state1"].dtype for row in run.state.policy_optimizer.state.values()}
+    kinds = {row["state1"].dtype for row in run.state.learner.policy_optimizer.state.values()}
     assert kinds == {torch.uint8, torch.float32}
     resumed = make_run(**settings)
     restore(resumed.state, write_checkpoint(tmp_path / "run", run.state))
@@ -249,7 +264,7 @@ def test_the_memory_plan_counts_weights_and_moments_to_the_byte(saved, settings)
     run.iteration()
     planned = plan_memory(run.config, RunShape(handle.config(), 6))
     held: dict[int, int] = {}
-    for model in (run.state.policy, run.reference, run.state.critic):
+    for model in (run.state.learner.policy, run.reference, run.state.learner.critic):
         for tensor in (*model.parameters(), *model.buffers()):
             scales = getattr(tensor, "quant_state", None)
             held[id(tensor)] = tensor.nbytes
@@ -259,13 +274,15 @@ def test_the_memory_plan_counts_weights_and_moments_to_the_byte(saved, settings)
     assert weights == sum(held.values())
     moments = {
         id(value): value.nbytes
-        for optimizer in optimizers(run.state).values()
+        for optimizer in optimizers(run.state.learner).values()
         for row in optimizer.state.values()
         for name, value in row.items()
         if name.startswith(("state", "absmax", "exp_avg"))
     }
     assert planned.held[MOMENTS] == sum(moments.values())
-    assert planned.exported == sum(p.nbytes for p in exported_policy(run.state).model.parameters())
+    assert planned.exported == sum(
+        p.nbytes for p in exported_policy(run.state.learner, run.state.sampler).model.parameters()
+    )
 
 
 @pytest.mark.slow
@@ -278,7 +295,7 @@ def test_the_trainer_takes_a_path_in_4_bits_and_no_object(saved):
 
     trainer = PPOTrainer(config=settings, policy=handle.source, reward=reward, prompts=["a b", "c"] * 6)
     trainer.train()
-    assert quantised(trainer.state.policy)
+    assert quantised(trainer.state.learner.policy)
     for policy, config in ((handle.causal_lm(), settings), (handle.causal_lm(quantised_on=CPU), PPOConfig())):
         with pytest.raises((ConfigError, ModelError), match="load_in_4bit"):
             PPOTrainer(config=config, policy=policy, tokenizer=handle.tokenizer(), reward=reward, prompts=["a b"])

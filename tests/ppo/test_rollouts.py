@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.randomness import episode_prompts
-from ppo_rlhf.ppo.rollouts import sequences
+from ppo_rlhf.passes.sequences import sequence_batches
 from ppo_rlhf.rewards.scorers import ModelScorer, check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_tokenizer
@@ -33,13 +33,16 @@ def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make
     rollouts = run.rollouts()
     assert len(set(rollouts.responses.lengths.tolist())) > 1
     assert len(set(map(len, rollouts.prompts.prompt_ids))) > 1
-    for actual, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
+    for actual, model in (
+        (rollouts.old_logprobs, run.state.learner.policy),
+        (rollouts.reference_logprobs, run.reference),
+    ):
         expected = torch.zeros_like(actual)
         for row, (tokens, table) in enumerate(tables(model, rollouts, 0.8)):
             expected[row, : len(tokens)] = table[torch.arange(len(tokens)), tokens]
         assert_close(actual, expected, rtol=0.0, atol=1e-10)
     entropy = torch.zeros_like(rollouts.entropy)
-    for row, (tokens, table) in enumerate(tables(run.state.policy, rollouts, 0.8)):
+    for row, (tokens, table) in enumerate(tables(run.state.learner.policy, rollouts, 0.8)):
         entropy[row, : len(tokens)] = -(table.exp() * table).sum(-1)
     assert_close(rollouts.entropy, entropy, rtol=0.0, atol=1e-10)
 
@@ -66,18 +69,18 @@ def test_rows_of_the_embedding_without_a_token_are_never_sampled_and_losses_use_
 ):
     """A reward model that has 23 rows reads the responses."""
     run = padded_run(make_run, **settings)
-    assert run.state.sampling.unused_ids == (range(23, 40),)
+    assert run.state.sampler.settings.unused_ids == (range(23, 40),)
     rollouts = run.rollouts()
     assert int(rollouts.responses.response_ids.max()) < 23
     assert float(rollouts.logprob_gap) < 1e-5
     row, length = 0, int(rollouts.responses.lengths[0])
     ids = rollouts.prompts.prompt_ids[row] + rollouts.responses.response_ids[row, :length].tolist()
     with torch.no_grad():
-        logits = run.state.policy(torch.tensor([ids])).logits[0, -length - 1 : -1] / run.config.temperature
+        logits = run.state.learner.policy(torch.tensor([ids])).logits[0, -length - 1 : -1] / run.config.temperature
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[-length:])[:, None])[:, 0]
     assert_close(rollouts.old_logprobs[row, :length], expected, rtol=0.0, atol=1e-9)
     assert float(logits.softmax(-1)[:, 23:].sum(-1).mean()) > 0.2
-    check_scorable(run.scorer, run.prompts.lengths, 8, run.state.sampling.stop_token_ids)
+    check_scorable(run.scorer, run.prompts.lengths, 8, run.state.sampler.settings.stop_token_ids)
     assert all(math.isfinite(value) for value in run.iteration().values())
 
 
@@ -100,7 +103,7 @@ def test_padding_is_zero_and_the_mask_is_true_on_response_tokens_only(make_run):
 
 def test_prompts_come_in_the_order_of_the_seed_and_columns_stay_with_them(make_run):
     run = make_run(seed=9)
-    run.state.iteration = 4
+    run.state.progress.iteration = 4
     rollouts = run.rollouts()
     rows = episode_prompts(9, 5, 12, 6)
     assert rollouts.iteration == 5
@@ -122,7 +125,7 @@ def test_the_next_iteration_continues_after_the_prompts_of_the_last_one(make_run
     run = make_run(responses_per_prompt=4, num_mini_batches=1, total_episodes=24)
     seen = []
     for iteration in range(2):
-        run.state.iteration = iteration
+        run.state.progress.iteration = iteration
         seen += run.rollouts().prompts.prompt_ids[::4]
     assert sorted(seen) == sorted(run.prompts.prompt_ids)  # 2 x 3 prompts: a whole pass over the six
 
@@ -132,7 +135,7 @@ def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
     run = make_run(prompts=make_prompts((4,)))
     first = run.rollouts().responses.token_lists()
     assert run.rollouts().responses.token_lists() == first
-    run.state.iteration = 1
+    run.state.progress.iteration = 1
     assert run.rollouts().responses.token_lists() != first
 
 
@@ -155,8 +158,7 @@ def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_specia
 
 def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batches(make_run):
     run = make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4)
-    run.rollouts()
-    epochs = run.state.plan.epochs
+    epochs = run.rollouts().cut.epochs
     assert len(epochs) == 2
     assert epochs[0] != epochs[1]
     for epoch in epochs:
@@ -170,8 +172,8 @@ def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
     run = make_run()
     rollouts = run.rollouts()
     rows = [int(i) for i in rollouts.responses.lengths.argsort()[:2]]
-    given = rollouts.prompts.prompt_ids, rollouts.responses, [rows]
-    (batch,) = sequences(*given, run.state.sampling.pad_token_id, fill=False)
+    given = rollouts.prompts.prompt_ids, rollouts.responses.response_ids, rollouts.responses.lengths, [rows]
+    (batch,) = sequence_batches(*given, run.state.sampler.settings.pad_token_id, fill=False)
     lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.responses.lengths[i])) for i in rows]
     assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
     assert batch.shape == (2, max(response for _, response in lengths))

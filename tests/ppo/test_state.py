@@ -11,14 +11,11 @@ from transformers import GenerationConfig
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.passes.sampling import responses_of
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.build import build_critic, sampling_settings
-from ppo_rlhf.ppo.micro_batches import own_micro_batches
-from ppo_rlhf.ppo.rollouts import plan_update
-from ppo_rlhf.ppo.state import Clock
+from ppo_rlhf.ppo.epoch_batches import EpochBatches
+from ppo_rlhf.ppo.progress import Clock
 from ppo_rlhf.runtime.stops import StopBeforeUpdate
 from tests.checkpoints.support import assert_same, everything
 
@@ -27,35 +24,42 @@ from tests.checkpoints.support import assert_same, everything
 
 def test_a_fresh_state_has_its_counters_at_zero_and_knows_how_long_the_run_is(make_run):
     state = make_run(kl_coef=0.3, total_episodes=25).state
-    assert (state.iteration, state.episode, state.optimiser_steps, state.skipped_steps) == (0, 0, 0, 0)
-    assert state.skipped_in_a_row == 0
-    assert state.history == []
-    assert state.total_iterations == 3  # ceil(25 / 12)
-    assert state.kl_controller.kl_coef == 0.3
-    assert state.device == torch.device("cpu")
+    assert (
+        state.progress.iteration,
+        state.progress.episode,
+        state.learner.optimiser_steps,
+        state.learner.skipped_steps,
+    ) == (0, 0, 0, 0)
+    assert state.learner.skipped_in_a_row == 0
+    assert state.progress.history == []
+    assert state.progress.total_iterations == 3  # ceil(25 / 12)
+    assert state.shaping.kl_controller.kl_coef == 0.3
+    assert state.learner.device == torch.device("cpu")
 
 
 def test_every_process_halves_as_often_as_the_one_whose_memory_ran_out_most_often(make_run, monkeypatch):
     state = make_run().state
-    state.rollout_halving.count, state.update_halving.count = 1, 2
-    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, [3, 0]])
-    state.agree_on_halvings()
-    assert (state.rollout_halving.count, state.update_halving.count) == (3, 2)
+    state.sampler.halving.count, state.learner.halving.count = 1, 3
+    monkeypatch.setattr("ppo_rlhf.passes.halvings.from_all", lambda own: [own, 2])
+    for halving in (state.sampler.halving, state.learner.halving):
+        halving.agree()
+    assert (state.sampler.halving.count, state.learner.halving.count) == (2, 3)
 
 
-def test_a_plan_is_cut_again_where_another_process_has_halved(make_run, monkeypatch):
-    state = make_run(per_device_train_batch_size=12, gradient_accumulation_steps=1, num_mini_batches=1).state
-    prompts = PromptDataset([[3, 4]] * 12, ["a b"] * 12, {})
-    responses = responses_of(torch.full((12, 8), 5), torch.zeros(12, 8), state.sampling)
-    state.plan = plan_update(state, prompts, responses)
-    assert max(map(len, own_micro_batches(state.plan.epochs[0]))) == 12
-    monkeypatch.setattr("ppo_rlhf.ppo.state.from_all", lambda own: [own, [0, 1]])
-    assert max(map(len, own_micro_batches(update._agreed_plan(state).epochs[0]))) == 6
+def test_an_update_follows_the_halvings_of_another_process(make_run, monkeypatch):
+    run = make_run(per_device_train_batch_size=12, gradient_accumulation_steps=1, num_mini_batches=1)
+    experience = run.before_update()[-1]
+    assert experience.rollouts.cut.most_rows == 12
+    monkeypatch.setattr("ppo_rlhf.passes.halvings.from_all", lambda own: [own, 1])
+    run.state.learner.halving.agree()
+    batches = EpochBatches(run.config, experience, run.state.learner.device, run.state.learner.halving.count)
+    batches.start(0)
+    assert [len(micro_batch.mask) for micro_batch in batches.of(0).micro_batches] == [6, 6]
 
 
 def test_a_clock_adds_up_what_a_part_takes_and_forgets_it_with_the_next_iteration(monkeypatch):
     now = iter([10.0, 11.0, 13.0, 20.0, 25.0, 40.0])
-    monkeypatch.setattr("ppo_rlhf.ppo.state.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("ppo_rlhf.ppo.progress.time.perf_counter", lambda: next(now))
     clock = Clock()
     assert clock.started == 10.0
     for _ in range(2):  # 11 to 13, 20 to 25
@@ -71,7 +75,7 @@ class FakeClock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr("ppo_rlhf.ppo.state.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("ppo_rlhf.ppo.progress.time.perf_counter", lambda: self.now)
 
 
 def saved_at(now: FakeClock, minutes: float | None, seconds: float, writes: float = 0.0, iterations: int = 100):
@@ -109,7 +113,7 @@ def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(
     def due_after(seconds: float) -> bool:
         now.now += seconds
         state.advance(scores, {"objective/kl": 0.0, "objective/kl_coef": 0.05})
-        return state.checkpoint_due
+        return state.progress.checkpoint_due
 
     assert [due_after(59.0), due_after(540.0), due_after(1.0), due_after(1.0)] == [False, False, True, True]
     write_checkpoint(tmp_path, state)
@@ -126,13 +130,13 @@ def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(ma
     monkeypatch.setattr("ppo_rlhf.ppo.requests.from_all", lambda own: [own, signal.SIGINT])
     for stage in (
         run.rollouts,
-        lambda: loop.score_responses(experience.rollouts, run.scorer, run.state),
-        lambda: loop.optimise_policy(run.state, experience, run.reference),
+        lambda: loop.score_responses(experience.rollouts, run.scorer, run.state.sampler, run.state.progress),
+        lambda: loop.update(run.state, experience, run.reference),
     ):
         with pytest.raises(StopBeforeUpdate) as stopped:
             stage()
         assert stopped.value.signum == signal.SIGINT
-    assert not run.state.updating
+    assert not run.state.progress.updating
     assert_same(everything(run.state), before)
 
 
@@ -142,28 +146,28 @@ def test_processes_stop_together_after_the_first_gradients_and_no_later(make_run
     before, asks_at = everything(run.state), 1
     counted: list[int] = []
 
-    def asked(state, *given):
+    def asked(*given):
         counted.append(1)
-        state.requests.signum = signal.SIGTERM if len(counted) == asks_at else None
-        return gradients(state, *given)
+        run.state.progress.requests.signum = signal.SIGTERM if len(counted) == asks_at else None
+        return gradients(*given)
 
     monkeypatch.setattr(update, "_gradients_in_memory", asked)
     with pytest.raises(StopBeforeUpdate):
-        loop.optimise_policy(run.state, experience, run.reference)
-    assert not run.state.updating
+        loop.update(run.state, experience, run.reference)
+    assert not run.state.progress.updating
     assert_same(everything(run.state), before)
-    run.state.requests.signum, asks_at = None, 2
+    run.state.progress.requests.signum, asks_at = None, 2
     counted.clear()
-    loop.optimise_policy(run.state, experience, run.reference)
-    assert run.state.updating
+    loop.update(run.state, experience, run.reference)
+    assert run.state.progress.updating
 
 
 def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):
     state = make_run().state
     finished = []
     for iteration in range(5):
-        state.iteration = iteration
-        finished.append(state.finished)
+        state.progress.iteration = iteration
+        finished.append(state.progress.finished)
     assert finished == [False, False, False, True, True]
 
 
@@ -171,8 +175,8 @@ def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):
 def test_padding_is_computed_if_one_of_the_two_models_needs_it(make_run, needy):
     models = {name: {"sliding_window": 64} if name == needy else {} for name in ("policy", "critic")}
     state = make_run(model=models["policy"]).state
-    state.critic = make_run(model=models["critic"]).state.critic
-    assert state.computes_padding is (needy != "neither")
+    state.learner.critic = make_run(model=models["critic"]).state.learner.critic
+    assert state.learner.computes_padding is (needy != "neither")
 
 
 def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(make_run):
@@ -184,22 +188,22 @@ def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(m
     }
     run, fresh = make_run(**settings), make_run(**settings)
     run.iteration()
-    run.state.early_stops += 1
+    run.state.learner.early_stops += 1
     extra = json.loads(json.dumps(run.state.extra_state()))
     assert fresh.state.extra_state() != run.state.extra_state()
     fresh.state.load_extra_state(extra)
     assert fresh.state.extra_state() == run.state.extra_state()
-    assert fresh.state.kl_controller.kl_coef != 0.05
-    assert fresh.state.reward_moments.count == 12
-    assert fresh.state.early_stops >= 2
+    assert fresh.state.shaping.kl_controller.kl_coef != 0.05
+    assert fresh.state.shaping.reward_moments.count == 12
+    assert fresh.state.learner.early_stops >= 2
 
 
 def test_in_float16_the_loss_scale_is_a_part_of_the_state(make_run):
     """Without a GPU the test passes in a gradient scaler."""
     run = make_run()
-    run.state.accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run.state.learner.accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     extra = json.loads(json.dumps(run.state.extra_state()))
-    run.state.accelerator.scaler = torch.amp.GradScaler("cpu")
+    run.state.learner.accelerator.scaler = torch.amp.GradScaler("cpu")
     run.state.load_extra_state(extra)
     assert run.state.extra_state()["loss_scale"]["scale"] == 1024.0
 

@@ -11,11 +11,11 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core import randomness
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
-from ppo_rlhf.ppo import losses, update
+from ppo_rlhf.ppo import epoch_batches, learner, loop, losses
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.losses import LossTerm, Term
-from ppo_rlhf.ppo.micro_batches import own_micro_batches
-from ppo_rlhf.ppo.rollouts import UpdatePlan
+from ppo_rlhf.ppo.micro_batches import BatchCut, own_micro_batches
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 from tests.ppo_runs import MEASURED, learn_from, with_responses
@@ -138,34 +138,37 @@ def test_the_steps_taken_are_batches_times_epochs_times_minibatches(
         total_episodes=episodes,
     )
     taken = {"policy": 0, "critic": 0}
-    for name, optimizer in (("policy", run.state.policy_optimizer), ("critic", run.state.critic_optimizer)):
+    for name, optimizer in (
+        ("policy", run.state.learner.policy_optimizer),
+        ("critic", run.state.learner.critic_optimizer),
+    ):
         optimizer.register_step_post_hook(
             lambda *_, name=name: taken.__setitem__(name, taken[name] + 1),
         )
     iterations = 0
-    while not run.state.finished:
+    while not run.state.progress.finished:
         metrics = run.iteration()
         iterations += 1
     batch = per_device * accumulation
     assert iterations == -(-episodes // batch)
     expected = iterations * epochs * minibatches
     assert taken == {"policy": expected, "critic": expected}
-    assert run.state.optimiser_steps == metrics["optimiser/steps"] == expected
-    assert run.state.episode == metrics["episode"] == iterations * batch
-    assert run.state.skipped_steps == 0
+    assert run.state.learner.optimiser_steps == metrics["optimiser/steps"] == expected
+    assert run.state.progress.episode == metrics["episode"] == iterations * batch
+    assert run.state.learner.skipped_steps == 0
 
 
 def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, monkeypatch):
     run = make_run(num_ppo_epochs=3, num_mini_batches=2)
     experience = run.before_update()[-1]
     visited = []
-    original = update._micro_batches
+    original = epoch_batches._micro_batches
 
-    def spy(experience, plan, groups, *inputs):
+    def spy(experience, cut, groups, *inputs):
         visited.append(groups)
-        return original(experience, plan, groups, *inputs)
+        return original(experience, cut, groups, *inputs)
 
-    monkeypatch.setattr(update, "_micro_batches", spy)
+    monkeypatch.setattr(epoch_batches, "_micro_batches", spy)
     learn_from(run.state, experience)
     assert [sorted(row for rows in epoch for row in rows) for epoch in visited] == [list(range(12))] * 3
     assert len({frozenset(map(frozenset, epoch)) for epoch in visited}) == 3
@@ -173,10 +176,10 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
 
 def test_an_epochs_inputs_are_made_once_and_the_first_ones_before_the_update(make_run, monkeypatch):
     run, made = make_run(num_ppo_epochs=3, num_mini_batches=2), []
-    inputs = UpdatePlan.inputs
-    monkeypatch.setattr(UpdatePlan, "inputs", lambda plan, groups: (made.append(groups), inputs(plan, groups))[1])
+    inputs = BatchCut.inputs
+    monkeypatch.setattr(BatchCut, "inputs", lambda cut, groups: (made.append(groups), inputs(cut, groups))[1])
     experience = run.before_update()[-1]
-    epochs = [own_micro_batches(epoch) for epoch in run.state.plan.epochs]
+    epochs = [own_micro_batches(epoch) for epoch in experience.rollouts.cut.epochs]
     assert made == epochs[:1]
     learn_from(run.state, experience)
     assert made == epochs
@@ -187,13 +190,13 @@ def test_the_next_epochs_batches_are_made_before_the_wait_of_an_epochs_last_step
     run, events = make_run(num_ppo_epochs=3, num_mini_batches=2), []
     experience = run.before_update()[-1]
 
-    def note(name):
-        call = getattr(update, name)
-        monkeypatch.setattr(update, name, lambda *args: (events.append(name), call(*args))[1])
+    def note(owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(name), call(*args))[1])
 
-    note("_micro_batches")
-    note("take_step")
-    update.optimise_policy(run.state, experience, run.reference)
+    note(epoch_batches, "_micro_batches")
+    note(Learner, "take_step")
+    loop.update(run.state, experience, run.reference)
     epoch = ["take_step", "_micro_batches", "take_step"]
     assert events == ["_micro_batches", *epoch, *epoch, "take_step", "take_step"]
 
@@ -202,15 +205,15 @@ def test_an_iteration_advances_the_state_and_returns_and_remembers_its_metrics(m
     run = make_run()
     first = run.iteration()
     second = run.iteration()
-    assert (run.state.iteration, run.state.episode) == (2, 24)
-    assert run.state.history == [{"iteration": 1.0, **first}, {"iteration": 2.0, **second}]
+    assert (run.state.progress.iteration, run.state.progress.episode) == (2, 24)
+    assert run.state.progress.history == [{"iteration": 1.0, **first}, {"iteration": 2.0, **second}]
     assert first["lr/policy"] == pytest.approx(1e-3, rel=1e-12)
     assert second["lr/policy"] == pytest.approx(1e-3 * 2 / 3, rel=1e-12)
 
 
 def test_the_kl_controller_is_told_the_kl_summed_over_a_response_and_the_number_of_episodes(make_run):
     run, told = make_run(), []
-    run.state.kl_controller.update = lambda *arguments: told.append(arguments)
+    run.state.shaping.kl_controller.update = lambda *arguments: told.append(arguments)
     metrics = run.iteration()
     assert told == [(metrics["objective/kl"], 12)]
 
@@ -218,9 +221,11 @@ def test_the_kl_controller_is_told_the_kl_summed_over_a_response_and_the_number_
 def test_policy_and_critic_step_at_their_own_learning_rates(make_run, snapshot):
     """Adam's first step moves a weight by the learning rate, whatever the size of its gradient."""
     run = make_run(learning_rate=1e-4, value_learning_rate=5e-3, **ONE_STEP)
-    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    before = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     run.iteration()
-    for module, old, rate in zip((run.state.policy, run.state.critic), before, (1e-4, 5e-3), strict=True):
+    for module, old, rate in zip(
+        (run.state.learner.policy, run.state.learner.critic), before, (1e-4, 5e-3), strict=True
+    ):
         largest = max(float((tensor - old[name]).abs().max()) for name, tensor in module.state_dict().items())
         assert largest == pytest.approx(rate, rel=1e-3)
 
@@ -321,14 +326,18 @@ CULPRITS = {"advantages": "policy", "returns": "critic"}
 def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, snapshot, same_tensors, caplog, names):
     run = make_run(**ONE_STEP)
     experience = with_nan(run.before_update()[-1], 3, names)
-    models = run.state.policy, run.state.critic
+    models = run.state.learner.policy, run.state.learner.critic
     before = [snapshot(model) for model in models]
     with caplog.at_level(logging.WARNING):
         metrics = learn_from(run.state, experience)
     assert all(same_tensors(old, snapshot(model)) for old, model in zip(before, models, strict=True))
-    assert not run.state.policy_optimizer.state
-    assert not run.state.critic_optimizer.state
-    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (0, 1, 1)
+    assert not run.state.learner.policy_optimizer.state
+    assert not run.state.learner.critic_optimizer.state
+    assert (run.state.learner.optimiser_steps, run.state.learner.skipped_steps, run.state.learner.skipped_in_a_row) == (
+        0,
+        1,
+        1,
+    )
     assert (metrics["optimiser/steps"], metrics["optimiser/skipped_steps"]) == (0.0, 1.0)
     (message,) = caplog.messages
     assert f"of the {' and '.join(CULPRITS[name] for name in names)} in iteration 1" in message
@@ -336,11 +345,11 @@ def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, 
 
 def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_continues(make_run, snapshot, same_tensors):
     run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2})
-    before = snapshot(run.state.policy)
+    before = snapshot(run.state.learner.policy)
     learn_from(run.state, with_nan(run.before_update()[-1], 0))
-    assert (run.state.optimiser_steps, run.state.skipped_steps) == (4, 2)
-    assert run.state.iteration == 1
-    weights = snapshot(run.state.policy)
+    assert (run.state.learner.optimiser_steps, run.state.learner.skipped_steps) == (4, 2)
+    assert run.state.progress.iteration == 1
+    weights = snapshot(run.state.learner.policy)
     assert not same_tensors(weights, before)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
 
@@ -350,14 +359,14 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
     run.iteration()
     experience = run.before_update()[-1]
     experience = dataclasses.replace(experience, advantages=experience.advantages * NAN)
-    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    before = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     with pytest.raises(TrainingError) as caught:
         learn_from(run.state, experience)
     assert str(caught.value).startswith("5 optimiser steps in a row had a non-finite gradient")
     assert "iteration 2, optimiser step 13" in str(caught.value)
-    after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    after = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
-    assert (run.state.iteration, len(run.state.history)) == (1, 1)
+    assert (run.state.progress.iteration, len(run.state.progress.history)) == (1, 1)
     assert isinstance(caught.value, DivergenceError)
     assert caught.value.last_good_iteration == 1
 
@@ -373,24 +382,24 @@ def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_change
     old_logprobs = experience.rollouts.reference_logprobs.clone()
     old_logprobs[:, 0] += drift
     rollouts = dataclasses.replace(experience.rollouts, old_logprobs=old_logprobs)
-    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    before = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     with pytest.raises(DivergenceError) as caught:
         learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
     assert "ppo.kl_stop=2.5" in str(caught.value)
     assert caught.value.last_good_iteration == 1  # iteration 2's own rollouts were near; what it led to is not
-    after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    after = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
-    assert (run.state.iteration, len(run.state.history)) == (2, 2)
+    assert (run.state.progress.iteration, len(run.state.progress.history)) == (2, 2)
 
 
 def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):
     run = make_run(**{**ONE_STEP, "total_episodes": 60})
     for _ in range(2):
         learn_from(run.state, with_nan(run.before_update()[-1], 0))
-        assert run.state.skipped_in_a_row == 1
+        assert run.state.learner.skipped_in_a_row == 1
         run.iteration()
-        assert run.state.skipped_in_a_row == 0
-    assert (run.state.optimiser_steps, run.state.skipped_steps) == (2, 2)
+        assert run.state.learner.skipped_in_a_row == 0
+    assert (run.state.learner.optimiser_steps, run.state.learner.skipped_steps) == (2, 2)
 
 
 def test_skipped_steps_in_a_row_are_counted_across_iterations(make_run):
@@ -406,11 +415,11 @@ def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapsh
         return torch.tensor([NAN, *[1.0] * (len(batch) - 1)])
 
     run = make_run(scorer=RewardScorer([("broken", 1.0, broken)]), num_ppo_epochs=5)
-    before = snapshot(run.state.policy)
+    before = snapshot(run.state.learner.policy)
     with pytest.raises(TrainingError, match=r"^5 .*non-finite"):
         run.iteration()
-    assert same_tensors(before, snapshot(run.state.policy))  # whitening spreads it to every advantage
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in snapshot(run.state.critic).values())
+    assert same_tensors(before, snapshot(run.state.learner.policy))  # whitening spreads it to every advantage
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in snapshot(run.state.learner.critic).values())
 
 
 # --- reproducibility -------------------------------------------------------------------------------------------------
@@ -421,11 +430,13 @@ def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_r
     for seed in (1, 1, 2):
         torch.manual_seed(len(results))  # the process's own randomness has no part in it
         run = make_run(dtype="float32", seed=seed)
-        while not run.state.finished:
+        while not run.state.progress.finished:
             run.iteration()
         # as texts: the norm of a gradient that overflowed is NaN, which is no NaN's equal
-        history = [{k: repr(v) for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.history]
-        results.append((snapshot(run.state.policy), snapshot(run.state.critic), history))
+        history = [
+            {k: repr(v) for k, v in row.items() if not k.startswith(MEASURED)} for row in run.state.progress.history
+        ]
+        results.append((snapshot(run.state.learner.policy), snapshot(run.state.learner.critic), history))
     first, second, other = results
     assert same_tensors(first[0], second[0])
     assert same_tensors(first[1], second[1])
@@ -448,7 +459,7 @@ def test_the_update_changes_neither_the_experience_nor_the_reference(make_run, s
 def test_no_gradient_is_held_after_an_update(make_run):
     run = make_run()
     run.iteration()
-    models = (run.state.policy, run.state.critic)
+    models = (run.state.learner.policy, run.state.learner.critic)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
 
 
@@ -465,7 +476,7 @@ def test_processes_sum_gradients_after_the_last_micro_batch_and_where_they_share
         left_out.append(forward)
         return nullcontext()
 
-    monkeypatch.setattr(update, "shards_models", lambda: shards)
-    state = SimpleNamespace(forwards=["policy", "critic"], accelerator=SimpleNamespace(no_sync=no_sync))
-    with update.synchronised(state, is_last=is_last):
+    monkeypatch.setattr(learner, "shards_models", lambda: shards)
+    of = SimpleNamespace(forwards=["policy", "critic"], accelerator=SimpleNamespace(no_sync=no_sync))
+    with Learner.synchronised(of, is_last=is_last):
         assert left_out == unsummed

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.micro_batches import own_micro_batches
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on, with_settings_of
 from tests.ppo_runs import build_model, learn_from, with_responses
 
@@ -53,7 +52,7 @@ def other_reference() -> PreTrainedModel:
 
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's and the critic's loss of each token of one response, `[length]`; no padding, no mask, no core."""
-    rollouts, policy, critic = experience.rollouts, run.state.policy, run.state.critic
+    rollouts, policy, critic = experience.rollouts, run.state.learner.policy, run.state.learner.critic
     prompt, response = rollouts.prompts.prompt_ids[row], rollouts.responses.token_lists()[row]
     ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
     log_p = torch.log_softmax(policy(ids, use_cache=False).logits[0, start:-1] / config.temperature, dim=-1)
@@ -97,8 +96,8 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
 def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
     rollouts, rows = experience.rollouts, counting_rows(experience, config)
     tokens = sum(int(rollouts.responses.lengths[row]) for row in rows)
-    run.state.policy.zero_grad()
-    run.state.critic.zero_grad()
+    run.state.learner.policy.zero_grad()
+    run.state.learner.critic.zero_grad()
     for row in rows:
         divisor = {
             "token_mean": tokens,
@@ -109,8 +108,8 @@ def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[st
         policy_loss, value_loss = row_losses(run, experience, config, row)
         ((policy_loss.sum() + config.vf_coef * value_loss.sum()) / divisor).backward()
     return {
-        **{f"policy.{n}": p.grad.clone() for n, p in run.state.policy.named_parameters()},
-        **{f"critic.{n}": p.grad.clone() for n, p in run.state.critic.named_parameters()},
+        **{f"policy.{n}": p.grad.clone() for n, p in run.state.learner.policy.named_parameters()},
+        **{f"critic.{n}": p.grad.clone() for n, p in run.state.learner.critic.named_parameters()},
     }
 
 
@@ -212,7 +211,7 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     settings = {"max_tokens_per_micro_batch": 30, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "float32"}
     run = make_run(model={"sliding_window": window}, **settings)
     experience = run.before_update()[-1]
-    pieces = own_micro_batches(run.state.plan.epochs[0])
+    pieces = experience.rollouts.cut.first_micro_batches
     assert len(pieces) > 2
     assert sorted(row for piece in pieces for row in piece) == list(range(12))
     for piece in pieces:
@@ -252,12 +251,12 @@ def test_with_more_epochs_for_the_critic_each_model_is_that_of_a_run_with_its_ep
     runs = [make_run(**epochs) for epochs in ({}, {"num_ppo_epochs": 5}, {"num_critic_epochs": 5})]
     taken = {"policy": 0, "critic": 0}
     for name in taken:
-        optimizer = getattr(runs[2].state, f"{name}_optimizer")
+        optimizer = getattr(runs[2].state.learner, f"{name}_optimizer")
         optimizer.register_step_post_hook(lambda *_, name=name: taken.__setitem__(name, taken[name] + 1))
     short, long, actual = [run.iteration() for run in runs]
-    assert same_tensors(snapshot(runs[2].state.policy), snapshot(runs[0].state.policy))
-    assert same_tensors(snapshot(runs[2].state.critic), snapshot(runs[1].state.critic))
-    assert not same_tensors(snapshot(runs[0].state.critic), snapshot(runs[1].state.critic))
+    assert same_tensors(snapshot(runs[2].state.learner.policy), snapshot(runs[0].state.learner.policy))
+    assert same_tensors(snapshot(runs[2].state.learner.critic), snapshot(runs[1].state.learner.critic))
+    assert not same_tensors(snapshot(runs[0].state.learner.critic), snapshot(runs[1].state.learner.critic))
     assert taken == {"policy": 2 * 2, "critic": 5 * 2}
     assert actual["optimiser/steps"] == 5 * 2
     for name, value in actual.items():
@@ -279,14 +278,18 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     moved = 0.5 * (exact.rollouts.old_logprobs - experience.rollouts.old_logprobs)[mask].square().mean()
     limit = float(moved) / 1.5
     stopped = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 0.999)
-    before = snapshot(stopped.state.policy)
+    before = snapshot(stopped.state.learner.policy)
     metrics = learn_from(stopped.state, experience)
-    assert (stopped.state.optimiser_steps, stopped.state.early_stops, metrics["optimiser/early_stops"]) == (0, 1, 1.0)
-    assert same_tensors(before, snapshot(stopped.state.policy))
+    assert (
+        stopped.state.learner.optimiser_steps,
+        stopped.state.learner.early_stops,
+        metrics["optimiser/early_stops"],
+    ) == (0, 1, 1.0)
+    assert same_tensors(before, snapshot(stopped.state.learner.policy))
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(moved), rel=1e-9)
     continued = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
     learn_from(continued.state, experience)
-    assert continued.state.optimiser_steps >= 1
+    assert continued.state.learner.optimiser_steps >= 1
 
 
 # --- warm-up of the critic, and the hold of the controller ------------------------------------------------------------
@@ -294,28 +297,30 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
 
 def test_in_its_warm_up_only_the_critic_learns_and_the_controller_hears_nothing(make_run, snapshot, same_tensors):
     run = make_run(critic_warmup_iterations=2, kl_controller="adaptive", kl_horizon=100.0, kl_coef=0.2)
-    policy, critic = snapshot(run.state.policy), snapshot(run.state.critic)
+    policy, critic = snapshot(run.state.learner.policy), snapshot(run.state.learner.critic)
     for _ in range(2):
         metrics = run.iteration()
-        assert same_tensors(policy, snapshot(run.state.policy))
-        assert not same_tensors(critic, snapshot(run.state.critic))
+        assert same_tensors(policy, snapshot(run.state.learner.policy))
+        assert not same_tensors(critic, snapshot(run.state.learner.critic))
         assert (metrics["policy/grad_norm"], metrics["val/ratio"]) == (0.0, 1.0)
         assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-12)
         assert metrics["value/grad_norm"] > 0.0
-        assert run.state.kl_controller.kl_coef == 0.2
-        critic = snapshot(run.state.critic)
-    assert not run.state.policy_optimizer.state
+        assert run.state.shaping.kl_controller.kl_coef == 0.2
+        critic = snapshot(run.state.learner.critic)
+    assert not run.state.learner.policy_optimizer.state
     run.iteration()
-    assert not same_tensors(policy, snapshot(run.state.policy))
-    assert run.state.kl_controller.kl_coef == pytest.approx(0.2 * (1 - 0.2 * 12 / 100))  # KL was 0 still: wound down
-    assert run.state.optimiser_steps == 12
+    assert not same_tensors(policy, snapshot(run.state.learner.policy))
+    assert run.state.shaping.kl_controller.kl_coef == pytest.approx(
+        0.2 * (1 - 0.2 * 12 / 100)
+    )  # KL was 0 still: wound down
+    assert run.state.learner.optimiser_steps == 12
 
 
 def test_the_adaptive_controller_holds_still_while_the_critic_warms_up_and_then_follows_the_kl(make_run):
     adaptive = {"kl_controller": "adaptive", "kl_horizon": 50.0, "kl_target": 2.0}
     run = make_run(**adaptive, critic_warmup_iterations=2, total_episodes=60)
     coefficients, observed = [], []
-    while not run.state.finished:
+    while not run.state.progress.finished:
         metrics = run.iteration()
         coefficients.append(metrics["objective/kl_coef"])
         observed.append(metrics["objective/kl"])
@@ -335,13 +340,14 @@ def test_a_minibatch_of_only_cut_off_responses_is_no_step_and_a_batch_of_them_is
     run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1)
     experience = run.before_update()[-1]
     rollouts = with_responses(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
-    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    before = [snapshot(module) for module in (run.state.learner.policy, run.state.learner.critic)]
     with caplog.at_level(logging.WARNING):
         metrics = learn_from(run.state, with_settings_of(run, dataclasses.replace(experience, rollouts=rollouts)))
     assert all(
-        same_tensors(*pair) for pair in zip(before, map(snapshot, (run.state.policy, run.state.critic)), strict=True)
+        same_tensors(*pair)
+        for pair in zip(before, map(snapshot, (run.state.learner.policy, run.state.learner.critic)), strict=True)
     )
-    assert (run.state.optimiser_steps, run.state.skipped_steps) == (0, 0)
+    assert (run.state.learner.optimiser_steps, run.state.learner.skipped_steps) == (0, 0)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["val/ratio"] == 1.0
     (message,) = caplog.messages
@@ -356,6 +362,6 @@ def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(mak
     terminated[[2, 7]] = True
     rollouts = with_responses(experience.rollouts, terminated=terminated)
     metrics = learn_from(run.state, with_settings_of(run, dataclasses.replace(experience, rollouts=rollouts)))
-    assert run.state.optimiser_steps == 2
+    assert run.state.learner.optimiser_steps == 2
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

@@ -30,11 +30,11 @@ def is_frozen(kind: str, name: str) -> bool:
 @pytest.mark.parametrize("kind", FROZEN)
 def test_attention_stays_as_it_was_and_everything_else_of_the_critic_moves(make_run, snapshot, kind):
     run = make_run(kind, value_freeze="attention")
-    before = {name: tensor.clone() for name, tensor in snapshot(run.state.critic).items()}
-    policy = {name: tensor.clone() for name, tensor in snapshot(run.state.policy).items()}
+    before = {name: tensor.clone() for name, tensor in snapshot(run.state.learner.critic).items()}
+    policy = {name: tensor.clone() for name, tensor in snapshot(run.state.learner.policy).items()}
     for _ in range(2):  # the head starts at 0, so the backbone has no gradient before its first step
         run.iteration()
-    after, moved = snapshot(run.state.critic), snapshot(run.state.policy)
+    after, moved = snapshot(run.state.learner.critic), snapshot(run.state.learner.policy)
     stayed = {name for name, tensor in before.items() if torch.equal(after[name], tensor)}
     assert stayed == {name for name in before if is_frozen(kind, name)}
     assert 0 < len(stayed) < len(before)
@@ -46,7 +46,7 @@ def test_the_other_weights_have_the_gradient_that_they_have_without_the_setting(
     free, frozen = (make_run(kind, **ONE_STEP, value_freeze=value) for value in ("none", "attention"))
     experience = moved_on(free.before_update()[-1])
     for run in (free, frozen):
-        torch.nn.init.normal_(run.state.critic.value_head.weight, generator=torch.Generator().manual_seed(4))
+        torch.nn.init.normal_(run.state.learner.critic.value_head.weight, generator=torch.Generator().manual_seed(4))
     expected, actual = gradients_of(free, experience), gradients_of(frozen, experience)
     assert set(expected) - set(actual) == {
         name for name in expected if name.startswith("critic.") and is_frozen(kind, name)
@@ -58,16 +58,16 @@ def test_the_other_weights_have_the_gradient_that_they_have_without_the_setting(
 def test_the_optimiser_holds_no_state_of_what_is_frozen(make_run):
     run = make_run(value_freeze="attention")
     run.iteration()
-    held = {id(weight) for group in run.state.critic_optimizer.param_groups for weight in group["params"]}
-    critic = dict(run.state.critic.named_parameters())
+    held = {id(weight) for group in run.state.learner.critic_optimizer.param_groups for weight in group["params"]}
+    critic = dict(run.state.learner.critic.named_parameters())
     assert held == {id(weight) for name, weight in critic.items() if not is_frozen("llama", name)}
-    assert {id(weight) for weight in run.state.critic_optimizer.state} == held
+    assert {id(weight) for weight in run.state.learner.critic_optimizer.state} == held
 
 
 def test_a_line_says_how_many_parameters_of_the_critic_train(make_run, caplog):
     caplog.set_level("INFO", logger="ppo_rlhf")
     run = make_run(value_freeze="attention")
-    critic = dict(run.state.critic.named_parameters())
+    critic = dict(run.state.learner.critic.named_parameters())
     total = sum(weight.numel() for weight in critic.values()) / 1e6
     trained = sum(weight.numel() for name, weight in critic.items() if not is_frozen("llama", name)) / 1e6
     (line,) = [message for message in caplog.messages if "Critic:" in message]

@@ -69,10 +69,10 @@ def test_the_history_is_that_of_the_own_engine_with_weighed_tokens(stand_in, kin
 
 def test_each_rollout_is_sampled_from_the_weights_that_the_update_before_left(stand_in):
     engine, run = stand_in("gpt2"), run_of("gpt2", **LORA, **VLLM)
-    stir(run.state.policy)
+    stir(run.state.learner.policy)
     before = [parameter.clone() for parameter in run.reference.parameters()]
     for _ in range(2):
-        now = merged(run.state.policy)
+        now = merged(run.state.learner.policy)
         run.iteration()
         for name, parameter in now.named_parameters():
             assert_close(engine.model.get_parameter(name), parameter, rtol=0.0, atol=1e-7, msg=name)
@@ -102,11 +102,11 @@ def test_ids_without_a_token_are_asked_away(monkeypatch, settings):
 def test_an_engine_that_lost_a_weight_stops_the_run_before_it_learns(stand_in, settings):
     engine, run = stand_in(), run_of(**settings, **VLLM)
     engine.loses = lambda push, name: name == "model.embed_tokens.weight"
-    before = [parameter.clone() for parameter in run.state.policy.parameters()]
+    before = [parameter.clone() for parameter in run.state.learner.policy.parameters()]
     with pytest.raises(TrainingError, match=r"^iteration 1: .* weights\.") as stop:
         run.iteration()
     assert "\n" not in str(stop.value)
-    assert all(map(torch.equal, run.state.policy.parameters(), before))
+    assert all(map(torch.equal, run.state.learner.policy.parameters(), before))
 
 
 def test_an_engine_that_keeps_the_weights_of_an_earlier_push_stops_the_run(stand_in):
@@ -115,7 +115,7 @@ def test_an_engine_that_keeps_the_weights_of_an_earlier_push_stops_the_run(stand
     metrics_of(run, iterations=2)
     with pytest.raises(TrainingError, match=r"^iteration 3: .* weights\."):
         run.iteration()
-    assert run.state.iteration == 2
+    assert run.state.progress.iteration == 2
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_server_that_stays_away_stops_the_run_with_one_line(stand_in):
     with pytest.raises(TrainingError, match=r"http://nowhere:8000: .*ppo\.vllm_server_timeout.*checkpoint") as stop:
         run.iteration()
     assert "\n" not in str(stop.value)
-    assert run.state.iteration == 1
+    assert run.state.progress.iteration == 1
 
 
 def test_a_server_with_log_probabilities_of_another_kind_is_refused(stand_in):
@@ -198,17 +198,17 @@ def test_the_log_says_once_what_weighs_tokens_and_that_a_resumed_run_is_another(
 def test_an_evaluation_samples_by_the_same_engine_from_the_policy_that_it_is_given(stand_in):
     engine, run = stand_in(), run_of(**VLLM)
     run.iteration()
-    sampling = EvaluationConfig(temperature=0.0).sampling(run.state.sampling)
+    sampling = EvaluationConfig(temperature=0.0).sampling(run.state.sampler.settings)
     given = run.prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, sampling
-    actual = Evaluator(run.state.tokenizer, *given, seed=1).evaluate(run.reference, None)
+    actual = Evaluator(run.state.sampler.tokenizer, *given, seed=1).evaluate(run.reference, None)
     assert (engine.starts, engine.answers, engine.asked["top_k"]) == (1, 2, 1)
     for name, parameter in run.reference.named_parameters():
         assert torch.equal(engine.model.get_parameter(name), parameter)
     own = Evaluator(
-        run.state.tokenizer,
+        run.state.sampler.tokenizer,
         *given[:3],
         run_of().config,
-        EvaluationConfig(temperature=0.0).sampling(run_of().state.sampling),
+        EvaluationConfig(temperature=0.0).sampling(run_of().state.sampler.settings),
         seed=1,
     )
     assert actual.response_ids == own.evaluate(run.reference, None).response_ids

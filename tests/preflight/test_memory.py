@@ -19,8 +19,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.passes import free_memory, response_logprobs
 from ppo_rlhf.passes.free_memory import sequences_at_a_time
-from ppo_rlhf.ppo import micro_batches, update
-from ppo_rlhf.ppo.micro_batches import own_micro_batches
+from ppo_rlhf.ppo import epoch_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.preflight.memory import MemoryPlan, RunShape, plan_memory, suggestions
 from tests.ppo_runs import build_prompts, build_run
@@ -75,13 +74,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 )
 def test_weights_and_moments_are_those_of_a_run_to_the_byte(settings: dict[str, Any]):
     run = build_run("llama", **{"dtype": "float32", **settings})
-    models = (run.state.policy, run.reference, run.state.critic)
+    models = (run.state.learner.policy, run.reference, run.state.learner.critic)
     planned = plan(**settings)
     unique = {p.untyped_storage().data_ptr(): p.nbytes for model in models for p in model.parameters()}
     buffers = sum(planned.held.values()) - planned.held[MOMENTS] - sum(unique.values())
     assert 0 <= buffers < 200 * len(models)
     run.iteration()
-    optimizers = {id(o): o for o in (run.state.policy_optimizer, run.state.critic_optimizer) if o is not None}
+    optimizers = {
+        id(o): o for o in (run.state.learner.policy_optimizer, run.state.learner.critic_optimizer) if o is not None
+    }
     moments = [state for optimizer in optimizers.values() for state in optimizer.state.values()]
     assert planned.held[MOMENTS] == sum(m[name].nbytes for m in moments for name in ("exp_avg", "exp_avg_sq"))
     trained = {p.untyped_storage().data_ptr(): p.nbytes for o in optimizers.values() for p in parameters_of(o)}
@@ -123,11 +124,12 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     """Prompts of one length, responses of full length: then nothing is padding."""
     run = build_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
     *_, experience = run.before_update()
-    plan = run.state.plan
-    assert plan is not None
-    pieces = update._micro_batches(experience, plan, own_micro_batches(plan.epochs[0]))
+    cut = experience.rollouts.cut
+    pieces = epoch_batches._micro_batches(experience, cut, cut.first_micro_batches)
     rows, width = run.config.local_batch_size, run.config.response_length
-    assert run.state.statistics_dtype == torch.float64  # bytes per number of the tests' float64 models; runs use four
+    assert (
+        run.state.learner.statistics_dtype == torch.float64
+    )  # bytes per number of the tests' float64 models; runs use four
     expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))
     assert sum(map(bytes_of, pieces)) == pytest.approx(expected, rel=0.1)
 
@@ -239,18 +241,18 @@ def test_a_run_takes_as_many_tokens_and_responses_at_a_time_as_its_plan_says(set
     shape = RunShape(run.reference.config, max(run.prompts.lengths), on_cpu=False, card=2**24 * 256)
     held = plan_memory(run.config, shape).held
     budgets, rows = set(), set()
-    monkeypatch.setattr(micro_batches, "UNLIMITED_ON", ())
+    monkeypatch.setattr(token_budget, "UNLIMITED_ON", ())
     for left in (2**14, 2**15, 2**16, 2**28, 2**28 + 2**20):
         planned = plan_memory(run.config, replace(shape, free=sum(held.values()) + left))
-        monkeypatch.setattr(micro_batches, "free_bytes", lambda _, left=left: left + held[MOMENTS])
-        run.state.micro_batch_tokens = None
-        assert micro_batches.token_budget(run.state, shape.prompt_length) == planned.update_tokens
-        copied = micro_batches.copied_bytes(run.config, run.state.policy)
+        monkeypatch.setattr(token_budget, "free_bytes", lambda _, left=left: left + held[MOMENTS])
+        run.state.learner.micro_batch_tokens = None
+        assert token_budget.token_budget(run.state.learner, shape.prompt_length) == planned.update_tokens
+        copied = token_budget.copied_bytes(run.config, run.state.learner.policy)
         monkeypatch.setattr(free_memory, "free_bytes", lambda _, left=left, copied=copied: left - copied)
         longest, size = shape.prompt_length, run.config.local_batch_size
         with autocast(run.config, torch.device("cpu")):
             at_a_time = sequences_at_a_time(
-                run.state.policy, size, longest + run.config.response_length, decoded_from=longest
+                run.state.learner.policy, size, longest + run.config.response_length, decoded_from=longest
             )
         assert at_a_time == planned.rollout_rows
         budgets.add(planned.update_tokens)

@@ -36,8 +36,8 @@ def broken(model: PreTrainedModel | None = None, **settings) -> dict[str, str]:
 def rewards_patched(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Change the shaped rewards `[B, T]`, given them and the responses' tokens, before advantages are estimated."""
 
-    def patched(rollouts, scores, state):
-        return change(shape_rewards(rollouts, scores, state), rollouts.responses.response_ids)
+    def patched(rollouts, scores, shaping):
+        return change(shape_rewards(rollouts, scores, shaping), rollouts.responses.response_ids)
 
     monkeypatch.setattr(loop, "shape_rewards", patched)
 

@@ -92,19 +92,19 @@ def test_a_run_is_paid_the_combination_and_reports_the_mean_and_the_disagreement
         np.testing.assert_allclose(last.numpy(), expected, rtol=0.0, atol=1e-8)
         # disagreement has the run's unit, whatever the reward is normalised by
         apart = z_scores(seen, "running").std(0)
-        rows = completion_rows(experience, run.state.tokenizer)
+        rows = completion_rows(experience, run.state.sampler.tokenizer)
         np.testing.assert_allclose([row["disagreement"] for row in rows], apart, rtol=0.0, atol=1e-9)
         metrics = run.iteration()
         assert metrics["reward/disagreement"] == pytest.approx(apart.mean(), abs=1e-9)
         assert metrics["objective/scores"] == pytest.approx(raw.mean(), rel=1e-12)
-        assert run.state.component_moments["rare"].count == 12 * (iteration + 1)
+        assert run.state.shaping.component_moments["rare"].count == 12 * (iteration + 1)
 
 
 def test_a_weighted_sum_has_neither_the_metric_nor_the_column():
     run = build("sum", "total")
     experience = run.before_update()[-1]
     assert experience.disagreement is None
-    assert "disagreement" not in completion_rows(experience, run.state.tokenizer)[0]
+    assert "disagreement" not in completion_rows(experience, run.state.sampler.tokenizer)[0]
     assert "reward/disagreement" not in run.iteration()
     assert run.state.extra_state()["component_moments"] == {}
 
@@ -140,10 +140,10 @@ def test_a_resumed_run_equals_one_that_went_on(combine, normalise, tmp_path: Pat
     resumed = build(combine, normalise, total_episodes=36)
     read_checkpoint(directory, resumed.state)
     for run in (whole, resumed):
-        while not run.state.finished:
+        while not run.state.progress.finished:
             run.iteration()
     assert_same(everything(resumed.state), everything(whole.state))
-    disagreements = [[row["reward/disagreement"] for row in run.state.history] for run in (whole, resumed)]
+    disagreements = [[row["reward/disagreement"] for row in run.state.progress.history] for run in (whole, resumed)]
     assert disagreements[0] == disagreements[1]
 
 
@@ -211,7 +211,7 @@ def test_rewards_per_token_are_refused_with_a_combination():
     scorer = RewardScorer([("a", 1.0, letters), ("b", 1.0, by_token)], combine="mean")
     run = build_run(scorer=scorer, **PLAIN)
     with pytest.raises(ConfigError, match=r"^reward\.combine=mean combines scores of whole responses, but b returns"):
-        loop.score_responses(run.rollouts(), run.scorer, run.state)
+        loop.score_responses(run.rollouts(), run.scorer, run.state.sampler, run.state.progress)
 
 
 def test_a_reward_models_name_is_the_last_part_of_its_path():

@@ -56,10 +56,10 @@ def build(normalise: Any = "component", *more: tuple[str, float, Any], **setting
 def paid(run: Run) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Rewards of the last tokens of an iteration, and the components' scores; the padding of the KL is NaN."""
     rollouts = run.rollouts()
-    scores = loop.score_responses(rollouts, run.scorer, run.state)
+    scores = loop.score_responses(rollouts, run.scorer, run.state.sampler, run.state.progress)
     poisoned = torch.where(rollouts.mask, rollouts.old_logprobs, math.nan)
-    rewards = loop.shape_rewards(rollouts, scores, run.state)
-    again = loop.shape_rewards(replace(rollouts, old_logprobs=poisoned), scores, run.state)
+    rewards = loop.shape_rewards(rollouts, scores, run.state.shaping)
+    again = loop.shape_rewards(replace(rollouts, old_logprobs=poisoned), scores, run.state.shaping)
     assert torch.equal(rewards, again)
     last = rewards.gather(1, rollouts.responses.lengths[:, None] - 1)[:, 0]
     assert_close(rewards.sum(-1), last, rtol=0.0, atol=0.0)
@@ -86,7 +86,7 @@ def test_the_reward_is_the_sum_of_what_numpy_makes_of_each_component(how: str):
         for name in WEIGHTS:
             over = np.concatenate([each[name] for each in (seen if how == "running" else seen[-1:])])
             assert metrics[f"reward_std/{name}"] == pytest.approx(over.std(ddof=1), rel=1e-12)
-            assert run.state.component_moments[name].count == 12 * (iteration + 1)
+            assert run.state.shaping.component_moments[name].count == 12 * (iteration + 1)
     assert metrics["objective/scores"] == pytest.approx(sum(w * components[n].mean() for n, w in WEIGHTS.items()))
 
 
@@ -143,18 +143,18 @@ def test_a_resumed_run_goes_on_with_each_components_moments(tmp_path: Any):
     resumed = build(reward_normalisation="running", total_episodes=36)
     read_checkpoint(directory, resumed.state)
     for run in (whole, resumed):
-        while not run.state.finished:
+        while not run.state.progress.finished:
             run.iteration()
     assert_same(everything(resumed.state), everything(whole.state))
     assert resumed.state.extra_state() == whole.state.extra_state()
-    assert resumed.state.component_moments["rare"].count == 36
+    assert resumed.state.shaping.component_moments["rare"].count == 36
 
 
 def test_a_checkpoint_of_a_normalised_total_is_not_resumed_by_component(tmp_path: Any):
     total = build("total", reward_normalisation="running")
     total.iteration()
     assert total.state.extra_state()["component_moments"] == {}
-    assert not any(name.startswith("reward_std/") for name in total.state.history[0])
+    assert not any(name.startswith("reward_std/") for name in total.state.progress.history[0])
     run = build(reward_normalisation="running")
     read_checkpoint(write_checkpoint(tmp_path, total.state), run.state)
     with pytest.raises(CheckpointError, match=r"^reward\.normalise=component: in the 1 iterations of this checkpoint"):

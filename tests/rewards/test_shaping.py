@@ -118,10 +118,10 @@ def test_the_update_adds_each_iterations_scores_to_the_running_moments_once():
     run, scores = build_run(reward_normalisation="running"), []
     for _ in range(2):
         experience = run.before_update()[-1]
-        assert run.state.reward_moments.count == len(scores)
+        assert run.state.shaping.reward_moments.count == len(scores)
         scores += experience.scores.total.tolist()
         run.iteration()  # equal rollouts: only the update changes the state
-    moments = run.state.reward_moments
+    moments = run.state.shaping.reward_moments
     assert moments.count == 24
     assert moments.mean == pytest.approx(statistics.mean(scores), rel=1e-12)
     assert moments.variance == pytest.approx(statistics.variance(scores), rel=1e-12)
@@ -133,7 +133,7 @@ def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were():
 
     run = build_run(scorer=RewardScorer([("broken", 1.0, half_broken)]), reward_normalisation="running")
     run.iteration()
-    assert (run.state.reward_moments.count, run.state.reward_moments.mean) == (10, 4.5)
+    assert (run.state.shaping.reward_moments.count, run.state.shaping.reward_moments.mean) == (10, 4.5)
     scores = torch.tensor([math.nan, 1.0, 2.0, 3.0])
     found = normalised(scores, RunningMoments(), run.config)
     assert found.isnan().tolist() == [True, False, False, False]
@@ -155,7 +155,7 @@ def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit():
             run = build_run(scorer=score(*arguments), reward_normalisation=mode, missing_eos_penalty=None)
             for _ in range(2):
                 run.iteration()
-            weights[mode, name] = weights_of(run.state.policy)["lm_head.weight"]
+            weights[mode, name] = weights_of(run.state.learner.policy)["lm_head.weight"]
     assert_close(weights["running", "plain"], weights["running", "other"], rtol=0.0, atol=1e-4)
     assert float((weights["none", "plain"] - weights["none", "other"]).abs().max()) > 1e-3
 

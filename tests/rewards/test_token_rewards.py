@@ -19,7 +19,7 @@ from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from ppo_rlhf.runtime.user_functions import load_function
 from ppo_rlhf.training import PPOTrainer
-from tests.ppo.test_experience import LENGTHS, OLD, REFERENCE, TERMINATED, state_of
+from tests.ppo.test_experience import LENGTHS, OLD, REFERENCE, TERMINATED, shaping_of
 from tests.ppo_runs import build_model, build_rollouts, build_run, build_tokenizer
 
 IDS = [[7, 2], [8, 9, 2], [5]]
@@ -140,7 +140,7 @@ WHOLE = torch.tensor([10.0, 20.0, 30.0]).double()
 def shaped(**settings: Any) -> torch.Tensor:
     rollouts = build_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
     total = WHOLE + BY_TOKEN.sum(-1)
-    return shape_rewards(rollouts, Scores(total, {"both": total}, BY_TOKEN), state_of(**settings))
+    return shape_rewards(rollouts, Scores(total, {"both": total}, BY_TOKEN), shaping_of(**settings))
 
 
 def test_each_number_is_paid_on_its_token_beside_the_kl_and_the_score() -> None:
@@ -177,11 +177,11 @@ def test_the_rollouts_own_tokens_are_scored_and_their_rewards_are_as_wide_as_the
 
     run = build_run(scorer=RewardScorer([("ids", 1.0, lambda batch: score_by_function(by_token, "ids", batch))]))
     rollouts = run.rollouts()
-    scores = score_responses(rollouts, run.scorer, run.state)
+    scores = score_responses(rollouts, run.scorer, run.state.sampler, run.state.progress)
     expected = torch.where(rollouts.mask, rollouts.responses.response_ids, 0).double()
     assert torch.equal(scores.token_rewards, expected[:, : int(rollouts.responses.lengths.max())])
     assert torch.equal(scores.total, expected.sum(-1))
-    rewards = shape_rewards(rollouts, scores, run.state)
+    rewards = shape_rewards(rollouts, scores, run.state.shaping)
     last = rollouts.responses.lengths - 1
     penalties = torch.where(rollouts.responses.terminated, 0.0, 0.5)  # the run's missing_eos_penalty; its KL is 0
     expected[torch.arange(len(last)), last] -= penalties

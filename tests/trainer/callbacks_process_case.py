@@ -53,7 +53,7 @@ def train(mode: str, folder: Path) -> dict[str, Any]:
         trainer.train(output_dir=folder / mode)
     except PPORLHFError as error:
         end = f"{type(error).__name__}: {error}"
-    return {"end": end, "iteration": trainer.state.iteration, "rewards": seen.rewards}
+    return {"end": end, "iteration": trainer.state.progress.iteration, "rewards": seen.rewards}
 
 
 def main(folder: Path) -> None:

@@ -20,8 +20,9 @@ from datasets import load_dataset
 from rich.console import Console
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
-from ppo_rlhf.ppo import loop, update
+from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.runtime import progress, signals
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
@@ -160,7 +161,7 @@ def test_an_exception_saves_the_last_whole_iteration_and_training_resumes_from_i
     again.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
     assert repeatable(again.history) == repeatable(whole.history)
     assert_same_bits(weights(again.policy), weights(whole.policy))
-    assert_same_bits(weights(again.state.critic), weights(whole.state.critic))
+    assert_same_bits(weights(again.state.learner.critic), weights(whole.state.learner.critic))
 
 
 def test_a_process_that_is_forked_in_training_saves_and_closes_nothing(sft: str, tmp_path: Path, monkeypatch):
@@ -211,7 +212,7 @@ STEPS = 4  # optimiser steps of an iteration: 2 epochs of 2 minibatches
 
 
 def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(update, "compute_gradients", raising_at(STEPS + 1, update.compute_gradients))
+    monkeypatch.setattr(Learner, "compute_gradients", raising_at(STEPS + 1, Learner.compute_gradients))
     with pytest.raises(RuntimeError, match="device is lost"):
         trainer_of(sft).train(output_dir=tmp_path / "run")
     assert saved(tmp_path / "run") == ["iteration_000001"]
@@ -219,14 +220,14 @@ def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, mo
 
 def interrupting(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Send SIGINT to this process, as Ctrl-C does, in the given optimiser steps, counted from 1."""
-    function, calls = update.take_step, itertools.count(1)
+    function, calls = Learner.take_step, itertools.count(1)
 
     def wrapped(*arguments: Any) -> None:
         if next(calls) in steps:
             signal.raise_signal(signal.SIGINT)
         function(*arguments)
 
-    monkeypatch.setattr(update, "take_step", wrapped)
+    monkeypatch.setattr(Learner, "take_step", wrapped)
 
 
 def test_ctrl_c_in_an_update_saves_that_iteration_once_it_is_whole(
@@ -253,7 +254,7 @@ def test_a_second_ctrl_c_in_an_update_stops_at_once(sft: str, tmp_path: Path, mo
     trainer = trainer_of(sft)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(output_dir=tmp_path / "run")
-    assert trainer.state.updating
+    assert trainer.state.progress.updating
     assert saved(tmp_path / "run") == []
 
 
@@ -293,9 +294,9 @@ def test_a_handler_of_the_callers_own_is_kept(sft: str, monkeypatch: pytest.Monk
 
 def test_outside_of_the_main_thread_training_leaves_the_handler_alone(sft: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
-    trainer, step = trainer_of(sft), update.take_step
+    trainer, step = trainer_of(sft), Learner.take_step
     monkeypatch.setattr(
-        update, "take_step", lambda *given: seen.append(signal.getsignal(signal.SIGINT)) or step(*given)
+        Learner, "take_step", lambda *given: seen.append(signal.getsignal(signal.SIGINT)) or step(*given)
     )
     thread = threading.Thread(target=trainer.train)
     thread.start()
@@ -313,12 +314,12 @@ def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign():
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(
     sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(update, "compute_gradients", raising_at(2 * STEPS + 2, update.compute_gradients))
+    monkeypatch.setattr(Learner, "compute_gradients", raising_at(2 * STEPS + 2, Learner.compute_gradients))
     trainer = trainer_of(sft, config(save_interval=1))
     with pytest.raises(RuntimeError, match="device is lost"):
         trainer.train(output_dir=tmp_path / "run")
     assert saved(tmp_path / "run") == ["iteration_000001", "iteration_000002"]
-    monkeypatch.setattr(update, "compute_gradients", raising_at(STEPS + 2, update.compute_gradients))
+    monkeypatch.setattr(Learner, "compute_gradients", raising_at(STEPS + 2, Learner.compute_gradients))
     with pytest.raises(RuntimeError, match="device is lost"):
         trainer_of(sft).train(output_dir=tmp_path / "other")
     assert saved(tmp_path / "other") == []

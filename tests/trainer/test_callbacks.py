@@ -137,7 +137,7 @@ def test_callbacks_change_no_bit_and_leave_the_accelerator_as_it_was():
     plain.train()
     watched.train()
     assert_same_bits(weights(watched.policy), weights(plain.policy))
-    assert watched.state.accelerator.distributed_type is not None
+    assert watched.state.learner.accelerator.distributed_type is not None
 
 
 def test_the_pipeline_calls_those_that_a_setting_names(tmp_path: Path):
@@ -153,17 +153,17 @@ def test_the_pipeline_calls_those_that_a_setting_names(tmp_path: Path):
 def test_training_stops_where_a_callback_says_so_and_stays_stopped(tmp_path: Path, at: str):
     trainer = trainer_of(Recorder((at, 2), "should_training_stop"), total_episodes=40)
     trainer.train(output_dir=tmp_path)
-    assert trainer.state.iteration == 2
+    assert trainer.state.progress.iteration == 2
     assert checkpoint_iterations(tmp_path) == [2]
     again = trainer_of(total_episodes=40)
     again.train(resume_from_checkpoint=True, output_dir=tmp_path)
-    assert again.state.iteration == 2
+    assert again.state.progress.iteration == 2
 
 
 def test_the_pipeline_stops_too_and_exports_what_it_has(tmp_path: Path):
     sft = save(tmp_path / "sft", tiny_model())
     outputs = run_pipeline(sft, config(callbacks=f"{HERE}:stopper", total_episodes=40), FUNCTION)
-    assert outputs["checkpoint"].load().iteration == 2
+    assert outputs["checkpoint"].load().progress.iteration == 2
     assert "ppo_policy" in outputs
 
 
@@ -319,11 +319,19 @@ def test_in_a_loop_of_ones_own_callbacks_are_refused():
 
 def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     state = trainer_of().state
-    of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path, lambda: None)
+    of_this = Callbacks(
+        state.learner,
+        state.sampler,
+        state.progress,
+        [Recorder(("step", 0), "should_training_stop")],
+        [],
+        tmp_path,
+        lambda: None,
+    )
     none = vars(TrainerControl())
     monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets no flag
     of_this.iteration_ended({}, is_saved=True)
-    assert not state.requests.end
+    assert not state.progress.requests.end
     monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
     with pytest.raises(TrainingError, match="process 1"):
         of_this.iteration_ended({}, is_saved=True)
@@ -373,7 +381,7 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
 
     first = trainer_of(KillAt3(), **settings)
     first_save = first.save_checkpoint
-    first.save_checkpoint = lambda folder: first_save(folder) if first.state.iteration < 4 else folder  # type: ignore
+    first.save_checkpoint = lambda folder: first_save(folder) if first.state.progress.iteration < 4 else folder  # type: ignore
     with pytest.raises(Kill):
         first.train(output_dir=tmp_path)
     for newer in tmp_path.glob(
@@ -503,7 +511,8 @@ class Unfinished:
 def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    closing = Callbacks(trainer_of().state, [], [Reporter()], tmp_path / "gone", lambda: None)
+    state = trainer_of().state
+    closing = Callbacks(state.learner, state.sampler, state.progress, [], [Reporter()], tmp_path / "gone", lambda: None)
     closing._own_run = Unfinished()
     (tmp_path / "gone").write_text("")  # a file, in which nothing can be written, as on a full disk
     with pytest.raises(TerminationSignal), contextlib.closing(closing):

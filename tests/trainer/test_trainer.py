@@ -136,7 +136,7 @@ def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, setting
     """Models come from paths, and with the default settings also from objects."""
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
     outputs["ppo_policy"].load().save(tmp_path / "pipeline")
-    expected = repeatable(outputs["checkpoint"].load().history)
+    expected = repeatable(outputs["checkpoint"].load().progress.history)
     given: list[tuple[Any, ...]] = [(sft,)]
     if not settings:
         given.append((PretrainedHandle(sft).causal_lm(), None, PretrainedHandle(sft).tokenizer()))
@@ -168,7 +168,7 @@ def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, rew
     """The reward model is given as a path, as an object, and by the configuration."""
     settings = {"value_model": "reward_init"}
     outputs = pipeline_run(sft, config(**settings), {"type": "model"}, reward_model)
-    expected = repeatable(outputs["checkpoint"].load().history)
+    expected = repeatable(outputs["checkpoint"].load().progress.history)
     as_object = (CausalLMRewardModel.from_pretrained(reward_model), PretrainedHandle(reward_model).tokenizer())
     by_configuration = config(**settings, sft_model_path=sft, reward_model_path=reward_model)
     for trainer in (
@@ -400,7 +400,7 @@ def test_a_batch_that_cannot_be_trained_on_is_refused(sft: str, change: dict[str
     trainer = PPOTrainer(config(), sft)
     with pytest.raises(kind, match=named):
         trainer.step(**{**GOOD_STEP, **change})
-    assert trainer.state.iteration == 0
+    assert trainer.state.progress.iteration == 0
 
 
 def test_each_query_needs_room_only_for_its_own_response(sft: str):
@@ -408,7 +408,7 @@ def test_each_query_needs_room_only_for_its_own_response(sft: str):
     responses = [torch.tensor([5, END]), torch.full((6,), 4), *QUERIES[2:]]
     trainer = PPOTrainer(config(), sft)  # its context has 32 tokens
     trainer.step(**{**GOOD_STEP, "queries": queries, "responses": responses})
-    assert trainer.state.iteration == 1
+    assert trainer.state.progress.iteration == 1
 
 
 def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refused(
@@ -519,7 +519,7 @@ def test_the_shortest_context_of_all_models_is_the_limit(
     with pytest.raises(DataError, match=f"query of 7 tokens .* {whose}"):
         ready.step([*queries[:3], torch.full((7,), 4)], responses, [0.0, 1.0, 2.0, 3.0])
     ready.step(queries, responses, [0.0, 1.0, 2.0, 3.0])
-    assert ready.state.iteration == 1
+    assert ready.state.progress.iteration == 1
 
 
 def test_a_model_of_which_no_weight_trains_is_refused():
@@ -600,17 +600,17 @@ def test_the_critic_starts_from_the_model_that_is_given(sft: str, settings: dict
     ids = torch.tensor([[4, 7, 9, 12]])
     expected = model(ids).logits[0, 0].detach()
     trainer = trainer_of(sft, config(**settings), value_model=model)
-    torch.testing.assert_close(values(trainer.state.critic)[0, -1], expected, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(values(trainer.state.learner.critic)[0, -1], expected, rtol=0.0, atol=1e-5)
     before = weights(model)
     trainer.train()
     assert_same_bits(weights(model), before)
-    assert abs(values(trainer.state.critic)[0, -1] - expected) > 1e-4
+    assert abs(values(trainer.state.learner.critic)[0, -1] - expected) > 1e-4
 
 
 def test_the_critic_may_start_from_a_language_model(sft: str):
     other = tiny_model(seed=7)
     trainer = PPOTrainer(config(), sft, value_model=other)
-    assert_same_bits(weights(trainer.state.critic.backbone), weights(other.base_model))
+    assert_same_bits(weights(trainer.state.learner.critic.backbone), weights(other.base_model))
 
 
 def test_a_script_of_trls_gives_its_value_model_beside_the_converted_settings(sft: str):
@@ -619,7 +619,7 @@ def test_a_script_of_trls_gives_its_value_model_beside_the_converted_settings(sf
     converted = from_trl(settings).ppo_config()
     assert converted.value_model == "reward_init"
     trainer = PPOTrainer(converted, sft, value_model=model)
-    assert_same_bits(weights(trainer.state.critic.backbone), weights(model.base_model))
+    assert_same_bits(weights(trainer.state.learner.critic.backbone), weights(model.base_model))
 
 
 def test_a_critic_that_cannot_be_is_refused(sft: str):
@@ -762,7 +762,7 @@ def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_pa
     trainer = trainer_of(sft, settings)
     monkeypatch.setattr("ppo_rlhf.trainer.trainer.loop.train", lambda *_: None)
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
-    assert trainer.state.iteration == 2
+    assert trainer.state.progress.iteration == 2
 
 
 HOLDS_THE_LOCK = """
@@ -802,7 +802,7 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path
         interrupted.train(resume_from_checkpoint=tmp_path / "run" / "iteration_000002")
     assert repeatable(interrupted.history) == repeatable(whole.history)
     assert_same_bits(weights(interrupted.policy), weights(whole.policy))
-    assert_same_bits(weights(interrupted.state.critic), weights(whole.state.critic))
+    assert_same_bits(weights(interrupted.state.learner.critic), weights(whole.state.learner.critic))
 
 
 @pytest.mark.parametrize(
@@ -820,11 +820,11 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     trainer.train(resume_from_checkpoint=run / "iteration_000001", output_dir=tmp_path / "run")
     resumed = pipeline_run(sft, saved, FUNCTION, resume=tmp_path / "run" / "iteration_000002")
     state, whole = resumed["checkpoint"].load(), read_back(sft, saved, run / "iteration_000003")
-    assert repeatable(trainer.history) == repeatable(state.history) == repeatable(whole.history)
-    assert len(whole.history) == 3
+    assert repeatable(trainer.history) == repeatable(state.progress.history) == repeatable(whole.progress.history)
+    assert len(whole.progress.history) == 3
     for actual in (trainer.state, state):
-        assert_same_bits(weights(actual.policy), weights(whole.policy))
-        assert_same_bits(weights(actual.critic), weights(whole.critic))
+        assert_same_bits(weights(actual.learner.policy), weights(whole.learner.policy))
+        assert_same_bits(weights(actual.learner.critic), weights(whole.learner.critic))
     trainer.save_pretrained(tmp_path / "trainer")
     for name, policy in {"pipeline": pipelines, "resumed": resumed["ppo_policy"].load()}.items():
         policy.save(tmp_path / name)

@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tm
     evaluate = first.held_out.evaluate  # type: ignore[union-attr]
 
     def evaluate_once(*given: Any) -> Any:
-        if first.state.iteration == 3:
+        if first.state.progress.iteration == 3:
             raise StopError
         return evaluate(*given)
 

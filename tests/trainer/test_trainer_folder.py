@@ -39,7 +39,7 @@ def test_a_new_run_is_not_written_among_the_checkpoints_of_another(folder: Path)
     for trainer in (trainer_of(), trainer_of(reward=late_letters)):
         with pytest.raises(ConfigError, match=rf"^{folder} .* iteration 3: .*resume_from_checkpoint=True"):
             trainer.train(output_dir=folder)
-        assert trainer.state.iteration == 0
+        assert trainer.state.progress.iteration == 0
         trainer.step(**GOOD_STEP)
         with pytest.raises(ConfigError, match="resume_from_checkpoint=True"):
             trainer.save_checkpoint(folder)
@@ -68,7 +68,7 @@ def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     stepped.step(**GOOD_STEP)
     stepped.save_checkpoint(tmp_path / "steps")
     stepped.train(output_dir=tmp_path / "steps")
-    assert resumed.state.iteration == stepped.state.iteration == 3
+    assert resumed.state.progress.iteration == stepped.state.progress.iteration == 3
 
 
 REWARD_MODEL = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5))
@@ -91,7 +91,7 @@ def test_a_run_is_not_resumed_with_other_prompts_models_or_another_reward(folder
     trainer = trainer_of(**given)
     with pytest.raises(ConfigError, match=rf"(?m)^{named}: .*_000003\b"):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
-    assert trainer.state.iteration == 0
+    assert trainer.state.progress.iteration == 0
 
 
 def test_a_run_resumes_with_a_reward_function_that_was_fixed(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -102,7 +102,7 @@ def test_a_run_resumes_with_a_reward_function_that_was_fixed(folder: Path, caplo
     with caplog.at_level("WARNING", "ppo_rlhf"):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
     assert "reward functions changed" in caplog.text
-    assert trainer.state.iteration == 3
+    assert trainer.state.progress.iteration == 3
 
 
 @pytest.mark.slow

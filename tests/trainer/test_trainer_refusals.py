@@ -101,7 +101,7 @@ def test_training_without_gradients_is_refused_at_the_start(switched_off):
             trainer.train()
         with pytest.raises(TrainingError, match=r"^step: .*no_grad"):
             trainer.step(**GOOD_STEP)
-    assert (asked, trainer.state.iteration) == ([], 0)
+    assert (asked, trainer.state.progress.iteration) == ([], 0)
 
 
 def test_a_model_that_was_made_without_gradients_is_refused():
@@ -112,12 +112,12 @@ def test_a_model_that_was_made_without_gradients_is_refused():
 
 
 class Interruption:
-    """Stands in for `ppo.update.take_step`, and raises at one of its calls as Ctrl-C would."""
+    """Stands in for `Learner.take_step`, and raises at one of its calls as Ctrl-C would."""
 
     def __init__(self, at: int) -> None:
-        from ppo_rlhf.ppo import update
+        from ppo_rlhf.ppo.learner import Learner
 
-        self._take_step, self._left = update.take_step, at
+        self._take_step, self._left = Learner.take_step, at
 
     def __call__(self, *arguments: Any) -> None:
         self._left -= 1
@@ -132,7 +132,8 @@ def test_after_an_interrupted_update_nothing_trains_until_a_checkpoint_is_loaded
     whole, trainer = trainer_of(**settings), trainer_of(**settings)
     whole.train()
     with monkeypatch.context() as patched:
-        patched.setattr("ppo_rlhf.ppo.update.take_step", Interruption(at=7))
+        interruption = Interruption(at=7)
+        patched.setattr("ppo_rlhf.ppo.learner.Learner.take_step", lambda *given: interruption(*given))
         with pytest.raises(KeyboardInterrupt):
             trainer.train(output_dir=tmp_path)
     for call in (trainer.train, lambda: trainer.step(**GOOD_STEP), lambda: trainer.save_checkpoint(tmp_path)):
@@ -141,7 +142,7 @@ def test_after_an_interrupted_update_nothing_trains_until_a_checkpoint_is_loaded
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     assert repeatable(trainer.history) == repeatable(whole.history)
     assert_same_bits(weights(trainer.policy), weights(whole.policy))
-    assert_same_bits(weights(trainer.state.critic), weights(whole.state.critic))
+    assert_same_bits(weights(trainer.state.learner.critic), weights(whole.state.learner.critic))
 
 
 def test_an_interruption_outside_the_update_takes_nothing_away():
@@ -223,7 +224,7 @@ def test_a_classifier_whose_head_the_critic_would_lose_is_refused(kind):
 
 def test_a_backbone_alone_starts_the_critic():
     model = GPT2ForTokenClassification(GPT2Config(**SHAPE, intermediate_size=32))
-    critic = trainer_of(value_model=model.base_model).state.critic
+    critic = trainer_of(value_model=model.base_model).state.learner.critic
     assert_same_bits(weights(critic.backbone), weights(model.base_model))
     assert not critic.value_head.weight.any()
 
@@ -241,8 +242,8 @@ def test_an_object_starts_with_the_value_head_of_its_folder_as_the_path_does(fol
     folder, head = folder_with_value_head
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_of(model) if what == "policy" else trainer_of(value_model=model)
-    assert_same_bits(weights(trainer.state.critic.value_head), weights(head))
-    assert_same_bits(weights(PPOTrainer(config(), folder).state.critic.value_head), weights(head))
+    assert_same_bits(weights(trainer.state.learner.critic.value_head), weights(head))
+    assert_same_bits(weights(PPOTrainer(config(), folder).state.learner.critic.value_head), weights(head))
     own = [record.getMessage() for record in caplog.records if record.name.startswith("ppo_rlhf")]
     (line,) = [text for text in own if "v_head" in text]
     assert line.startswith(f"The value head (v_head) of the {what} is read from {folder}")
@@ -254,4 +255,4 @@ def test_an_object_whose_folder_is_gone_or_holds_no_weights_starts_with_a_new_va
     model = AutoModelForCausalLM.from_pretrained(folder_with_value_head[0])
     for place in (tmp_path, tmp_path / "gone", "hub-id/never-loaded"):
         model.name_or_path = str(place)
-        assert not trainer_of(model).state.critic.value_head.weight.any()
+        assert not trainer_of(model).state.learner.critic.value_head.weight.any()

@@ -116,13 +116,13 @@ def test_responses_that_begin_with_their_queries_are_refused():
     for responses in (whole, padded(whole, PAD)):
         with pytest.raises(DataError, match=r"^step: .*query.*return_prompt=False"):
             trainer.step(QUERIES, responses, SCORES)
-    assert trainer.state.iteration == 0
+    assert trainer.state.progress.iteration == 0
 
 
 def test_a_response_may_repeat_its_query_where_others_do_not():
     trainer = trainer_of()
     trainer.step(QUERIES, [torch.cat([QUERIES[0], QUERIES[0]]), *RESPONSES[1:]], SCORES)
-    assert trainer.state.iteration == 1
+    assert trainer.state.progress.iteration == 1
 
 
 def test_padding_of_prompts_that_are_token_ids_is_taken_off():

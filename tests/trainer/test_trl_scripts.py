@@ -106,7 +106,7 @@ def test_attributes_of_trls_trainers_are_answered_with_ours_which_are_there(trai
             getattr(trainer, theirs)
         if re.fullmatch(r"[a-z_.]+", ours) and ours not in arguments:
             assert operator.attrgetter(ours)(trainer) is not None, theirs
-    assert trainer.policy.device == trainer.state.accelerator.device
+    assert trainer.policy.device == trainer.state.learner.accelerator.device
 
 
 def test_the_page_has_the_table_with_a_reason_for_what_is_left_out():

@@ -19,7 +19,9 @@ from ppo_rlhf.models.directories import CARD, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.batch_sampling import Sampler
+from ppo_rlhf.ppo.learner import Learner
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.runtime.paths import readable_path
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
@@ -51,25 +53,30 @@ LIMITS = (
 
 
 def render_card(
-    state: TrainingState, rewards: Sequence[str], prompts: str | None = None, run_id: str | None = None
+    learner: Learner,
+    sampler: Sampler,
+    progress: Progress,
+    rewards: Sequence[str],
+    prompts: str | None = None,
+    run_id: str | None = None,
 ) -> str:
     """Return the card of a trained policy as Markdown with the hub's metadata; the model card has no evaluation result
     yet.
 
     `rewards` has one text for each component of the reward. `prompts` is the source of the training prompts.
     """
-    base = state.policy.config.name_or_path or ""
-    library = "peft" if state.config.export == "adapter" else "transformers"
+    base = learner.policy.config.name_or_path or ""
+    library = "peft" if learner.config.export == "adapter" else "transformers"
     facts = {
         "Started from": _started_from(base),
-        "Exported as": _exported_as(state),
-        "Left out": _left_out(state.policy),
-        **_training(state, rewards, prompts, run_id),
+        "Exported as": _exported_as(learner),
+        "Left out": _left_out(learner.policy),
+        **_training(progress, rewards, prompts, run_id),
     }
-    settings = [f"`{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
+    settings = [f"`{name}`: {place(str(value))}" for name, value in learner.config.not_default().items()]
     sections = {
         "Result": f"{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}",
-        "Use": _usage(state),
+        "Use": _usage(sampler),
         "Limits": _list(LIMITS),
         "Settings of PPO that are not the defaults": _list(settings) or "None.",
     }
@@ -109,17 +116,23 @@ inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_ten
 
 
 def render_critic_card(
-    state: TrainingState, rewards: Sequence[str], critic: PreTrainedModel, *, prompts: str | None, run_id: str | None
+    learner: Learner,
+    progress: Progress,
+    rewards: Sequence[str],
+    critic: PreTrainedModel,
+    *,
+    prompts: str | None,
+    run_id: str | None,
 ) -> str:
     """Return the card of a trained critic as it is stored, in Markdown with the hub's metadata in front.
 
     The arguments `rewards` and `prompts` have the same meaning as in `render_card`.
     """
-    base = state.policy.config.name_or_path or ""
+    base = learner.policy.config.name_or_path or ""
     facts = {
         "Of a policy that started from": _started_from(base),
-        "Kind (`ppo.value_model`)": state.config.value_model,
-        **_training(state, rewards, prompts, run_id),
+        "Kind (`ppo.value_model`)": learner.config.value_model,
+        **_training(progress, rewards, prompts, run_id),
     }
     is_ours = isinstance(critic, CausalLMRewardModel)
     auto = "AutoModelForSequenceClassification" if is_ours else "AutoModelForTokenClassification"
@@ -215,17 +228,17 @@ def _started_from(base: str) -> str:
     return f"{name}, a GGUF file, whose weights of the types {gguf.types} were dequantised"
 
 
-def _exported_as(state: TrainingState) -> str:
+def _exported_as(learner: Learner) -> str:
     """Return the type of the exported weights, and how they differ from the start model's, if that was quantised."""
-    config = state.config
+    config = learner.config
     if config.export == "adapter":
         return "a LoRA adapter, without the weights of the start model"
-    dtype = str(next(state.policy.parameters()).dtype).removeprefix("torch.")
-    if has_adapter(state.policy):
+    dtype = str(next(learner.policy.parameters()).dtype).removeprefix("torch.")
+    if has_adapter(learner.policy):
         dtype = "float32"  # `merged` merges an adapter in float32
     if config.load_in_4bit:
         return f"{dtype} weights: the start model's, rounded to 4 bits (NF4) and dequantised, and the merged adapter"
-    if quantised := _quantisation(state.policy.config.name_or_path or ""):
+    if quantised := _quantisation(learner.policy.config.name_or_path or ""):
         return f"{dtype} weights, not in the {quantised} of the start model"
     return f"{dtype} weights"
 
@@ -272,12 +285,12 @@ def _metadata(task: str, base: str, data: str | None, tags: list[str], library: 
 
 
 def _training(
-    state: TrainingState, rewards: Sequence[str], prompts: str | None, run_id: str | None
+    progress: Progress, rewards: Sequence[str], prompts: str | None, run_id: str | None
 ) -> dict[str, str | None]:
-    iterations, episodes, stopped = state.policy_iteration, state.episode, None
-    if state.loaded_iteration is not None:
-        episodes = iterations * state.config.batch_size
-        stopped = f"after iteration {state.iteration:,}, because the policy exploited its reward"
+    iterations, episodes, stopped = progress.policy_iteration, progress.episode, None
+    if progress.loaded_iteration is not None:
+        episodes = iterations * progress.config.batch_size
+        stopped = f"after iteration {progress.iteration:,}, because the policy exploited its reward"
     return {
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
@@ -295,13 +308,13 @@ def _versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ppo_rlhf", "torch", "transformers"))
 
 
-def _usage(state: TrainingState) -> str:
-    sampling = state.sampling
-    is_chat = bool(templates_of(state.tokenizer))
+def _usage(sampler: Sampler) -> str:
+    sampling = sampler.settings
+    is_chat = bool(templates_of(sampler.tokenizer))
     prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
     text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
     shown = f"print(generator({prompt}, do_sample=True, **sampling)[0]{text})"
-    if not is_chat and drops_first_space(state.tokenizer):
+    if not is_chat and drops_first_space(sampler.tokenizer):
         shown = f"""# decode the ids: the text of the pipeline lacks the space after the prompt
 ids = generator({prompt}, do_sample=True, return_tensors=True, **sampling)[0]["generated_token_ids"]
 print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
@@ -314,7 +327,7 @@ print(generator.tokenizer.decode(ids, skip_special_tokens=True))"""
     }
     arguments = ", ".join(f"{name}={value}" for name, value in options.items())
     # An adapter is loaded by peft, because transformers ignores which revision of the base model an adapter names
-    by_peft = state.config.export == "adapter"
+    by_peft = sampler.config.export == "adapter"
     needed = "from peft import AutoPeftModelForCausalLM\n" if by_peft else ""
     model = "AutoPeftModelForCausalLM.from_pretrained(name)" if by_peft else "name"
     return f"""```python

@@ -33,6 +33,8 @@ from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.preparation import not_finite
 from ppo_rlhf.passes.sharding import whole
 from ppo_rlhf.passes.transfers import refilled
+from ppo_rlhf.ppo.batch_sampling import Sampler
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 from ppo_rlhf.runtime.processes import is_main_process, shards_models
@@ -43,12 +45,12 @@ POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safete
 FROZEN = "frozen_weights.json"
 
 
-def optimizers(state: TrainingState) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimisers of `TrainingState.optimizers` by the names of their files."""
-    return dict(zip(("policy_optimizer", "critic_optimizer"), state.optimizers, strict=False))
+def optimizers(learner: Learner) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimisers of `Learner.optimizers` by the names of their files."""
+    return dict(zip(("policy_optimizer", "critic_optimizer"), learner.optimizers, strict=False))
 
 
-def write_models(directory: Path, state: TrainingState) -> None:
+def write_models(directory: Path, learner: Learner, sampler: Sampler) -> None:
     """Write the policy, the critic and the average of the policy's weights to a directory.
 
     Raises:
@@ -57,61 +59,61 @@ def write_models(directory: Path, state: TrainingState) -> None:
     """
     with quiet_transformers():
         # For a policy with LoRA, `adapters.save_adapter` replaces this method and saves only the adapter.
-        state.policy.save_pretrained(directory / POLICY)
-    state.tokenizer.save_pretrained(directory / POLICY)
-    generation_config_of(state).save_pretrained(directory / POLICY)
-    (directory / POLICY / RECORD).write_text(record_of(state), encoding="utf-8")
-    if has_adapter(state.critic):
-        save_tensors({**trained_parameters(state.critic)}, directory / CRITIC)
+        learner.policy.save_pretrained(directory / POLICY)
+    sampler.tokenizer.save_pretrained(directory / POLICY)
+    generation_config_of(learner.policy, sampler.settings).save_pretrained(directory / POLICY)
+    (directory / POLICY / RECORD).write_text(record_of(sampler), encoding="utf-8")
+    if has_adapter(learner.critic):
+        save_tensors({**trained_parameters(learner.critic)}, directory / CRITIC)
     else:  # safetensors' `save_model` writes a weight that several modules share (Zamba2's layers) only once
-        save_model(state.critic, str(directory / CRITIC))
-    if state.policy_average is not None:
-        save_tensors(state.policy_average.weights, directory / AVERAGE)
-    if fingerprints := _fingerprints(state):
+        save_model(learner.critic, str(directory / CRITIC))
+    if learner.policy_average is not None:
+        save_tensors(learner.policy_average.weights, directory / AVERAGE)
+    if fingerprints := _fingerprints(learner):
         (directory / FROZEN).write_text(json.dumps(fingerprints, indent=1), encoding="utf-8")
 
 
-def read_models(directory: Path, state: TrainingState) -> None:
-    """Copy the models that `write_models` wrote into the models of a new state.
+def read_models(directory: Path, learner: Learner) -> None:
+    """Copy the models that `write_models` wrote into the models of a new learner.
 
     Raises:
-        CheckpointError: The adapters were trained on other frozen weights than the weights of `state`, or a weight is
+        CheckpointError: The adapters were trained on other frozen weights than those of `learner`, or a weight is
             missing, NaN or infinite.
         OSError, RuntimeError, ValueError: The checkpoint was made for other models.
     """
-    with refilled(state.policy, state.critic):
-        _check_frozen_weights(directory, state)
-        if has_adapter(state.policy):
-            load_adapter(state.policy, directory / POLICY)
+    with refilled(learner.policy, learner.critic):
+        _check_frozen_weights(directory, learner)
+        if has_adapter(learner.policy):
+            load_adapter(learner.policy, directory / POLICY)
         else:
             # Loading by the policy's own class needs no trust_remote_code for a model with custom code
-            load: Any = type(state.policy).from_pretrained
+            load: Any = type(learner.policy).from_pretrained
             with quiet_transformers():
                 policy, report = load(
                     directory / POLICY,
-                    dtype=state.policy.dtype,
+                    dtype=learner.policy.dtype,
                     use_safetensors=True,
                     local_files_only=True,
                     output_loading_info=True,
                 )
             if missing := sorted(report["missing_keys"]):
                 raise CheckpointError(f"{directory / POLICY}: the weight {missing[0]} is missing")
-            state.policy.load_state_dict(policy.state_dict())
-        if has_adapter(state.critic):
-            copy_tensors(load_file(directory / CRITIC), {**trained_parameters(state.critic)})
+            learner.policy.load_state_dict(policy.state_dict())
+        if has_adapter(learner.critic):
+            copy_tensors(load_file(directory / CRITIC), {**trained_parameters(learner.critic)})
         else:
-            load_model(state.critic, directory / CRITIC)
-        average = {} if state.policy_average is None else load_file(directory / AVERAGE)
+            load_model(learner.critic, directory / CRITIC)
+        average = {} if learner.policy_average is None else load_file(directory / AVERAGE)
         saved: dict[str, Mapping[str, Tensor]] = {
-            POLICY: _saved_weights(state.policy),
-            CRITIC: _saved_weights(state.critic),
+            POLICY: _saved_weights(learner.policy),
+            CRITIC: _saved_weights(learner.critic),
             AVERAGE: average,
         }
         for file, weights in saved.items():
             if (name := not_finite(weights.items())) is not None:
                 raise CheckpointError(f"{directory / file}: the weight {name} holds NaN or infinity")
-    if state.policy_average is not None:
-        copy_tensors(average, state.policy_average.weights)
+    if learner.policy_average is not None:
+        copy_tensors(average, learner.policy_average.weights)
 
 
 def _saved_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -125,37 +127,45 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def gathered(state: TrainingState) -> TrainingState:
-    """Return a state with gathered weights and optimiser moments; a state that is not sharded is returned unchanged.
+    """Return a state whose learner is `whole_learner`; a state that is not sharded is returned unchanged."""
+    learner = whole_learner(state.learner)
+    return state if learner is state.learner else replace(state, learner=learner)
+
+
+def whole_learner(learner: Learner) -> Learner:
+    """Return a learner with gathered weights and optimiser moments; one that is not sharded is returned unchanged.
 
     Every process must call this function. The sharded tensors are gathered one after the other into the main process's
     host memory. All processes except the main process get tensors without values (device `meta`).
     """
     if not shards_models():
-        return state
+        return learner
     names = ("policy", "critic", "policy_optimizer", "critic_optimizer", "policy_average")
-    parts = {name: getattr(state, name) for name in names}
-    tensors: list[Tensor] = [*state.policy.parameters(), *state.critic.parameters()]
-    for optimizer in (state.policy_optimizer, state.critic_optimizer):
+    parts = {name: getattr(learner, name) for name in names}
+    tensors: list[Tensor] = [*learner.policy.parameters(), *learner.critic.parameters()]
+    for optimizer in (learner.policy_optimizer, learner.critic_optimizer):
         tensors += [moment for row in optimizer.state.values() for moment in row.values()]
-    tensors += [] if state.policy_average is None else state.policy_average.weights.values()
+    tensors += [] if learner.policy_average is None else learner.policy_average.weights.values()
     copies: dict[int, Tensor] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor) and id(tensor) not in copies:
             values = whole(tensor.detach()).to("cpu" if is_main_process() else "meta")
             is_weight = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_weight else values
-    return replace(state, **copy.deepcopy(parts, copies))
+    return replace(learner, **copy.deepcopy(parts, copies))
 
 
-def _fingerprints(state: TrainingState) -> dict[str, str]:
-    models = {"policy": state.policy} if state.shares_trunk else {"policy": state.policy, "critic": state.critic}
+def _fingerprints(learner: Learner) -> dict[str, str]:
+    models = (
+        {"policy": learner.policy} if learner.shares_trunk else {"policy": learner.policy, "critic": learner.critic}
+    )
     return {name: frozen_fingerprint(model) for name, model in models.items() if has_adapter(model)}
 
 
-def _check_frozen_weights(directory: Path, state: TrainingState) -> None:
+def _check_frozen_weights(directory: Path, learner: Learner) -> None:
     path = directory / FROZEN
     saved = read_json(path) if path.is_file() else {}
-    for name, now in _fingerprints(state).items():
+    for name, now in _fingerprints(learner).items():
         if saved.get(name) != now:
             raise CheckpointError(
                 f"{directory}: the adapter of the {name} was trained on frozen weights that differ from this run's; "

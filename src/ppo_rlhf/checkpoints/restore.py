@@ -92,4 +92,9 @@ def restore(state: TrainingState, directory: Path) -> None:
         for halving in state.halvings.values():
             if halving.count:
                 log.info("Memory ran out before: %s stays divided by %d.", halving.setting, 2**halving.count)
-        log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)
+        log.info(
+            "Resumed after iteration %d of %d from %s.",
+            state.progress.iteration,
+            state.progress.total_iterations,
+            directory,
+        )

@@ -29,11 +29,15 @@ from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import is_best
 from ppo_rlhf.ppo.state import TrainingState
 
-_COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
+_OF_PROGRESS = ("iteration", "episode")
+_OF_LEARNER = ("optimiser_steps", "skipped_steps", "skipped_in_a_row")
+_COUNTERS = (*_OF_PROGRESS, *_OF_LEARNER)
 STATE, HISTORY = "state.json", "history.json"
 
 
@@ -47,16 +51,17 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
             (`load_best`). Earlier checkpoints are unchanged.
         TrainingError: An update of the state was interrupted.
     """
-    state.check_whole()
-    if state.loaded_iteration is not None:
+    progress = state.progress
+    progress.check_whole()
+    if progress.loaded_iteration is not None:
         raise CheckpointError(
-            f"{run_directory}: iteration {state.iteration} is not saved, because policy and critic are those of "
-            f"iteration {state.loaded_iteration}, the best evaluation. Copy the run's own checkpoint"
+            f"{run_directory}: iteration {progress.iteration} is not saved, because policy and critic are those of "
+            f"iteration {progress.loaded_iteration}, the best evaluation. Copy the run's own checkpoint"
         )
-    target = run_directory / checkpoint_name(state.iteration)
+    target = run_directory / checkpoint_name(progress.iteration)
     try:
-        with state.clock.saving():
-            write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
+        with progress.clock.saving():
+            write_directory(target, progress.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         # Keep the first line of safetensors' error, because its list of overlapping weights fills many lines
         reason = str(error).strip().partition("\n")[0]
@@ -74,27 +79,32 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         CheckpointError: The checkpoint was made for other models, a weight or a moment of an optimiser is missing, NaN,
             infinite or of another shape, or the counters do not agree.
     """
+    learner, progress = state.learner, state.progress
     values, history = read_json(directory / STATE), read_json(directory / HISTORY)
     _check_numbers(directory, values, history)
-    state.updating = True
+    progress.updating = True
     with _naming(directory):
-        read_models(directory, state)
-        for name, optimizer in optimizers(state).items():
+        read_models(directory, learner)
+        for name, optimizer in optimizers(learner).items():
             load_moments(optimizer, load_file(directory / f"{name}.safetensors"), values[name])
         state.load_extra_state(values["extra"])
-        for name in _COUNTERS:
-            setattr(state, name, values[name])
-        state.requests.end, state.requests.restore_best = values["ended"], values["restore_best"]
-        state.best_evaluation, state.micro_batch_tokens = values["best_evaluation"], values["micro_batch_tokens"]
+        for part, names in ((progress, _OF_PROGRESS), (learner, _OF_LEARNER)):
+            for name in names:
+                setattr(part, name, values[name])
+        progress.requests.end, progress.requests.restore_best = values["ended"], values["restore_best"]
+        progress.best_evaluation, learner.micro_batch_tokens = (
+            values["best_evaluation"],
+            values["micro_batch_tokens"],
+        )
         for name, halving in state.halvings.items():
             # A changed setting says anew how many responses fit
             field = halving.setting.removeprefix("ppo.")
             halving.count = values[name] if values["config"][field] == getattr(state.config, field) else 0
-    state.loaded_iteration, state.history = None, history
-    state.updating = False
+    progress.loaded_iteration, progress.history = None, history
+    progress.updating = False
 
 
-def check_best(run_directory: Path, state: TrainingState) -> None:
+def check_best(run_directory: Path, progress: Progress) -> None:
     """Refuse to resume with `evaluation.on_exploitation=stop` a run whose best evaluation has no checkpoint.
 
     An iteration is saved before its evaluation, so the checkpoint does not know that its own evaluation was the best;
@@ -104,21 +114,21 @@ def check_best(run_directory: Path, state: TrainingState) -> None:
         ConfigError: The run began without `stop`, or the checkpoint of its best evaluation is not in `run_directory`.
         CheckpointError: The log of evaluations is damaged.
     """
-    if state.best_evaluation is None:
+    if progress.best_evaluation is None:
         raise ConfigError(
             "on_exploitation=stop: the run began without it, so its best evaluation may have no checkpoint. Resume "
             "with the value that it began with, or start a new run"
         )
-    if any(is_best(row) for row in read_evaluations(run_directory) if row["iteration"] == state.iteration):
-        state.best_evaluation = state.iteration
-    if not (best := run_directory / checkpoint_name(state.best_evaluation)).is_dir():
+    if any(is_best(row) for row in read_evaluations(run_directory) if row["iteration"] == progress.iteration):
+        progress.best_evaluation = progress.iteration
+    if not (best := run_directory / checkpoint_name(progress.best_evaluation)).is_dir():
         raise ConfigError(
             f"on_exploitation=stop: {best}, the checkpoint of the best evaluation, is missing. Resume in the folder "
             "that has it, or start a new run"
         )
 
 
-def load_best(run_directory: Path, state: TrainingState) -> None:
+def load_best(run_directory: Path, learner: Learner, progress: Progress) -> None:
     """Load policy and critic of the best evaluation, if training ended because the policy exploits its reward.
 
     Optimisers, counters and history stay those of the last iteration, so the state cannot be trained or saved any more.
@@ -126,15 +136,15 @@ def load_best(run_directory: Path, state: TrainingState) -> None:
     Raises:
         CheckpointError: The checkpoint of the best evaluation is missing or damaged.
     """
-    if not state.requests.restore_best or state.best_evaluation is None:
+    if not progress.requests.restore_best or progress.best_evaluation is None:
         return
-    directory = run_directory / checkpoint_name(state.best_evaluation)
+    directory = run_directory / checkpoint_name(progress.best_evaluation)
     verify_checkpoint(directory)
-    state.updating = True  # until both models are read, the state is no checkpoint's
+    progress.updating = True  # until both models are read, the state is no checkpoint's
     with _naming(directory):
-        read_models(directory, state)
-    state.updating = False
-    state.loaded_iteration = state.best_evaluation
+        read_models(directory, learner)
+    progress.updating = False
+    progress.loaded_iteration = progress.best_evaluation
 
 
 @contextmanager
@@ -172,22 +182,24 @@ def _check_numbers(directory: Path, values: Any, history: Any) -> None:
 
 
 def _write_state(directory: Path, state: TrainingState) -> None:
-    write_models(directory, state)
+    learner, progress = state.learner, state.progress
+    write_models(directory, learner, state.sampler)
     groups = {}
-    for name, optimizer in optimizers(state).items():
+    for name, optimizer in optimizers(learner).items():
         moments, groups[name] = saved_moments(optimizer)
         save_tensors(moments, directory / f"{name}.safetensors")
-    (directory / HISTORY).write_text(json.dumps(state.history), encoding="utf-8")
+    (directory / HISTORY).write_text(json.dumps(progress.history), encoding="utf-8")
     values = {
-        **{name: getattr(state, name) for name in _COUNTERS},
+        **{name: getattr(progress, name) for name in _OF_PROGRESS},
+        **{name: getattr(learner, name) for name in _OF_LEARNER},
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
         "origin": state.origin,
-        "ended": state.requests.end,
-        "restore_best": state.requests.restore_best,
-        "best_evaluation": state.best_evaluation,
-        "micro_batch_tokens": state.micro_batch_tokens,
+        "ended": progress.requests.end,
+        "restore_best": progress.requests.restore_best,
+        "best_evaluation": progress.best_evaluation,
+        "micro_batch_tokens": learner.micro_batch_tokens,
         **{name: halving.count for name, halving in state.halvings.items()},
         **groups,
     }

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import VLLM_FIELDS
@@ -27,8 +27,9 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, in_one_line
 from ppo_rlhf.models.directories import RECORD
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import template_defaults
+from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
-from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.log_lines import say_once
 from ppo_rlhf.runtime.names import TEMPLATE
 
@@ -43,29 +44,28 @@ OPTION = "--params"  # `--params` sets parameters of `kedro run`; PPOTrainer doe
 IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p")
 
 
-def generation_config_of(state: TrainingState) -> GenerationConfig:
+def generation_config_of(policy: PreTrainedModel, sampling: SamplingSettings) -> GenerationConfig:
     """Return the sampling settings of PPO. With an environment, `max_new_tokens` is the limit of one turn."""
-    sampling = state.sampling
     stops = list(sampling.stop_token_ids)
     return GenerationConfig(
         do_sample=True,
         **{name: getattr(sampling, name) for name in IN_GENERATION_CONFIG},
-        bos_token_id=getattr(state.policy.generation_config, "bos_token_id", None),
+        bos_token_id=getattr(policy.generation_config, "bos_token_id", None),
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=sampling.pad_token_id,
         max_new_tokens=sampling.turn_length or sampling.response_length,
     )
 
 
-def record_of(state: TrainingState) -> str:
+def record_of(sampler: Sampler) -> str:
     """Return the text of `ppo_rlhf.json`."""
-    settings = asdict(state.config)
+    settings = asdict(sampler.config)
     elsewhere = {*HERE, *IN_GENERATION_CONFIG, _most_tokens(settings)}
     record = {
         "version": importlib.metadata.version("ppo_rlhf"),
-        "processes": state.config.world_size,
+        "processes": sampler.config.world_size,
         "ppo": {name: value for name, value in settings.items() if name not in elsewhere},
-        TEMPLATE: template_defaults(state.tokenizer),
+        TEMPLATE: template_defaults(sampler.tokenizer),
     }
     return json.dumps(record, indent=2) + "\n"
 

@@ -85,7 +85,7 @@ ARGUMENTS = {
     "query_tensor": "queries",
     "save_model": "save_pretrained",
     "generate_completions": "generate",
-    "accelerator": "state.accelerator",
+    "accelerator": "state.learner.accelerator",
     "current_device": "policy.device",
     **dict.fromkeys(_LEAVE_OUT, "leave it out"),
     **dict.fromkeys(

@@ -61,11 +61,10 @@ class CheckpointDataset(RunDataset[TrainingState, NoReturn]):
     """
 
     def save(self, data: TrainingState) -> None:
-        """Write a checkpoint if a checkpoint is due, then delete all checkpoints except the newest and the best."""
-        if data.checkpoint_due:
-            directory = self.written
-            write_checkpoint(directory, data)
-            evaluations.prune_run(directory, data.config, data.iteration, data.best_evaluation)
+        """Write a checkpoint, then delete all checkpoints except the newest and the best."""
+        directory = self.written
+        write_checkpoint(directory, data)
+        evaluations.prune_run(directory, data.config, data.progress.iteration, data.progress.best_evaluation)
 
     def load(self) -> NoReturn:
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")

@@ -76,17 +76,24 @@ class RunCatalog:
                 dataset.pinned = Path(path)
 
     def save(self, name: str, data: Any) -> None:
-        """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process."""
+        """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process.
+
+        The node that updates the policy outputs a checkpoint in each iteration; it is saved only if it is due.
+        """
         if name == NEXT_STATE and self._checkpoint is None:
             self._checkpoint = data  # of a resumed run, which may stop before it trains
         if name == CHECKPOINT:
-            self._checkpoint, self.is_checkpoint_saved = data, data.checkpoint_due
+            self._checkpoint, self.is_checkpoint_saved = data, data.progress.checkpoint_due
+            if self.is_checkpoint_saved:
+                self._save(CHECKPOINT, gathered(data))
+        else:
+            self._save(name, data)
+
+    def _save(self, name: str, data: Any) -> None:
         dataset = self._catalog.get(name)
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
             return
-        if name == CHECKPOINT and data.checkpoint_due:
-            data = gathered(data)
         if processes.is_main_process():
             self._catalog.save(name, data)
             if name in self._files and REPORTS in Path(dataset._filepath).parts:
@@ -155,12 +162,12 @@ class RunCatalog:
             raise DatasetError(f"{name} cannot be copied to its usual path") from error
 
     def save_checkpoint(self) -> None:
-        """Save the training state of the last iteration, whose `checkpoint_due` must be True.
+        """Save the training state of the last iteration, whether or not a checkpoint is due.
 
         In a resumed run that may be the iteration that it was resumed from. Before any iteration do nothing.
         """
         if self._checkpoint is not None and CHECKPOINT in self:
-            self.save(CHECKPOINT, self._checkpoint)
+            self._save(CHECKPOINT, gathered(self._checkpoint))
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog

@@ -16,7 +16,8 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitati
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.passes.halvings import Halving, of_evaluations
 from ppo_rlhf.passes.sampling import SamplingSettings
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.learner import Learner
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.names import TRAINING_KL
 from ppo_rlhf.runtime.processes import is_main_process
@@ -24,11 +25,11 @@ from ppo_rlhf.runtime.processes import is_main_process
 log = logging.getLogger(__name__)
 
 
-def is_due(state: TrainingState) -> bool:
+def is_due(progress: Progress) -> bool:
     """Return whether to evaluate now: every `eval_interval` iterations, after the last iteration, and when the user
     requests an evaluation.
     """
-    return state.finished or state.requests.evaluate or state.iteration % state.config.eval_interval == 0
+    return progress.finished or progress.requests.evaluate or progress.iteration % progress.config.eval_interval == 0
 
 
 def evaluator_of(
@@ -61,7 +62,8 @@ def evaluator_of(
 
 
 def evaluate_iteration(
-    state: TrainingState,
+    learner: Learner,
+    progress: Progress,
     reference_policy: PreTrainedModel,
     evaluator: Evaluator,
     sft: PolicyEvaluation,
@@ -79,16 +81,16 @@ def evaluate_iteration(
     (`TRAINING_KL`). Unless `on_exploitation` is `off`, the row says whether the policy exploits its reward, and a
     warning is logged if it newly does.
     """
-    evaluated = evaluator.evaluate(state.policy, reference_policy, against=sft, meet=state.requests.meet)
+    evaluated = evaluator.evaluate(learner.policy, reference_policy, against=sft, meet=progress.requests.meet)
     metrics = compare_evaluations(evaluated, sft)
     metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
-    before = [row for row in earlier if row["iteration"] < state.policy_iteration]
-    row = {"iteration": float(state.policy_iteration), **metrics, **since_best(evaluated, sft, before)}
+    before = [row for row in earlier if row["iteration"] < progress.policy_iteration]
+    row = {"iteration": float(progress.policy_iteration), **metrics, **since_best(evaluated, sft, before)}
     if on_exploitation != "off":
-        found, text = exploitation(row, before, state.config, on_exploitation)
+        found, text = exploitation(row, before, progress.config, on_exploitation)
         row |= found
         if text is not None and is_main_process():
             log.warning("%s", text)
     if is_greedy:
-        row[TRAINING_KL] = state.history[-1]["objective/kl"]
+        row[TRAINING_KL] = progress.history[-1]["objective/kl"]
     return row, evaluated

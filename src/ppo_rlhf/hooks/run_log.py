@@ -92,7 +92,7 @@ class RunLog:
         """Log the metrics and samples among the outputs of a node that has run."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
             if state is not None:
-                self._iteration, self._policy_iteration = state.iteration, state.policy_iteration
+                self._iteration, self._policy_iteration = state.progress.iteration, state.progress.policy_iteration
         if self._is_resumed and STATE in outputs:
             self._send_history(outputs[STATE])
         if outputs.get(ITERATION_METRICS):
@@ -104,7 +104,7 @@ class RunLog:
             measured = _evaluations(row, SINCE_BEST if is_superseded and EXPORTED not in row else "eval/")
             # `_conclude` logs the last values of a run that evaluates its policy. The run ends after an evaluation that
             # stops it, so only a resumed run, which repeats the evaluation, has a finished state here
-            is_last = FINAL_METRICS not in self._outputs and (EXPORTED in row or inputs[NEXT_STATE].finished)
+            is_last = FINAL_METRICS not in self._outputs and (EXPORTED in row or inputs[NEXT_STATE].progress.finished)
             self._measured(measured, self._iteration, is_last=is_last)
         # The evaluation is the last node of an iteration that calls judges, so log the counts of the judges' calls
         # here. `close` logs the counts of the judges' calls in the final evaluation.
@@ -200,13 +200,13 @@ class RunLog:
         """Log the metrics up to the checkpoint's iteration, because MLflow may have refused metrics before the
         interruption.
         """
-        for row in getattr(state, "history", ()):
+        for row in state.progress.history:
             self._curves[int(row["iteration"])] = {}
             self._measured(row, int(row["iteration"]))
         entry = self._catalog.get(EVALUATION_METRICS)
         if entry is None or not entry.exists() or EVALUATION_METRICS not in self._outputs:
             return
-        last = state.iteration - 1 if self._is_superseded(state) else state.iteration
+        last = state.progress.iteration - 1 if self._is_superseded(state) else state.progress.iteration
         for row in entry.load():
             if row["iteration"] <= last:
                 self._measured(_evaluations(row), int(row["iteration"]))
@@ -255,7 +255,9 @@ class RunLog:
         If the result is True, only the later evaluation is logged for the iteration, so that the curve does not get two
         points for one iteration.
         """
-        return bool(FINAL_METRICS in self._outputs and state.finished and not state.requests.restore_best)
+        return bool(
+            FINAL_METRICS in self._outputs and state.progress.finished and not state.progress.requests.restore_best
+        )
 
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:

@@ -17,7 +17,7 @@ import torch
 
 from ppo_rlhf.core.errors import TrainingError, in_one_line
 from ppo_rlhf.core.memory_errors import is_out_of_memory
-from ppo_rlhf.runtime.processes import own_rank, process_count, shards_models
+from ppo_rlhf.runtime.processes import from_all, own_rank, process_count, shards_models
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ class Halving:
     def of(self, rows: int) -> int:
         """Return how many responses a pass computes at a time, where the setting alone would give `rows`."""
         return max(1, rows >> self.count)
+
+    def agree(self) -> None:
+        """Halve in every process as often as in the process whose memory ran out most often; all processes call it."""
+        self.count = max(from_all(self.count))
 
     @contextmanager
     def catching(self, rows: int, is_shared: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -73,6 +77,20 @@ class Halving:
             # What the failed pass computed goes, and with it torch's cache: cuBLAS and cuDNN cannot allocate from it
             traceback.clear_frames(error.__traceback__)
             torch.cuda.empty_cache()
+
+
+def of_rollouts() -> Halving:
+    """Return the halving of the responses that a process samples or scores at a time."""
+    return Halving("a rollout", ROLLOUTS)
+
+
+def of_updates() -> Halving:
+    """Return the halving of the micro-batches of updates."""
+    return Halving(
+        "an update",
+        "ppo.per_device_train_batch_size",
+        "half of ppo.per_device_train_batch_size and twice ppo.gradient_accumulation_steps",
+    )
 
 
 def of_evaluations() -> Halving:

@@ -81,6 +81,25 @@ def make_batch(
     )
 
 
+def sequence_batches(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Tensor,
+    lengths: Tensor,
+    groups: list[list[int]],
+    pad_token_id: int,
+    *,
+    fill: bool,
+) -> list[SequenceBatch]:
+    """Return each group of rows as model inputs on the CPU, trimmed to the longest response of the group.
+
+    The arguments are those of `make_batch`, for all rows.
+    """
+    return [
+        make_batch([prompt_ids[row] for row in rows], response_ids[rows], lengths[rows], pad_token_id, fill=fill)
+        for rows in groups
+    ]
+
+
 def _indices(mask: Tensor) -> Tensor:
     """Return the indices `[n]` at which a mask `[size]` is True."""
     return mask.nonzero()[:, 0]

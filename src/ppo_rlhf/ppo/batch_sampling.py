@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,21 +15,35 @@ from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import continuations
 from ppo_rlhf.passes.engines import generate_responses
-from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.halvings import Halving, of_evaluations, of_rollouts
 from ppo_rlhf.passes.sampling import Responses, SamplingSettings
 from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, Scores
 from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
 
 
+@dataclass
+class Sampler:
+    """How responses are sampled in training, and read as text."""
+
+    config: PPOConfig
+    policy: PreTrainedModel  # the learner's policy
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
+    settings: SamplingSettings  # the sampling settings, with the stop token ids of the policy's responses
+    # Halvings of the responses that a process samples or scores at a time; until `Halving.agree` they count what
+    # happened in this process
+    halving: Halving = field(default_factory=of_rollouts)
+    # Halvings of the responses of evaluations during training, in this process; a resumed run begins anew
+    evaluation_halving: Halving = field(default_factory=of_evaluations)
+
+
 def sample_batch(
-    state: TrainingState, prompts: PromptDataset, scorer: RewardScorer
+    sampler: Sampler, iteration: int, prompts: PromptDataset, scorer: RewardScorer
 ) -> tuple[PromptDataset, Responses, Scores | None, int]:
-    """Sample the responses of the next iteration.
+    """Sample the responses of an iteration, counted from 1.
 
     With `drop_uniform_prompts` prompts whose responses all score alike are replaced by other prompts. Prompts are
     redrawn at most `drop_uniform_prompts` times; prompts whose responses score alike after the last redraw stay in the
@@ -39,8 +53,7 @@ def sample_batch(
         The prompts, one per response; the responses; the scores that decided which prompts were replaced, or None
         without `drop_uniform_prompts`; the number of redraws.
     """
-    config = state.config
-    group_size, iteration = config.responses_per_prompt, state.iteration + 1
+    config, group_size = sampler.config, sampler.config.responses_per_prompt
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
 
     def draw(indices: list[int], groups: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
@@ -49,26 +62,26 @@ def sample_batch(
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(group_size)])
         return drawn, sample_responses(
-            state.policy,
+            sampler.policy,
             drawn,
             uniforms[_rows_of(groups, group_size)],
-            state.sampling,
+            sampler.settings,
             config,
             batch_size=config.local_rollout_forward_batch_size,
-            halving=state.rollout_halving,
+            halving=sampler.halving,
         )
 
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
     scores, redraws = None, 0
     if config.drop_uniform_prompts:
-        scores = scorer.score(response_batch(chosen_prompts, responses, state.tokenizer), state.rollout_halving)
+        scores = scorer.score(response_batch(chosen_prompts, responses, sampler.tokenizer), sampler.halving)
         while (uniform := uniform_groups(scores.total, group_size)) and redraws < config.drop_uniform_prompts:
             redraws += 1
             order = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws).tolist()
             indices = [order[number % len(order)] for number in range(len(uniform))]
             new_prompts, new_responses = draw(indices, uniform, redraws)
-            new_batch = response_batch(new_prompts, new_responses, state.tokenizer)
-            new_scores = scorer.score(new_batch, state.rollout_halving)
+            new_batch = response_batch(new_prompts, new_responses, sampler.tokenizer)
+            new_scores = scorer.score(new_batch, sampler.halving)
             usable = sorted({*range(len(uniform))} - {*uniform_groups(new_scores.total, group_size)})
             for number in usable:
                 chosen[uniform[number]] = indices[number]

@@ -16,7 +16,6 @@ from ppo_rlhf.config.ppo_rules import device_problems, sharding_problems
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
-from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.adapters import (
     LoraSettings,
     check_targets,
@@ -39,10 +38,14 @@ from ppo_rlhf.passes.forward import backbone_of, logits_of, packs
 from ppo_rlhf.passes.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.passes.sampling import Engine, SamplingSettings
 from ppo_rlhf.passes.transfers import to_host
+from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.environments import reply_by_function
+from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.forward_passes import CriticForward, PolicyForward
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
 from ppo_rlhf.runtime.processes import is_main_process, join_processes, shards_models
@@ -281,20 +284,23 @@ def build_state(
     # A shared trunk's value head with a rate of its own has its own optimiser; otherwise the policy's has the head
     is_one = shared and config.value_learning_rate is None
     policy_optimizer = build_optimizer(policy_forward if is_one else policy, policy_rate, config)
-    return TrainingState(
+    learner = Learner(
+        config=config,
         policy=policy,
         critic=critic,
-        tokenizer=tokenizer,
-        config=config,
-        sampling=sampling,
         accelerator=accelerator,
         policy_forward=policy_forward,
         critic_forward=critic_forward,
         policy_optimizer=policy_optimizer,
         critic_optimizer=policy_optimizer if is_one else build_optimizer(critic, critic_rate, config),
-        kl_controller=kl_controller_of(config),
-        reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
+    )
+    return TrainingState(
+        config,
+        learner,
+        Sampler(config, policy, tokenizer, sampling),
+        Shaping(config, kl_controller_of(config)),
+        Progress(config),
     )
 
 

@@ -24,7 +24,9 @@ from ppo_rlhf.runtime.whole_files import written_whole
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from ppo_rlhf.ppo.state import TrainingState
+    from ppo_rlhf.ppo.batch_sampling import Sampler
+    from ppo_rlhf.ppo.learner import Learner
+    from ppo_rlhf.ppo.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,9 @@ class Callbacks:
 
     def __init__(
         self,
-        state: TrainingState,
+        learner: Learner,
+        sampler: Sampler,
+        progress: Progress,
         own: Sequence[TrainerCallback],
         reporting: Sequence[TrainerCallback],
         folder: Path | None,
@@ -123,7 +127,9 @@ class Callbacks:
         """Prepare the callbacks of a new or resumed run.
 
         Args:
-            state: The training state; `state.iteration` is the current iteration.
+            learner: Its policy and optimiser are arguments of each event.
+            sampler: Its tokenizer is an argument of each event.
+            progress: `progress.iteration` is the current iteration.
             own: The user's callbacks.
             reporting: The reporting callbacks (W&B, TensorBoard); each is sent the steps that it has not reported yet.
             folder: The folder of the run's checkpoints; None if the run saves no checkpoints.
@@ -132,7 +138,8 @@ class Callbacks:
         """
         from transformers import TrainerControl, TrainerState
 
-        self._state, self._folder, self._save, self._can_evaluate = state, folder, save, can_evaluate
+        self._learner, self._sampler, self._progress = learner, sampler, progress
+        self._folder, self._save, self._can_evaluate = folder, save, can_evaluate
         self._own, self._reporting = list(own), list(reporting)
         self._all = [*own, *reporting]
         self._control = TrainerControl()
@@ -147,15 +154,15 @@ class Callbacks:
         self._last_reported: list[dict[str, int]] = []
         if not self._all:
             return
-        self._args = _training_arguments(state.config, folder)
+        self._args = _training_arguments(progress.config, folder)
         main = is_main_process()
         self._shown = TrainerState(
-            max_steps=state.total_iterations,
-            train_batch_size=state.config.per_device_train_batch_size,
+            max_steps=progress.total_iterations,
+            train_batch_size=progress.config.per_device_train_batch_size,
             is_local_process_zero=main,
             is_world_process_zero=main,
         )
-        self._shown.compute_steps(self._args, state.total_iterations)
+        self._shown.compute_steps(self._args, progress.total_iterations)
         path = None if folder is None else folder / REPORTED
         self._reported = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
         self._begin_reports()
@@ -181,7 +188,7 @@ class Callbacks:
         self._log(METRICS, metrics)
         if is_saved:
             self._call("on_save")
-        self._state.requests.evaluate = self._control.should_evaluate
+        self._progress.requests.evaluate = self._control.should_evaluate
         self._settle()
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
@@ -190,8 +197,8 @@ class Callbacks:
         `row` has the metrics `eval/*`, which callbacks get as `eval_*`. If `row` is None or belongs to another
         iteration than the current iteration, no event is called.
         """
-        self._state.requests.evaluate = False
-        if not row or row["iteration"] != self._state.iteration:
+        self._progress.requests.evaluate = False
+        if not row or row["iteration"] != self._progress.iteration:
             return
         metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
         self._control.should_save = False
@@ -203,21 +210,18 @@ class Callbacks:
         if not self._all:
             return
         # Save again, because the iteration's earlier checkpoint does not record that a callback ended training
-        is_new = self._control.should_training_stop and not self._state.requests.end
-        self._state.requests.end |= is_new
+        is_new = self._control.should_training_stop and not self._progress.requests.end
+        self._progress.requests.end |= is_new
         is_asked = self._control.should_save or self._error is not None
-        if self._state.iteration and (is_new or (is_asked and not self.is_saved)):
+        if self._progress.iteration and (is_new or (is_asked and not self.is_saved)):
             self.save()
         if self._error is not None:
             raise self._error
 
     def save(self) -> None:
         """Save the current iteration, whether or not a checkpoint is due, and call `on_save`."""
-        self._state.requests.save, self.is_saved = True, True
-        try:
-            self._save()
-        finally:
-            self._state.requests.save = False
+        self.is_saved = True
+        self._save()
         if self._folder is not None:
             self._call("on_save")
 
@@ -251,7 +255,7 @@ class Callbacks:
         Reporting callbacks that already have the step are not called. The user's callbacks are not called for an
         earlier step.
         """
-        logged_step = self._state.iteration if step is None else step
+        logged_step = self._progress.iteration if step is None else step
         reported = zip(self._reporting, self._last_reported, strict=True)
         without = [callback for callback, last in reported if last[what] >= logged_step]
         logs = {name: value for name, value in logs.items() if name != "iteration"}
@@ -268,7 +272,7 @@ class Callbacks:
         `REPORTED` has the last steps. A killed process has not written its last steps to `REPORTED`, so a resumed run
         reports the killed process's last steps twice.
         """
-        resumed_at, kind = self._state.iteration, type(callback).__name__
+        resumed_at, kind = self._progress.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":
             return {METRICS: resumed_at - 1, EVALUATIONS: resumed_at - 1}
         if kind == "WandbCallback" and self._own_run is not None and self._own_run.resumed:
@@ -280,8 +284,8 @@ class Callbacks:
 
     def _catch_up(self) -> None:
         """Send metrics of iterations up to the resumed iteration to the reporting callbacks that lack the metrics."""
-        first = min((last[METRICS] for last in self._last_reported), default=self._state.iteration) + 1
-        for row in self._state.history:
+        first = min((last[METRICS] for last in self._last_reported), default=self._progress.iteration) + 1
+        for row in self._progress.history:
             if first <= row["iteration"]:
                 self._log(METRICS, row, int(row["iteration"]))
 
@@ -296,11 +300,14 @@ class Callbacks:
         """
         if not self._all or self._error is not None:
             return
-        state = self._state
-        self._shown.global_step = state.iteration if step is None else step
+        self._shown.global_step = self._progress.iteration if step is None else step
         if "logs" in given and step is None:
-            self._shown.log_history.append({**given["logs"], "step": state.iteration})
-        given |= {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
+            self._shown.log_history.append({**given["logs"], "step": self._progress.iteration})
+        given |= {
+            "model": self._learner.policy,
+            "processing_class": self._sampler.tokenizer,
+            "optimizer": self._learner.policy_optimizer,
+        }
         given |= dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
         error: Exception | None = None
         for callback in [callback for callback in self._all if callback not in without]:
@@ -347,7 +354,7 @@ class Callbacks:
                 if self._folder is None:
                     raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir for TensorBoard's files")
                 callback.logging_dir = str(self._folder / TENSORBOARD)  # type: ignore[attr-defined]
-            if kind == "TensorBoardCallback" and (self._state.iteration or not is_shared) and is_main_process():
+            if kind == "TensorBoardCallback" and (self._progress.iteration or not is_shared) and is_main_process():
                 self._hide_repeated(callback)
             if kind == "WandbCallback" and is_main_process():
                 self._begin_wandb()
@@ -369,7 +376,7 @@ class Callbacks:
         """Let TensorBoard hide the earlier reports of steps from the resumed iteration on, which are reported again."""
         from torch.utils.tensorboard import SummaryWriter
 
-        callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=self._state.iteration)
+        callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=self._progress.iteration)
 
     def _write_reported(self) -> None:
         if self._folder is not None and is_main_process():

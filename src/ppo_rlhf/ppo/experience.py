@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import assert_never
 
@@ -15,13 +16,16 @@ from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.core.importance_weights import importance_weights
-from ppo_rlhf.core.statistics import masked_whiten
+from ppo_rlhf.core.kl import FixedKLController
+from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
-from ppo_rlhf.ppo.batch_sampling import response_batch
+from ppo_rlhf.ppo.batch_sampling import Sampler, response_batch
+from ppo_rlhf.ppo.progress import REWARDS, Progress
 from ppo_rlhf.ppo.rollouts import Rollouts
-from ppo_rlhf.ppo.state import REWARDS, TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import disagreements, final_scores, final_scores_apart, final_token_rewards
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,49 @@ class Experience:
         return self.advantages * importance_weights(rollouts.old_logprobs, sampled, rollouts.mask, cap)
 
 
-def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
+@dataclass
+class Shaping:
+    """What rewards depend on apart from the scores: the KL controller, and the moments of earlier scores."""
+
+    config: PPOConfig
+    kl_controller: FixedKLController  # holds the current KL coefficient
+    # Mean and variance of all scores so far, before reward shaping
+    reward_moments: RunningMoments = field(default_factory=RunningMoments)
+    # Running mean and variance of each reward component's scores; empty unless `Scores.measured` names components
+    component_moments: dict[str, RunningMoments] = field(default_factory=dict)
+
+    def follow(self, scores: Scores, kl: float, iteration: int) -> None:
+        """Update the moments by an iteration's scores, and the controller by its KL, in nats per response."""
+        # Update with finite scores only, because a NaN would stay in the running mean
+        self.reward_moments.update(scores.total, scores.total.isfinite())
+        for name in scores.measured:
+            component_scores = scores.components[name]
+            moments = self.component_moments.setdefault(name, RunningMoments())
+            moments.update(component_scores, component_scores.isfinite())
+            if iteration == 1 and moments.m2 == 0.0 and scores.apart is not None:
+                log.warning(
+                    "reward/%s is %g for each of the first %d responses; normalised alone it adds 0 until it varies",
+                    *(name, moments.mean, self.config.batch_size),
+                )
+        # The controller follows KL from the policy's first iteration on, as in TRL, verl and OpenRLHF. KL starts at 0,
+        # so beta falls at first: with `kl_horizon` at a fifth of the episodes by 1 % in the first 1 % of the iterations
+        if iteration > self.config.critic_warmup_iterations:
+            self.kl_controller.update(kl, self.config.batch_size)
+
+
+def score_responses(rollouts: Rollouts, scorer: RewardScorer, sampler: Sampler, progress: Progress) -> Scores:
     """Return the scores of all responses; with `drop_uniform_prompts` `rollouts.scores` holds the scores already."""
-    state.requests.meet()
-    with state.clock.timed(REWARDS):
-        if rollouts.scores is not None:
-            return rollouts.scores
-        batch = response_batch(rollouts.prompts, rollouts.responses, state.tokenizer)
-        return scorer.score(batch, state.rollout_halving)
+    progress.requests.meet()
+    with progress.clock.timed(REWARDS):
+        scores = rollouts.scores
+        if scores is None:
+            batch = response_batch(rollouts.prompts, rollouts.responses, sampler.tokenizer)
+            scores = scorer.score(batch, sampler.halving)
+        sampler.halving.agree()  # nothing is sampled or scored in the rest of the iteration
+        return scores
 
 
-def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> Tensor:
+def shape_rewards(rollouts: Rollouts, scores: Scores, shaping: Shaping) -> Tensor:
     """Turn scores into token rewards `[B, T]`: normalisation, scale, clip, penalties, per-token KL, optional whitening.
 
     Only tokens that the policy wrote get rewards; the environment's tokens and padding get 0. The score of a response
@@ -90,7 +126,7 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
         CheckpointError: The run was resumed with another `reward.normalise`.
         ConfigError: A setting supports only scores of whole responses, not rewards per token.
     """
-    config, mask, responses = state.config, rollouts.mask, rollouts.responses
+    config, mask, responses = shaping.config, rollouts.mask, rollouts.responses
     dtype = rollouts.old_logprobs.dtype
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:
@@ -99,19 +135,19 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> T
         by_token = compact(final_token_rewards(by_token, responses.terminated, config), mask).to(dtype)
     ends = responses.terminated, responses.lengths
     if scores.apart is None:
-        final = final_scores(whole, *ends, state.reward_moments, config)
+        final = final_scores(whole, *ends, shaping.reward_moments, config)
     else:
-        if state.iteration and not state.component_moments:
+        if rollouts.iteration > 1 and not shaping.component_moments:
             raise CheckpointError(
-                f"reward.normalise=component: in the {state.iteration} iterations of this checkpoint the total was "
-                "normalised; set reward.normalise=total, or start a new run"
+                f"reward.normalise=component: in the {rollouts.iteration - 1} iterations of this checkpoint the total "
+                "was normalised; set reward.normalise=total, or start a new run"
             )
-        final = final_scores_apart(scores, *ends, state.component_moments, config)
+        final = final_scores_apart(scores, *ends, shaping.component_moments, config)
     rewards = core_rewards.shape_rewards(
         final.to(dtype),
         compact(rollouts.kl_penalty(config.kl_estimator), mask),
         compact_mask(mask),
-        kl_price(config, state.kl_controller.kl_coef),
+        kl_price(config, shaping.kl_controller.kl_coef),
         token_rewards=by_token,
     )
     rewards = spread(rewards, mask)
@@ -129,7 +165,7 @@ def kl_price(config: PPOConfig, kl_coef: float) -> float:
             assert_never(unknown)
 
 
-def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, state: TrainingState) -> Experience:
+def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, shaping: Shaping) -> Experience:
     """Estimate advantages and returns by GAE.
 
     The value after a response's last token counts as 0. With `truncated_responses=bootstrap` the critic's value after
@@ -137,7 +173,7 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
     `lam_alpha` sets a lambda for the advantages of each response by the response's length. GAE leaves out an
     environment's tokens, as if the policy's turns directly followed each other.
     """
-    config, mask, values = state.config, rollouts.mask, rollouts.values
+    config, mask, values = shaping.config, rollouts.mask, rollouts.values
     bootstrap_values = None
     if config.truncated_responses == "bootstrap":
         after_end = values.gather(1, rollouts.responses.lengths[:, None])[:, 0]
@@ -162,7 +198,7 @@ def estimate_advantages(rollouts: Rollouts, scores: Scores, rewards: Tensor, sta
     counted = learning_mask(rollouts, config)
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, counted)
-    apart = None if scores.combine == "sum" else disagreements(scores, state.component_moments)
+    apart = None if scores.combine == "sum" else disagreements(scores, shaping.component_moments)
     return Experience(rollouts, scores, rewards, advantages, returns, counted, config, apart)
 
 

@@ -16,8 +16,9 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.batch_sampling import sample_batch
 from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.ppo.metrics import iteration_metrics
+from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, check_weights, measure
-from ppo_rlhf.ppo.state import SAMPLING, TrainingState
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scoring import RewardScorer
 
@@ -35,7 +36,7 @@ def train(
     `before_update` is called before each iteration's update, with the iteration's experience. `after_iteration`, such
     as `RunControl.after_iteration`, is called after each iteration, with the iteration's metrics.
     """
-    while not state.finished:
+    while not state.progress.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
 
 
@@ -61,14 +62,15 @@ def generate_rollouts(
     Raises:
         TrainingError: A rollout engine does not answer, or holds other weights than the policy's.
     """
-    state.requests.meet()
-    state.clock.restart()
-    with state.clock.timed(SAMPLING):
-        chosen, responses, scores, redraws = sample_batch(state, prompts, scorer)
-    state.requests.meet()
-    rollouts = measure(state, reference_policy, chosen, responses)
-    if state.sampling.engine is not None:
-        check_weights(rollouts, state.history)
+    progress, sampler = state.progress, state.sampler
+    progress.requests.meet()
+    progress.clock.restart()
+    with progress.clock.timed(SAMPLING):
+        chosen, responses, scores, redraws = sample_batch(sampler, progress.iteration + 1, prompts, scorer)
+    progress.requests.meet()
+    rollouts = measure(state.learner, sampler, progress, reference_policy, chosen, responses)
+    if sampler.settings.engine is not None:
+        check_weights(rollouts, progress.history)
     return replace(rollouts, scores=scores, redraws=redraws)
 
 
@@ -80,11 +82,18 @@ def learn(
     before_update: Callable[[Experience], None] | None = None,
 ) -> dict[str, float]:
     """Learn from one iteration's rollouts and return the iteration's metrics."""
-    scores = score_responses(rollouts, scorer, state)
-    rewards = shape_rewards(rollouts, scores, state)
-    experience = estimate_advantages(rollouts, scores, rewards, state)
+    scores = score_responses(rollouts, scorer, state.sampler, state.progress)
+    rewards = shape_rewards(rollouts, scores, state.shaping)
+    experience = estimate_advantages(rollouts, scores, rewards, state.shaping)
     if before_update is not None:
         before_update(experience)
-    metrics = iteration_metrics(state, experience, optimise_policy(state, experience, reference_policy))
+    metrics = update(state, experience, reference_policy)
     state.advance(scores, metrics)
     return metrics
+
+
+def update(state: TrainingState, experience: Experience, reference_policy: PreTrainedModel) -> dict[str, float]:
+    """Take the optimiser steps of an iteration and return the iteration's metrics."""
+    kl_coef = state.shaping.kl_controller.kl_coef
+    steps = optimise_policy(state.learner, state.progress, experience, kl_coef, reference_policy)
+    return iteration_metrics(state.learner, state.sampler, state.shaping, state.progress, experience, steps)

@@ -1,25 +1,29 @@
 """The terms of the losses, by name: `POLICY_TERMS` of the policy's loss, `CRITIC_TERMS` of the critic's.
 
 A loss is the sum of its terms, each times its coefficient. The update takes the gradient of this sum, and the metrics
-`loss/<name>_avg` and `loss/total` follow from the same tables, so a new term is a row of a table.
+`loss/<name>_avg` and `loss/total` follow from the same tables, so a new term is a row of a table. `StepSums` adds the
+terms of a minibatch up, over micro-batches and processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, masked_policy_loss
+from ppo_rlhf.passes.transfers import to_cpu
 from ppo_rlhf.ppo.forward_passes import PolicyOutput
 from ppo_rlhf.ppo.micro_batches import MicroBatch
+from ppo_rlhf.runtime.processes import gather_tensors
 
 STATISTICS = ("approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Names of the statistics that terms measure beside their losses: means over the tokens that the losses count."""
@@ -160,3 +164,48 @@ def total(losses: Mapping[str, Number], coefficients: Mapping[str, float]) -> Nu
 def summed_names() -> tuple[str, ...]:
     """Return the names of the terms and of the `STATISTICS`, which are summed over micro-batches and processes."""
     return *POLICY_TERMS, *CRITIC_TERMS, *STATISTICS
+
+
+@dataclass
+class StepSums:
+    """Statistics of one minibatch.
+
+    During the update `local` holds this process's sums on the device; `add_over_processes` sums `local` over all
+    processes into `sums`.
+    """
+
+    tokens: int  # number of the whole minibatch's tokens that the losses count; if 0, no optimiser step is taken
+    local: Tensor | None = None  # [len(summed_names())], this process's sums in the order of `summed_names`
+    # By name: each term of the losses before its coefficient, 0 if the settings leave the term out, as a mean over the
+    # minibatch; each of `STATISTICS` as a sum over tokens
+    sums: dict[str, float] = field(default_factory=dict)
+    with_policy: bool = True  # False if the step trained only the critic
+    policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping
+    value_grad_norm: float = 0.0
+
+    def add(self, numbers: Mapping[str, Tensor], tokens: int) -> None:
+        """Add a micro-batch's numbers by name: its shares of the terms' losses, and its means of the `STATISTICS`.
+
+        `tokens` is the number of the micro-batch's tokens that the losses count. Means are multiplied by `tokens`, so
+        ratios of 1 add up exactly.
+        """
+        none = next(iter(numbers.values())).new_zeros(())
+        sums = torch.stack([numbers.get(name, none).detach() for name in summed_names()])
+        sums[-len(STATISTICS) :] *= tokens
+        self.local = sums if self.local is None else self.local + sums
+
+    def mean(self, name: str) -> float:
+        """Return the mean over tokens of one of `STATISTICS`."""
+        return self.sums[name] / max(1, self.tokens)
+
+
+def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
+    """Return the statistics of each optimiser step, summed over all processes, as Python numbers."""
+    names = summed_names()
+    none = torch.zeros(len(names))  # sums of 0 for a process that had no micro-batches in the step
+    local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
+    sums = torch.stack(gather_tensors(local)).sum(0).tolist()
+    return [
+        replace(step, local=None, sums=dict(zip(names, row, strict=True)))
+        for step, row in zip(steps, sums, strict=True)
+    ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 
 import psutil
 import torch
@@ -14,15 +13,14 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
-from ppo_rlhf.passes.transfers import to_cpu
-from ppo_rlhf.ppo.batch_sampling import uniform_groups
-from ppo_rlhf.ppo.experience import Experience, kl_price
-from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, STATISTICS, coefficients, summed_names, total
+from ppo_rlhf.ppo.batch_sampling import Sampler, uniform_groups
+from ppo_rlhf.ppo.experience import Experience, Shaping, kl_price
+from ppo_rlhf.ppo.learner import Learner
+from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, StepSums, coefficients, total
+from ppo_rlhf.ppo.progress import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, Progress
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
-from ppo_rlhf.ppo.state import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, TrainingState
 from ppo_rlhf.rewards.combination import DISAGREEMENT
 from ppo_rlhf.rewards.shaping import deviations
-from ppo_rlhf.runtime.processes import gather_tensors
 
 try:
     import resource
@@ -30,79 +28,43 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 
-@dataclass
-class StepSums:
-    """Statistics of one minibatch.
-
-    During the update `local` holds this process's sums on the device; `add_over_processes` sums `local` over all
-    processes into `sums`.
-    """
-
-    tokens: int  # number of the whole minibatch's tokens that the losses count; if 0, no optimiser step is taken
-    local: Tensor | None = None  # [len(summed_names())], this process's sums in the order of `summed_names`
-    # By name: each term of the losses before its coefficient, 0 if the settings leave the term out, as a mean over the
-    # minibatch; each of `STATISTICS` as a sum over tokens
-    sums: dict[str, float] = field(default_factory=dict)
-    with_policy: bool = True  # False if the step trained only the critic
-    policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping
-    value_grad_norm: float = 0.0
-
-    def add(self, numbers: Mapping[str, Tensor], tokens: int) -> None:
-        """Add a micro-batch's numbers by name: its shares of the terms' losses, and its means of the `STATISTICS`.
-
-        `tokens` is the number of the micro-batch's tokens that the losses count. Means are multiplied by `tokens`, so
-        ratios of 1 add up exactly.
-        """
-        none = next(iter(numbers.values())).new_zeros(())
-        sums = torch.stack([numbers.get(name, none).detach() for name in summed_names()])
-        sums[-len(STATISTICS) :] *= tokens
-        self.local = sums if self.local is None else self.local + sums
-
-    def mean(self, name: str) -> float:
-        """Return the mean over tokens of one of `STATISTICS`."""
-        return self.sums[name] / max(1, self.tokens)
-
-
-def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
-    """Return the statistics of each optimiser step, summed over all processes, as Python numbers."""
-    names = summed_names()
-    none = torch.zeros(len(names))  # sums of 0 for a process that had no micro-batches in the step
-    local = torch.stack(to_cpu([none if step.local is None else step.local for step in steps])).double()
-    sums = torch.stack(gather_tensors(local)).sum(0).tolist()
-    return [
-        replace(step, local=None, sums=dict(zip(names, row, strict=True)))
-        for step, row in zip(steps, sums, strict=True)
-    ]
-
-
-def iteration_metrics(state: TrainingState, experience: Experience, steps: list[StepSums]) -> dict[str, float]:
-    """Return every metric of an iteration after its update, before the state advances, in the order of docs/metrics.md.
+def iteration_metrics(
+    learner: Learner,
+    sampler: Sampler,
+    shaping: Shaping,
+    progress: Progress,
+    experience: Experience,
+    steps: list[StepSums],
+) -> dict[str, float]:
+    """Return every metric of an iteration after its update, in the order of docs/metrics.md.
 
     `steps` are the statistics of all minibatches, summed over all processes. The averages leave out minibatches in
     which the losses count no token, unless all minibatches have no token.
     """
+    config, kl_coef, scaler = learner.config, shaping.kl_controller.kl_coef, learner.accelerator.scaler
+    halvings = {"rollout_halvings": sampler.halving.count, "update_halvings": learner.halving.count}
     metrics = {
-        **_objective(experience, state),
-        **_update(steps, state.config, state.kl_controller.kl_coef),
-        **_responses(experience, state.config),
-        "lr/policy": state.policy_optimizer.param_groups[0]["lr"],
-        "lr/value": state.critic_optimizer.param_groups[0]["lr"],
-        "episode": state.episode + state.config.batch_size,
-        "optimiser/steps": state.optimiser_steps,
-        "optimiser/skipped_steps": state.skipped_steps,
-        "optimiser/early_stops": state.early_stops,
-        "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
-        **_speed(experience.rollouts, state.clock),
-        **_utilisation(experience.rollouts, steps, state),
-        "memory/peak_bytes": peak_memory_bytes(state.device),
-        **{f"memory/{name}": halving.count for name, halving in state.halvings.items() if halving.count},
+        **_objective(experience, shaping),
+        **_update(steps, config, kl_coef),
+        **_responses(experience, config),
+        "lr/policy": learner.policy_optimizer.param_groups[0]["lr"],
+        "lr/value": learner.critic_optimizer.param_groups[0]["lr"],
+        "episode": progress.episode + config.batch_size,
+        "optimiser/steps": learner.optimiser_steps,
+        "optimiser/skipped_steps": learner.skipped_steps,
+        "optimiser/early_stops": learner.early_stops,
+        "optimiser/loss_scale": 1.0 if scaler is None else scaler.get_scale(),
+        **_speed(experience.rollouts, progress.clock),
+        **_utilisation(experience.rollouts, steps, learner, progress.clock.seconds[UPDATE]),
+        "memory/peak_bytes": peak_memory_bytes(learner.device),
+        **{f"memory/{name}": count for name, count in halvings.items() if count},
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor | float]:
-    rollouts, scores, config = experience.rollouts, experience.scores, state.config
-    mask, total, kl_coef = rollouts.mask, scores.total, state.kl_controller.kl_coef
+def _objective(experience: Experience, shaping: Shaping) -> dict[str, Tensor | float]:
+    rollouts, scores, config = experience.rollouts, experience.scores, shaping.config
+    mask, total, kl_coef = rollouts.mask, scores.total, shaping.kl_controller.kl_coef
     kl, penalty = rollouts.kl, rollouts.kl_penalty(config.kl_estimator).sum(-1).mean()
     apart = experience.disagreement
     return {
@@ -120,7 +82,7 @@ def _objective(experience: Experience, state: TrainingState) -> dict[str, Tensor
         "objective/kl_coef": kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
         **({} if apart is None else {f"reward/{DISAGREEMENT}": apart.mean()}),
-        **{f"reward_std/{name}": std for name, std in deviations(scores, state.component_moments, config).items()},
+        **{f"reward_std/{name}": std for name, std in deviations(scores, shaping.component_moments, config).items()},
     }
 
 
@@ -190,22 +152,23 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40
 of CUDA's device names."""
 
 
-def _utilisation(rollouts: Rollouts, steps: list[StepSums], state: TrainingState) -> dict[str, float]:
+def _utilisation(rollouts: Rollouts, steps: list[StepSums], learner: Learner, seconds: float) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
     A model that trains counts 6 operations per weight and token; attention is left out. The returned dictionary is
     empty in float32 and float64, whose matrix products do not reach the 16-bit peak, and on devices of unknown peak.
     """
-    words = torch.cuda.get_device_name(state.device).replace("-", " ").split() if state.device.type == "cuda" else []
+    words = (
+        torch.cuda.get_device_name(learner.device).replace("-", " ").split() if learner.device.type == "cuda" else []
+    )
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
-    if peak is None or state.config.dtype not in ("bfloat16", "float16"):
+    if peak is None or learner.config.dtype not in ("bfloat16", "float16"):
         return {}
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
-    policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
+    policy, critic = (sum(p.numel() for p in model.parameters()) for model in (learner.policy, learner.critic))
     # Number of weights that train, summed over the epochs of the update
-    epochs = sum(critic + policy * step.with_policy for step in steps) / state.config.num_mini_batches
-    seconds = state.clock.seconds[UPDATE]
-    return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * state.accelerator.num_processes)}
+    epochs = sum(critic + policy * step.with_policy for step in steps) / learner.config.num_mini_batches
+    return {"throughput/mfu": 6.0 * epochs * tokens / (seconds * peak * learner.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

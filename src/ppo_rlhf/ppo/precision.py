@@ -19,6 +19,7 @@ from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.passes.sharding import sharded
 from ppo_rlhf.passes.token_rows import few_shapes_are_faster
+from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.runtime import processes
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
@@ -205,3 +206,19 @@ def deterministic(config: PPOConfig) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only_before)
+
+
+@contextlib.contextmanager
+def without_gradients(config: PPOConfig, device: torch.device, *models: nn.Module) -> Iterator[None]:
+    """Run forward passes without gradients, in the precision and by the kernels of the passes that train.
+
+    Offloaded or sharded models are whole on the device within the block. Open one block around all passes, so that
+    autocast casts each weight only once. Do not decode inside (`deterministic`).
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for model in models:
+            stack.enter_context(on_device(model, device))
+        stack.enter_context(deterministic(config))
+        stack.enter_context(autocast(config, device))
+        yield

@@ -10,15 +10,14 @@ from ppo_rlhf.runtime.stops import StopBeforeUpdate
 class RunRequests:
     """The open requests of a run.
 
-    `TrainingState.finished`, `TrainingState.checkpoint_due` and `evaluation.during_training.is_due` say what follows
+    `Progress.finished`, `Progress.checkpoint_due` and `evaluation.during_training.is_due` say what follows
     from them, together with the settings `total_episodes`, `save_interval` and `eval_interval`.
     """
 
     # The signal that asked this process to stop. The signal handler sets it (`RunControl.ask`; in a script
     # `trainer.bookkeeping`)
     signum: int | None = None
-    # True if a signal to any process (`agree`) or the end of `ppo.max_time` (`RunControl`) asked: the run saves the
-    # current iteration and stops; it can be resumed
+    # True if a signal to any process asked (`agree`): the run saves the current iteration and stops; it can be resumed
     stop: bool = False
     # True if a callback set `should_training_stop`: no further iteration runs, also not in a resumed run. Checkpoints
     # store it
@@ -26,14 +25,13 @@ class RunRequests:
     # True if an evaluation found that the policy exploits its reward, with `evaluation.on_exploitation=stop`: `end` is
     # True, too, and the run exports the policy of its best evaluation. Checkpoints store it
     restore_best: bool = False
-    save: bool = False  # True if a callback set `should_save`, or failed (`Callbacks`): the current iteration is saved
     save_by_time: bool = False  # True if `ppo.save_interval_minutes` are over (`Clock`): the current iteration is saved
     evaluate: bool = False  # True if a callback set `should_evaluate`: the policy is evaluated in this iteration
 
     @property
     def ask_to_save(self) -> bool:
         """Whether the current iteration is to be saved, whatever `save_interval` says."""
-        return self.stop or self.end or self.save or self.save_by_time
+        return self.stop or self.end or self.save_by_time
 
     def agree(self, *, save_by_time: bool) -> None:
         """Share the processes' requests at the end of an iteration; every process calls `agree`.

@@ -16,7 +16,7 @@ from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.callbacks import Callbacks
-    from ppo_rlhf.ppo.state import TrainingState
+    from ppo_rlhf.ppo.progress import Progress
 
 
 EVALUATING = "in the evaluation of iteration"
@@ -41,14 +41,14 @@ class RunControl(ABC):
     """Function that shows an iteration on the screen; must be set before the first iteration."""
 
     def __init__(
-        self, state: TrainingState, callbacks: Callbacks, save: Callable[[], None], *, keeps_best: bool = False
+        self, progress: Progress, callbacks: Callbacks, save: Callable[[], None], *, keeps_best: bool = False
     ) -> None:
         """Prepare the control of a run; `save` saves the current iteration.
 
         `keeps_best` is True with `evaluation.on_exploitation=stop`: the best evaluation has a checkpoint, and an
         evaluation can end the run.
         """
-        self.state, self.callbacks, self.save, self._keeps_best = state, callbacks, save, keeps_best
+        self.progress, self.callbacks, self.save, self._keeps_best = progress, callbacks, save, keeps_best
         # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
         self._block: tuple[str, int] | None = None
         self._is_long_said = False
@@ -77,10 +77,10 @@ class RunControl(ABC):
 
         An iteration is saved before its evaluation, so the evaluation of a resumed iteration may be missing.
         """
-        if self._keeps_best and self.state.best_evaluation is None:
-            self.state.best_evaluation = 0
+        if self._keeps_best and self.progress.best_evaluation is None:
+            self.progress.best_evaluation = 0
             self.save_start()
-        if not self.state.finished:
+        if not self.progress.finished:
             self.callbacks.begin()
         if is_resumed:
             row = self.evaluate()
@@ -95,10 +95,10 @@ class RunControl(ABC):
             ConfigError: A callback set a flag that has no effect in PPO's loop.
             BaseException: The run was asked to stop (`interruption`); the iteration is saved.
         """
-        self.show(self.state.iteration, metrics)
+        self.show(self.progress.iteration, metrics)
         self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
         self._stop_if_asked()
-        with self.stoppable(f"{EVALUATING} {self.state.iteration}"):
+        with self.stoppable(f"{EVALUATING} {self.progress.iteration}"):
             row = self.evaluate()
         self._heed(row)
         self.callbacks.evaluated(row)
@@ -109,15 +109,15 @@ class RunControl(ABC):
 
         The main process decides for all processes.
         """
-        state = self.state
-        if not self._keeps_best or state.requests.restore_best:
+        progress = self.progress
+        if not self._keeps_best or progress.requests.restore_best:
             return
-        now = row if row and row["iteration"] == state.iteration else {}
+        now = row if row and row["iteration"] == progress.iteration else {}
         is_better, ends, is_saved = processes.from_main((is_best(now), EXPORTED in now, self.callbacks.is_saved))
         if is_better:
-            state.best_evaluation = state.iteration
-        state.requests.end |= ends
-        state.requests.restore_best = ends
+            progress.best_evaluation = progress.iteration
+        progress.requests.end |= ends
+        progress.requests.restore_best = ends
         if ends or (is_better and not is_saved):
             self.callbacks.save()
 
@@ -128,7 +128,7 @@ class RunControl(ABC):
         The block of one process ends at once, by the signal handler. The blocks of several processes end at the next
         `RunRequests.meet`. `what` says where the run stops.
         """
-        self._block = what, self.state.iteration
+        self._block = what, self.progress.iteration
         try:
             yield
         except StopBeforeUpdate:
@@ -145,21 +145,21 @@ class RunControl(ABC):
         The exception is None if the work goes on until the run can be saved. The signal handler calls `ask`.
         `asked_again` names what is asked anew when the iteration is repeated, `by_evaluation` when its evaluation is.
         """
-        state, block = self.state, self._block
-        state.requests.signum = signum
+        progress, block = self.progress, self._block
+        progress.requests.signum = signum
         name, second = signal.Signals(signum).name, "a second signal stops at once."
-        if block is None or block[1] != state.iteration or state.updating:
-            what = f"finishing iteration {state.iteration} and saving it"
-            if state.updating:
-                limit = grace(signum, state.config.shutdown_grace_s)
-                what = f"finishing iteration {state.iteration + 1} and saving it {in_about(state, limit)}"
+        if block is None or block[1] != progress.iteration or progress.updating:
+            what = f"finishing iteration {progress.iteration} and saving it"
+            if progress.updating:
+                limit = grace(signum, progress.config.shutdown_grace_s)
+                what = f"finishing iteration {progress.iteration + 1} and saving it {in_about(progress, limit)}"
             return f"{name}: {what}, then stopping; {second}", None
         is_alone = processes.process_count() == 1
-        where, limit = "", grace(signum, state.config.shutdown_grace_s)
-        kept = f"iteration {state.iteration} is saved" if state.iteration else "no iteration is complete"
+        where, limit = "", grace(signum, progress.config.shutdown_grace_s)
+        kept = f"iteration {progress.iteration} is saved" if progress.iteration else "no iteration is complete"
         if not is_alone:
             where = ", where the processes next meet"
-            kept += f" if they meet within {limit:.0f} s" if limit is not None and state.iteration else ""
+            kept += f" if they meet within {limit:.0f} s" if limit is not None and progress.iteration else ""
         names = by_evaluation if block[0].startswith(EVALUATING) else asked_again
         again = f"; a resumed run asks {' and '.join(names)} again" if names else ""
         line = f"{name}: stopping {block[0]}{where}; {kept}{again}; {second}"
@@ -167,7 +167,7 @@ class RunControl(ABC):
 
     def say_if_long(self, metrics: Mapping[str, float]) -> None:
         """Say once that an update, with its checkpoint, takes longer than `ppo.shutdown_grace_s`."""
-        grace_s = self.state.config.shutdown_grace_s
+        grace_s = self.progress.config.shutdown_grace_s
         if self._is_long_said or not 0.0 < grace_s < metrics.get(UPDATE_S, 0.0):
             return
         self._is_long_said = True
@@ -179,14 +179,13 @@ class RunControl(ABC):
 
     def _save_if_new(self) -> None:
         """Save the last iteration, in all processes, unless it has a checkpoint."""
-        self.state.requests.stop = True
         if not processes.from_main(self.callbacks.is_saved):
             self.save()
 
     def _stop_if_asked(self) -> None:
         """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
-        signum = self.state.requests.signum
-        over = time_is_over(self.state.config.max_time) if signum is None and not self.state.finished else ""
+        signum = self.progress.requests.signum
+        over = time_is_over(self.progress.config.max_time) if signum is None and not self.progress.finished else ""
         if over:
             signum = signal.SIGTERM
         requests = [(number, why) for number, why in processes.from_all((signum, over)) if number is not None]
@@ -194,14 +193,14 @@ class RunControl(ABC):
             return
         signum, why = requests[0]
         if why:
-            say(f"{why} are over: iteration {self.state.iteration} is saved, and the run stops.")
+            say(f"{why} are over: iteration {self.progress.iteration} is saved, and the run stops.")
         self._save_if_new()
         raise self.interruption(signum, why)
 
 
-def in_about(state: TrainingState, limit: float | None) -> str:
+def in_about(progress: Progress, limit: float | None) -> str:
     """Return in how many seconds the update that runs will be saved, and whether a limit of seconds ends before."""
-    left = state.update_left()
+    left = progress.update_left()
     if left is None:
         return "(the first update, whose time is not known)"
     text = f"in about {left:.0f} s"

@@ -35,7 +35,9 @@ from ppo_rlhf.passes.free_memory import (
 )
 from ppo_rlhf.passes.response_logprobs import most_logits
 from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
-from ppo_rlhf.ppo.micro_batches import (
+from ppo_rlhf.ppo.optimisers import moment_bytes
+from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.token_budget import (
     UpdateBytes,
     copied_bytes,
     follows_memory,
@@ -43,8 +45,6 @@ from ppo_rlhf.ppo.micro_batches import (
     kept_activations,
     update_bytes,
 )
-from ppo_rlhf.ppo.optimisers import moment_bytes
-from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 PROCESS_BYTES = 600 * 2**20

@@ -263,9 +263,9 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
         loop.iterate(state, reference, prompts, RewardScorer([("probe", 1.0, score)]), kept.append)
         measured, enough = probe.judge(kept.pop(), config)
         broken = " and ".join(complaint for complaint, is_enough in enough.items() if not is_enough)
-        is_done = state.iteration == CONSTANT_ITERATIONS if probe.to_the_end else not broken
-        if is_done or state.finished:
-            return Outcome(probe.name, state.iteration, measured, broken)
+        is_done = state.progress.iteration == CONSTANT_ITERATIONS if probe.to_the_end else not broken
+        if is_done or state.progress.finished:
+            return Outcome(probe.name, state.progress.iteration, measured, broken)
 
 
 def _judge_token(experience: Experience, config: PPOConfig) -> Judgement:

@@ -17,7 +17,9 @@ from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
 from ppo_rlhf.ppo.experience import Experience, completion_rows
+from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.precision import precision_warning
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import RunControl, in_about
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
@@ -44,25 +46,26 @@ class Bookkeeper(RunControl):
         directory: Path | None,
     ) -> None:
         keeps_best = held_out is not None and held_out.on_exploitation == "stop"
-        super().__init__(state, callbacks, save, keeps_best=keeps_best)
+        super().__init__(state.progress, callbacks, save, keeps_best=keeps_best)
+        self._tokenizer = state.sampler.tokenizer
         self.show, self._held_out, self._directory = show, held_out, directory
 
     def before_update(self, experience: Experience) -> None:
         """Write this iteration's completions to the directory, if completions of this iteration are to be logged."""
-        is_sampled = self.state.config.samples(experience.rollouts.iteration)
+        is_sampled = self.progress.config.samples(experience.rollouts.iteration)
         if is_sampled and self._directory is not None and is_main_process():
-            write_completions(self._directory, completion_rows(experience, self.state.tokenizer))
+            write_completions(self._directory, completion_rows(experience, self._tokenizer))
 
     def save_if_due(self) -> bool:
         """Save a checkpoint if a checkpoint is due and there is a directory; return whether a checkpoint was saved."""
-        is_saved = self._directory is not None and self.state.checkpoint_due
+        is_saved = self._directory is not None and self.progress.checkpoint_due
         if is_saved:
             self.save()
         return is_saved
 
     def evaluate(self) -> Mapping[str, Any] | None:
         """Evaluate the policy on the held-out prompts if an evaluation is due; return its log row, else None."""
-        if self._held_out is None or not is_due(self.state):
+        if self._held_out is None or not is_due(self.progress):
             return None
         say(verdict_line(self._held_out.evaluate(self._directory).metrics))
         return self._held_out.rows[-1]
@@ -79,9 +82,12 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
     A terminal also shows a progress bar, unless logging is set up. Only the main process saves after an error, and uses
     no collective, because processes that failed may never reach a collective.
     """
-    lines = Lines(state.iteration, state.total_iterations, LINE_INTERVAL_S)
+    lines = Lines(state.progress.iteration, state.progress.total_iterations, LINE_INTERVAL_S)
     try:
-        with _finishing_updates(state), nullcontext() if log.hasHandlers() else progress_bar(lines) as show_in_bar:
+        with (
+            _finishing_updates(state.progress),
+            nullcontext() if log.hasHandlers() else progress_bar(lines) as show_in_bar,
+        ):
 
             def show(iteration: int, metrics: Mapping[str, float]) -> None:
                 lines.show(iteration, metrics)
@@ -90,14 +96,15 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
 
             yield show
     except BaseException:
-        if directory is None or not state.iteration or not is_main_process():
+        if directory is None or not state.progress.iteration or not is_main_process():
             raise
         try:
-            if state.updating:
+            if state.progress.updating:
                 log.warning(
-                    "No checkpoint is saved: iteration %d was interrupted during its update.", state.iteration + 1
+                    "No checkpoint is saved: iteration %d was interrupted during its update.",
+                    state.progress.iteration + 1,
                 )
-            elif not (directory / files.checkpoint_name(state.iteration)).exists():
+            elif not (directory / files.checkpoint_name(state.progress.iteration)).exists():
                 log.warning("The last whole iteration is saved: %s", write_checkpoint(directory, state))
         # Only warn about a checkpoint that cannot be written, so that the exception that ended training is raised
         except CheckpointError as error:
@@ -106,7 +113,7 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
 
 
 @contextmanager
-def _finishing_updates(state: TrainingState) -> Iterator[None]:
+def _finishing_updates(progress: Progress) -> Iterator[None]:
     """Let the first Ctrl-C during a PPO update stop training after the current iteration: half an update cannot be
     saved. Outside of an update the first Ctrl-C raises KeyboardInterrupt, and so does a second Ctrl-C.
 
@@ -114,10 +121,10 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
     """
 
     def ask(signum: int) -> tuple[str, KeyboardInterrupt | None]:
-        if not state.updating:
+        if not progress.updating:
             return "", KeyboardInterrupt()
-        state.requests.signum = signum
-        what = f"finishing iteration {state.iteration + 1} {in_about(state, None)}"
+        progress.requests.signum = signum
+        what = f"finishing iteration {progress.iteration + 1} {in_about(progress, None)}"
         return f"\nCtrl-C: {what}, then stopping; a second one stops at once.", None
 
     def say_on_stderr(line: str) -> None:
@@ -134,7 +141,7 @@ def _finishing_updates(state: TrainingState) -> Iterator[None]:
         ):
             yield
     finally:
-        state.requests.signum = None
+        progress.requests.signum = None
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:
@@ -147,17 +154,17 @@ def verdict_line(metrics: Mapping[str, float]) -> str:
     )
 
 
-def warn(state: TrainingState, *, evaluates: bool) -> None:
+def warn(learner: Learner, *, evaluates: bool) -> None:
     """Warn, in the main process, of settings that are unusual, slow on this device, or without effect in PPOTrainer."""
     if not is_main_process():
         return
-    for line in state.config.advice(parameters=state.policy.num_parameters()):
+    for line in learner.config.advice(parameters=learner.policy.num_parameters()):
         log.warning("%s", line)
-    if slow_dtype := precision_warning(state.config, state.device):
+    if slow_dtype := precision_warning(learner.config, learner.device):
         log.warning("%s", slow_dtype)
     without_effect = {"shutdown_grace_s": ", where a second Ctrl-C ends the wait"}
     if not evaluates:
         without_effect["eval_interval"] = " without evaluation_prompts"
     for name, why in without_effect.items():
-        if name in state.config.not_default():
+        if name in learner.config.not_default():
             log.warning("ppo.%s: no effect in PPOTrainer%s", name, why)

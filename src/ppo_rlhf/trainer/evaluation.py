@@ -19,7 +19,9 @@ from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import SCORES
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.batch_sampling import Sampler
+from ppo_rlhf.ppo.learner import Learner
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
@@ -109,7 +111,9 @@ class HeldOut:
 
     def __init__(
         self,
-        state: TrainingState,
+        learner: Learner,
+        sampler: Sampler,
+        progress: Progress,
         reference_policy: PreTrainedModel,
         prompts: PromptDataset,
         scorer: RewardScorer,
@@ -131,32 +135,34 @@ class HeldOut:
                 f"PPOTrainer: on_exploitation={on_exploitation}, but the judge is the reward, which cannot show that "
                 "the policy exploits it; give another function as judge"
             )
-        check_evaluated_prompts(len(prompts), state.config, on_exploitation)
+        check_evaluated_prompts(len(prompts), learner.config, on_exploitation)
         description = "the reward" if judge is None else "the judge"
         self._evaluator = evaluator_of(
-            state.tokenizer,
+            sampler.tokenizer,
             prompts,
             scorer,
-            state.config,
-            trained=state.sampling,
+            learner.config,
+            trained=sampler.settings,
             evaluation=EvaluationConfig(iteration_prompts=len(prompts)),
             judge=ResolvedJudge(judge=judge, rates={}, description=description),
-            halving=state.evaluation_halving,
+            halving=sampler.evaluation_halving,
         )
-        self._state, self._reference, self._by_reward = state, reference_policy, by_reward
+        self._learner, self._progress = learner, progress
+        self._reference, self._by_reward = reference_policy, by_reward
         self.on_exploitation = on_exploitation
         self.rows: list[dict[str, Any]] = []
 
     @cached_property
     def _sft(self) -> PolicyEvaluation:
-        return self._evaluator.evaluate(self._reference, None, device=self._state.device)
+        return self._evaluator.evaluate(self._reference, None, device=self._learner.device)
 
     def evaluate(self, directory: Path | None = None) -> Evaluated:
         """Evaluate the current policy; add the metrics to `rows`, and to the evaluation log in `directory` unless it is
         None.
         """
         row, evaluated = evaluate_iteration(
-            self._state,
+            self._learner,
+            self._progress,
             self._reference,
             self._evaluator,
             self._sft,

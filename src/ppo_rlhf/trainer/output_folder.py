@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.runtime.progress import say
@@ -73,11 +73,11 @@ def checkpoint_to_resume(resume_from: str | Path | bool, output_dir: Path | None
     return newest
 
 
-def say_where(directory: Path, state: TrainingState) -> None:
+def say_where(directory: Path, progress: Progress) -> None:
     """Print the path of the last checkpoint after training, if the last checkpoint is in `directory`.
 
     If a run was complete before `train` was called, its last checkpoint may be in another directory.
     """
-    checkpoint = directory / files.checkpoint_name(state.iteration)
+    checkpoint = directory / files.checkpoint_name(progress.iteration)
     if is_main_process() and checkpoint.exists():
         say(f"The last checkpoint is {checkpoint}")

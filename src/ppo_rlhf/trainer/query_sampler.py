@@ -16,8 +16,8 @@ from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.stop_tokens import ids_within
 from ppo_rlhf.passes.sampling import SamplingSettings
-from ppo_rlhf.ppo.batch_sampling import sample_responses
-from ppo_rlhf.ppo.state import SAMPLING, TrainingState
+from ppo_rlhf.ppo.batch_sampling import Sampler, sample_responses
+from ppo_rlhf.ppo.progress import SAMPLING, Progress
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.trainer.inputs import check_one_turn, check_query_length, token_lists, without_padding
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class QuerySampler:
-    """Samples responses from a training state's policy, and counts the rows sampled since the iteration began.
+    """Samples responses from the policy, and counts the rows sampled since the iteration began.
 
     Attributes:
         rows: Responses sampled since the iteration began.
@@ -34,10 +34,10 @@ class QuerySampler:
         limit: The shortest context of the run's models and the reason for this limit, from `context_of_all`.
     """
 
-    def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
-        self._state = state
+    def __init__(self, sampler: Sampler, progress: Progress, limit: tuple[int | None, str]) -> None:
+        self._sampler, self._progress = sampler, progress
         self._warned = not is_main_process()
-        self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
+        self.vocabulary = int(sampler.policy.config.get_text_config().vocab_size)
         self.limit = limit
         self.start_iteration()
 
@@ -55,12 +55,12 @@ class QuerySampler:
         arguments: Mapping[str, Any],
     ) -> list[Tensor] | Tensor:
         """Sample a response to each query, as `PPOTrainer.generate` documents it."""
-        state, config = self._state, self._state.config
+        sampler, progress, config = self._sampler, self._progress, self._sampler.config
         check_one_turn(config)
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
         if attention_mask is None:
-            prompt_ids = without_padding(rows, "query", state.policy, state.tokenizer, config)
+            prompt_ids = without_padding(rows, "query", sampler.policy, sampler.tokenizer, config)
         elif getattr(queries, "shape", None) != getattr(attention_mask, "shape", ()):
             raise DataError("generate: attention_mask needs queries in one tensor of the same shape")
         else:
@@ -73,7 +73,7 @@ class QuerySampler:
         for name, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ConfigError(f"generate: {name}={count!r} must be an integer of at least 1")
-        settings = _sampling(state.sampling, arguments, self.vocabulary)
+        settings = _sampling(sampler.settings, arguments, self.vocabulary)
         if copies > 1 and settings.top_k == 1:
             raise ConfigError(
                 f"generate: num_return_sequences={copies} would repeat the greedy response; give do_sample=True"
@@ -89,16 +89,16 @@ class QuerySampler:
             )
         prompt_ids, rows = ([row for row in table for _ in range(copies)] for table in (prompt_ids, rows))
         if not self.rows:
-            state.clock.restart()
-        with state.clock.timed(SAMPLING):
+            progress.clock.restart()
+        with progress.clock.timed(SAMPLING):
             generated = sample_responses(
-                state.policy,
+                sampler.policy,
                 PromptDataset(prompt_ids, [""] * len(prompt_ids), {}),
                 self._noise(len(prompt_ids))[:, : settings.response_length],
                 settings,
                 config,
                 batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
-                halving=state.rollout_halving,
+                halving=sampler.halving,
             )
         self.rows += len(prompt_ids)
         responses = generated.token_lists()
@@ -115,8 +115,8 @@ class QuerySampler:
         In each iteration the first `batch_size` rows get the same noise as the pipeline's rollouts. Rows after the
         first `batch_size` rows are never trained on, and get noise from separate random streams.
         """
-        config = self._state.config
-        size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
+        config = self._sampler.config
+        size, first, iteration = config.batch_size, self.rows, self._progress.iteration + 1
         batches = range(first // size, (first + rows - 1) // size + 1)
         streams = ["rollout" if number == 0 else f"rollout beyond {number}" for number in batches]
         blocks = [episode_uniforms(config.seed, name, iteration, size, config.response_length) for name in streams]

@@ -166,7 +166,9 @@ class PPOTrainer:
         if held_out is not None and self._scorer is not None:
             by_reward = judge_function is None or is_reward(judge_function, reward)
             self.held_out = HeldOut(
-                self.state,
+                self.state.learner,
+                self.state.sampler,
+                self.state.progress,
                 self.reference_policy,
                 held_out,
                 self._scorer,
@@ -174,26 +176,28 @@ class PPOTrainer:
                 by_reward=by_reward,
                 on_exploitation=on_exploitation,
             )
-        self._sampler = QuerySampler(self.state, limit)
+        self._sampler = QuerySampler(self.state.sampler, self.state.progress, limit)
         for table in tables:
             if self._scorer is not None:
-                check_scorable(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
-        warn(self.state, evaluates=self.held_out is not None)
+                check_scorable(
+                    self._scorer, table.lengths, config.response_length, self.state.sampler.settings.stop_token_ids
+                )
+        warn(self.state.learner, evaluates=self.held_out is not None)
 
     @property
     def policy(self) -> PreTrainedModel:
         """The policy that trains; with `use_peft` it includes the adapter."""
-        return self.state.policy
+        return self.state.learner.policy
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer."""
-        return self.state.tokenizer
+        return self.state.sampler.tokenizer
 
     @property
     def history(self) -> list[dict[str, float]]:
         """The metrics of each iteration so far (docs/metrics.md), with `iteration`."""
-        return self.state.history
+        return self.state.progress.history
 
     def generate(
         self,
@@ -262,7 +266,7 @@ class PPOTrainer:
             raise ConfigError("step: on_exploitation is for train(), which evaluates while it trains; leave it out")
         self._check_ready("step")
         check_alike("step", queries=queries, responses=responses, scores=scores)
-        if self.state.finished:
+        if self.state.progress.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, as "
                 "the learning rate's schedule has); raise ppo.total_episodes for a longer run"
@@ -281,14 +285,15 @@ class PPOTrainer:
             if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
                 raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
-        cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampling)
+        cut_responses = trainer_inputs.take_responses(response_ids, self.state.sampler.settings)
         trainer_inputs.check_query_length(prompt_ids, cut_responses.lengths.tolist(), *sampler.limit)
         if not sampler.rows:
             # Restart the iteration's clock here, because the script has not called `generate`, which restarts the clock
-            self.state.clock.restart()
+            self.state.progress.clock.restart()
         prompts = PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {})
-        rollouts = measure(self.state, self.reference_policy, prompts, cut_responses)
-        metrics = loop.learn(self.state, self.reference_policy, rollouts, scorer)
+        state, reference = self.state, self.reference_policy
+        rollouts = measure(state.learner, state.sampler, state.progress, reference, prompts, cut_responses)
+        metrics = loop.learn(state, reference, rollouts, scorer)
         self._sampler.start_iteration()
         return metrics
 
@@ -301,7 +306,7 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
         mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
-        heading = f"Iteration {self.state.iteration}/{self.state.total_iterations}"
+        heading = f"Iteration {self.state.progress.iteration}/{self.state.progress.total_iterations}"
         say(", ".join([heading, *readings(stats), f"mean reward {mean:.4g}{pair}"]))
 
     def train(
@@ -339,20 +344,29 @@ class PPOTrainer:
             self._check_ready("train")
             if directory is not None:
                 claim(directory, self._folders)
-                if stops and self.state.iteration:
-                    check_best(directory, self.state)
+                if stops and self.state.progress.iteration:
+                    check_best(directory, self.state.progress)
             state, save, can_evaluate = self.state, partial(self._save, directory), self.held_out is not None
-            callbacks = Callbacks(state, self._callbacks, self._reporting, directory, save, can_evaluate=can_evaluate)
+            callbacks = Callbacks(
+                state.learner,
+                state.sampler,
+                state.progress,
+                self._callbacks,
+                self._reporting,
+                directory,
+                save,
+                can_evaluate=can_evaluate,
+            )
             with closing(callbacks), watched(state, directory) as show, ending_together(), ending_children():
                 books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
-                books.begin(is_resumed=bool(resume_from_checkpoint) and state.iteration > 0)
+                books.begin(is_resumed=bool(resume_from_checkpoint) and state.progress.iteration > 0)
                 models_and_data = state, self.reference_policy, self._prompts, self._scorer
                 loop.train(*models_and_data, books.after_iteration, books.before_update)
                 if directory is not None and stops:
-                    load_best(directory, state)
+                    load_best(directory, state.learner, state.progress)
                 callbacks.end()
         if directory is not None:
-            say_where(directory, self.state)
+            say_where(directory, self.state.progress)
         curves = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, curves, most=None):
             say(line)
@@ -371,7 +385,7 @@ class PPOTrainer:
         """
         if self.held_out is None:
             raise ConfigError("evaluate: PPOTrainer was given no evaluation_prompts")
-        self.state.check_whole()
+        self.state.progress.check_whole()
         return self.held_out.evaluate()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -390,8 +404,10 @@ class PPOTrainer:
 
     def _export(self, folder: Path) -> None:
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
-        card = render_card(self.state, rewards) if may_write_card(folder) else None
-        on_main(lambda: replace(exported_policy(self.state), card=card).save(folder))
+        state = self.state
+        parts = state.learner, state.sampler
+        card = render_card(*parts, state.progress, rewards) if may_write_card(folder) else None
+        on_main(lambda: replace(exported_policy(*parts), card=card).save(folder))
         if self.config.export_critic:
             on_main(partial(self._export_critic, folder / CRITIC_FOLDER, rewards))
         elif (folder / CRITIC_FOLDER / CONFIG).is_file():
@@ -401,8 +417,9 @@ class PPOTrainer:
             )
 
     def _export_critic(self, folder: Path, rewards: list[str]) -> None:
-        critic = exported_critic(self.state)
-        card = render_critic_card(self.state, rewards, critic.model, prompts=None, run_id=None)
+        state = self.state
+        critic = exported_critic(state.learner, state.sampler.tokenizer)
+        card = render_critic_card(state.learner, state.progress, rewards, critic.model, prompts=None, run_id=None)
         replace(critic, card=card if may_write_card(folder) else None).save(folder)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
@@ -426,7 +443,7 @@ class PPOTrainer:
         folder = Path(output_dir).expanduser()
         claim(folder, self._folders)
         on_main(partial(write_checkpoint, folder, self.state))
-        return folder / checkpoint_name(self.state.iteration)
+        return folder / checkpoint_name(self.state.progress.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Replace the training state by the state of a checkpoint.
@@ -440,16 +457,16 @@ class PPOTrainer:
         folder = checkpoint.resolve().parent
         self._folders.add(folder)
         if self.held_out is not None:
-            self.held_out.resume(folder, self.state.iteration)
+            self.held_out.resume(folder, self.state.progress.iteration)
         self._sampler.start_iteration()
 
     def _save(self, directory: Path | None) -> None:
         if directory is not None:
             self.save_checkpoint(directory)
             if is_main_process():
-                prune_run(directory, self.config, self.state.iteration, self.state.best_evaluation)
+                prune_run(directory, self.config, self.state.progress.iteration, self.state.progress.best_evaluation)
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():
             raise TrainingError(f"{call}: gradients are off (torch.no_grad or inference_mode); call it outside")
-        self.state.check_whole()
+        self.state.progress.check_whole()

@@ -24,10 +24,11 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
+from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.precision import device_of
-from ppo_rlhf.ppo.rollouts import Rollouts, critic_values, plan_update
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.progress import Progress
+from ppo_rlhf.ppo.rollouts import Rollouts, critic_values
 from ppo_rlhf.rewards.scorers import check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 
@@ -111,7 +112,7 @@ def pretrain_critic(
     assert isinstance(critic, Critic)
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
-        check_scorable(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
+        check_scorable(scorer, dataset.lengths, config.response_length, state.sampler.settings.stop_token_ids)
     whole = replace(  # one batch holds each held-out prompt once; prompts that do not fill a micro-batch are left out
         config,
         gradient_accumulation_steps=max(1, len(held_out_prompts) // config.micro_batch_size),
@@ -120,24 +121,29 @@ def pretrain_critic(
         drop_uniform_prompts=0,
         critic_warmup_iterations=0,
     )
-    evaluating = replace(state, config=whole)
+    evaluating = replace(
+        state,
+        config=whole,
+        learner=replace(state.learner, config=whole),
+        sampler=replace(state.sampler, config=whole),
+        progress=Progress(whole),
+    )
     held_out = generate_rollouts(evaluating, reference, held_out_prompts, scorer)
-    scores = score_responses(held_out, scorer, state)
+    scores = score_responses(held_out, scorer, state.sampler, state.progress)
     history: list[dict[str, float]] = []
     for iteration in range(1, pretraining.iterations + 1):
         metrics = iterate(state, reference, prompts, scorer)
         logged = {name: metrics[source] for name, source in LOGGED.items()}
         history.append({STEP: iteration, **logged})
         report(iteration, logged)
-    history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, scores)})
-    evaluating.plan = plan_update(evaluating, held_out.prompts, held_out.responses)
-    values = critic_values(evaluating)
-    history[-1][HELD_OUT] = _explained(state, replace(held_out, values=values), scores)
-    return exported_critic(state), history
+    history.insert(0, {STEP: 0, HELD_OUT: _explained(state.shaping, held_out, scores)})
+    _, values = critic_values(evaluating.learner, replace(held_out.cut, halvings=state.learner.halving.count))
+    history[-1][HELD_OUT] = _explained(state.shaping, replace(held_out, values=values), scores)
+    return exported_critic(state.learner, state.sampler.tokenizer), history
 
 
-def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:
+def _explained(shaping: Shaping, rollouts: Rollouts, scores: Scores) -> float:
     """Return the share of the Monte Carlo returns' variance that the critic's values explain."""
-    rewards = shape_rewards(rollouts, scores, state)
-    returns = estimate_advantages(rollouts, scores, rewards, state).returns
+    rewards = shape_rewards(rollouts, scores, shaping)
+    returns = estimate_advantages(rollouts, scores, rewards, shaping).returns
     return float(explained_variance(rollouts.values[:, :-1], returns, rollouts.mask))

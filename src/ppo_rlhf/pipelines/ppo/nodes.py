@@ -140,10 +140,12 @@ def initialise_training_state(
     if pretrained_critic is not None and stored is not None:
         log.info("The critic starts as %s.", pretrained_critic.source)
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
-    check_scorable(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
+    check_scorable(
+        reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampler.settings.stop_token_ids
+    )
     if shards_models():
         for frozen in (reference_policy, *models_of(reward_scorer)):
-            shard_in_place(frozen, state.device)
+            shard_in_place(frozen, state.learner.device)
     state.origin |= printed_date(prompt_dataset, policy.tokenizer)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
@@ -194,41 +196,40 @@ def generate_rollouts(
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
     """Score each response by the reward."""
-    return loop.score_responses(rollouts, reward_scorer, training_state)
+    return loop.score_responses(rollouts, reward_scorer, training_state.sampler, training_state.progress)
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingState) -> Tensor:
     """Turn scores into token rewards: clip, missing-EOS penalty, per-token KL penalty, optional whitening."""
-    return loop.shape_rewards(rollouts, scores, training_state)
+    return loop.shape_rewards(rollouts, scores, training_state.shaping)
 
 
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: Tensor, training_state: TrainingState
 ) -> Experience:
     """Estimate advantages and returns by GAE, and whiten the advantages."""
-    return loop.estimate_advantages(rollouts, scores, shaped_rewards, training_state)
+    return loop.estimate_advantages(rollouts, scores, shaped_rewards, training_state.shaping)
 
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
     """Return sample responses token by token if this iteration logs samples, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return {}
-    return sample_tokens(experience, training_state.tokenizer)
+    return sample_tokens(experience, training_state.sampler.tokenizer)
 
 
 def list_completions(training_state: TrainingState, experience: Experience) -> list[dict[str, object]]:
     """Return the completions with their scores if this iteration logs samples, else nothing."""
     if not training_state.config.samples(experience.rollouts.iteration):
         return []
-    return completion_rows(experience, training_state.tokenizer)
+    return completion_rows(experience, training_state.sampler.tokenizer)
 
 
 def optimise_policy(
     training_state: TrainingState, experience: Experience, reference_policy: PreTrainedModel
 ) -> dict[str, object]:
     """Run PPO's epochs of clipped updates, advance to the next iteration, and pass on the state for a checkpoint."""
-    steps = loop.optimise_policy(training_state, experience, reference_policy)
-    metrics = loop.iteration_metrics(training_state, experience, steps)
+    metrics = loop.update(training_state, experience, reference_policy)
     training_state.advance(experience.scores, metrics)
     return {
         "next_training_state": training_state,
@@ -249,21 +250,22 @@ def evaluate_iteration(
 ) -> dict[str, Any]:
     """Compare the policy with SFT and with its best evaluation so far on held-out prompts, if an evaluation is due."""
     state = next_training_state
-    if not during_training.is_due(state):
+    if not during_training.is_due(state.progress):
         return {}
     judge = resolve_judge(evaluation)
     evaluator = evaluator_of(
-        state.tokenizer,
+        state.sampler.tokenizer,
         evaluation_prompt_dataset,
         reward_scorer,
         state.config,
-        trained=state.sampling,
+        trained=state.sampler.settings,
         evaluation=evaluation,
         judge=judge,
-        halving=state.evaluation_halving,
+        halving=state.sampler.evaluation_halving,
     )
     row, _ = during_training.evaluate_iteration(
-        state,
+        state.learner,
+        state.progress,
         reference_policy,
         evaluator,
         reference_evaluation,
@@ -285,14 +287,14 @@ def export_policy(
 
     A LoRA adapter is merged, unless `ppo.export` is `adapter`.
     """
-    rewards = _name_rewards(reward, reward_model)
+    state, rewards = next_training_state, _name_rewards(reward, reward_model)
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
-    card = render_card(next_training_state, rewards, evaluation.prompts_path, run_id)
+    card = render_card(state.learner, state.sampler, state.progress, rewards, evaluation.prompts_path, run_id)
     environment = "" if run is None else env_option(run.data.tags.get("environment"))
     command = f"`kedro run{environment} --pipelines evaluation`"
     card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} {command} writes the result here.")
-    return replace(exported_policy(next_training_state), card=card)
+    return replace(exported_policy(state.learner, state.sampler), card=card)
 
 
 def export_critic(
@@ -302,12 +304,14 @@ def export_critic(
     evaluation: EvaluationConfig,
 ) -> TrainedModel | dict[str, object]:
     """Export the trained critic with a model card if `ppo.export_critic` is true; else return nothing."""
-    if not next_training_state.config.export_critic:
+    state = next_training_state
+    if not state.config.export_critic:
         return {}
-    critic, run = exported_critic(next_training_state), mlflow.active_run()
+    critic, run = exported_critic(state.learner, state.sampler.tokenizer), mlflow.active_run()
     rewards, run_id = _name_rewards(reward, reward_model), None if run is None else run.info.run_id
     prompts = evaluation.prompts_path
-    card = render_critic_card(next_training_state, rewards, critic.model, prompts=prompts, run_id=run_id)
+    parts = state.learner, state.progress
+    card = render_critic_card(*parts, rewards, critic.model, prompts=prompts, run_id=run_id)
     return replace(critic, card=card)
 
 
@@ -315,7 +319,7 @@ def summarise_training(next_training_state: TrainingState, evaluation_metrics: l
     """Return a table with the metrics of every PPO iteration, including the evaluation's metrics if the run evaluated
     then.
     """
-    history = pd.DataFrame(next_training_state.history)
+    history = pd.DataFrame(next_training_state.progress.history)
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
     evaluations = evaluations.filter(regex="^(iteration$|eval/)")
     return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})

@@ -122,23 +122,25 @@ def _train(
     with reporting(0, config.num_total_batches, setting.name) as show:
 
         def report(metrics: dict[str, float]) -> None:
-            track(state.iteration, metrics)
-            show(state.iteration, metrics)
+            track(state.progress.iteration, metrics)
+            show(state.progress.iteration, metrics)
 
         train(state, reference, prompts, scorer, report)
     evaluator = Evaluator(
-        tokenizer=state.tokenizer,
+        tokenizer=state.sampler.tokenizer,
         prompts=held_out,
         scorer=scorer,
         judge=resolve_judge(evaluation),
         config=config,
-        sampling=state.sampling,
+        sampling=state.sampler.settings,
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
-    sft = evaluator.evaluate(reference, None, device=state.device)
-    last = compare_evaluations(evaluator.evaluate(state.policy, reference, device=state.device, against=sft), sft)
-    track(state.iteration, last)
+    sft = evaluator.evaluate(reference, None, device=state.learner.device)
+    last = compare_evaluations(
+        evaluator.evaluate(state.learner.policy, reference, device=state.learner.device, against=sft), sft
+    )
+    track(state.progress.iteration, last)
     return last
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import os
 import signal
-from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -16,29 +16,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.progress import Progress
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.config import RewardConfig
-from toy_ppo.saves import SaveRequest
 
 ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError, RewardError)}
+NONE: Any = None
+"""Stands for the parts of a training state that a toy does not have."""
 VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
-
-
-@dataclass
-class ToyState:
-    total_iterations: int
-    config: PPOConfig = field(default_factory=PPOConfig)
-    iteration: int = 0
-    requests: RunRequests = field(default_factory=RunRequests)
-    updating: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.iteration >= self.total_iterations
-
-    @property
-    def policy_iteration(self) -> int:
-        return self.iteration
 
 
 def train_sft(prompts: PromptsConfig) -> tuple[TrainedModel, list[dict[str, float]]]:
@@ -54,21 +39,21 @@ def read_prompts(raw_prompts: Dataset, prompts: PromptsConfig, reward: RewardCon
     return list(raw_prompts[prompts.column])
 
 
-def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> ToyState:
-    return ToyState(ppo_config.num_total_batches, ppo_config)
+def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> TrainingState:
+    return TrainingState(ppo_config, *[NONE] * 3, Progress(ppo_config))
 
 
-def generate_rollouts(training_state: ToyState, prompt_texts: list[str]) -> SimpleNamespace:
+def generate_rollouts(training_state: TrainingState, prompt_texts: list[str]) -> SimpleNamespace:
     completions = [f"answer {i}" for i in range(len(prompt_texts))]
     return SimpleNamespace(
         prompts=SimpleNamespace(texts=prompt_texts),
         texts=SimpleNamespace(completions=completions),
         responses=SimpleNamespace(terminated=torch.ones(len(completions), dtype=torch.bool)),
-        iteration=training_state.iteration + 1,
+        iteration=training_state.progress.iteration + 1,
     )
 
 
-def score_responses(rollouts: SimpleNamespace, training_state: ToyState) -> dict[str, SimpleNamespace]:
+def score_responses(rollouts: SimpleNamespace, training_state: TrainingState) -> dict[str, SimpleNamespace]:
     rows = len(rollouts.texts.completions)
     return {"scores": SimpleNamespace(total=torch.arange(float(rows))), "kl": SimpleNamespace(kl=torch.ones(rows, 4))}
 
@@ -95,16 +80,19 @@ def list_completions(
     return [{"iteration": rollouts.iteration, **row} for row in rows]
 
 
-def optimise_policy(training_state: ToyState, experience: float) -> dict[str, object]:
-    training_state.iteration += 1
+def optimise_policy(training_state: TrainingState, experience: float) -> dict[str, object]:
+    training_state.progress.iteration += 1
     stop_at = os.environ.get("TOY_SIGNAL_AT")  # "2:SIGTERM"
-    if stop_at and stop_at.startswith(f"{training_state.iteration}:"):
+    if stop_at and stop_at.startswith(f"{training_state.progress.iteration}:"):
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
-    if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
+    if os.environ.get("TOY_FAIL_AT") == str(training_state.progress.iteration):
         raise ERRORS[os.environ.get("TOY_ERROR", "ZeroDivisionError")]("the update went wrong")
-    training_state.requests.agree(save_by_time=False)
-    metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
-    return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
+    training_state.progress.requests.agree(save_by_time=False)
+    metrics = {
+        "objective/scores": training_state.progress.iteration / 4,
+        "episode": 8.0 * training_state.progress.iteration,
+    }
+    return {"state": training_state, "metrics": metrics, "checkpoint": training_state}
 
 
 def train_settings(ppo: PPOConfig) -> list[dict[str, float]]:
@@ -113,14 +101,14 @@ def train_settings(ppo: PPOConfig) -> list[dict[str, float]]:
     return [{"kl": 1.0}]
 
 
-def evaluate_iteration(next_training_state: ToyState) -> dict[str, float]:
-    if next_training_state.iteration % 2 and not next_training_state.finished:
+def evaluate_iteration(next_training_state: TrainingState) -> dict[str, float]:
+    if next_training_state.progress.iteration % 2 and not next_training_state.progress.finished:
         return {}
     measured = {"eval/win_rate": 0.5, "eval/reward_sft": -1.0, "eval/reward_se": 0.25}
-    return {"iteration": float(next_training_state.iteration), **measured}
+    return {"iteration": float(next_training_state.progress.iteration), **measured}
 
 
-def export_policy(next_training_state: ToyState) -> TrainedModel:
+def export_policy(next_training_state: TrainingState) -> TrainedModel:
     return tiny_model()
 
 

@@ -1,0 +1,135 @@
+"""`Progress`: how far a run has come, with its history, its clock and the open requests to stop, save or evaluate."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.ppo.kl_alarms import kl_alarms
+from ppo_rlhf.ppo.requests import RunRequests
+
+log = logging.getLogger(__name__)
+
+SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "values", "rewards", "update"
+"""Names of the timed parts of an iteration, which are the keys of `Clock.seconds`."""
+
+
+SAVED_FIRST_S = 60.0
+"""The first iteration of a run is saved if it took longer than `SAVED_FIRST_S` seconds."""
+SAVING_SHARE = 0.05
+"""Greatest share of the time that checkpoints by time take."""
+
+
+class Clock:
+    """Measures how many seconds each part of an iteration takes, and stores when the iteration began.
+
+    `Clock` also says when time asks for a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+        self.saved_at = self.started  # when the last checkpoint was complete; before the first, when the run began
+        self.save_seconds = 0.0  # how long the last checkpoint took
+
+    def restart(self) -> None:
+        """Reset the clock at the beginning of an iteration."""
+        self.started = self.entered = time.perf_counter()  # when the iteration, and its last timed part, began
+        # Seconds that each part of the iteration has taken so far
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds that the `with` block takes to `part` of the iteration."""
+        self.entered = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - self.entered
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Store when the `with` block, which writes a checkpoint, ended, and how many seconds it took."""
+        entered = time.perf_counter()
+        yield
+        self.saved_at = time.perf_counter()
+        self.save_seconds = self.saved_at - entered
+
+    def asks_to_save(self, minutes: float | None, iteration: int) -> bool:
+        """Return whether an iteration that ends now is saved, with `ppo.save_interval_minutes` at `minutes`."""
+        if minutes is None:
+            return False
+        now = time.perf_counter()
+        is_long_first = iteration == 1 and now - self.started > SAVED_FIRST_S
+        wait = max(60.0 * minutes, (1.0 / SAVING_SHARE - 1.0) * self.save_seconds)
+        return is_long_first or now - self.saved_at >= wait
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    config: PPOConfig
+    iteration: int = 0  # number of complete iterations
+    episode: int = 0  # number of responses trained on
+    # Metrics of each complete iteration; the key `iteration` has the iteration's number
+    history: list[dict[str, float]] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
+    updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
+    requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
+    # Iteration of the best evaluation so far (0: SFT's), whose checkpoint is kept; None unless
+    # `evaluation.on_exploitation` is `stop`
+    best_evaluation: int | None = None
+    # Iteration whose policy and critic were loaded after the end of training; None: they are those of `iteration`
+    loaded_iteration: int | None = None
+
+    @property
+    def total_iterations(self) -> int:
+        """Number of iterations of the whole run."""
+        return self.config.num_total_batches
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: all iterations are done, or a callback or an evaluation ended training."""
+        return self.requests.end or self.iteration >= self.total_iterations
+
+    @property
+    def policy_iteration(self) -> int:
+        """The iteration that the policy is of: the last one, unless `load_best` went back to the best evaluation."""
+        return self.iteration if self.loaded_iteration is None else self.loaded_iteration
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether to save a checkpoint now.
+
+        A checkpoint is due every `save_interval` iterations, when the run ends, and when a request asks for one.
+        """
+        return self.finished or self.requests.ask_to_save or self.iteration % self.config.save_interval == 0
+
+    def complete(self, metrics: dict[str, float]) -> None:
+        """Complete an iteration with these metrics: count it, add it to the history, and log alarms."""
+        self.iteration += 1
+        self.episode += self.config.batch_size
+        self.history.append({"iteration": float(self.iteration), **metrics})
+        for line in kl_alarms(self.config, self.history):
+            log.warning(line)
+        self.updating = False
+        self.requests.agree(save_by_time=self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration))
+
+    def update_left(self) -> float | None:
+        """Return about how many seconds the rest of this update and a checkpoint take; None in the first update."""
+        if not self.history:
+            return None
+        left = self.history[-1]["time/optimise_s"] - (time.perf_counter() - self.clock.entered)
+        return max(0.0, left) + self.clock.save_seconds
+
+    def check_whole(self) -> None:
+        """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""
+        if self.updating:
+            raise TrainingError(
+                f"an update, or the loading of a checkpoint, was interrupted after iteration {self.iteration}: load a "
+                "whole checkpoint (in PPOTrainer resume_from_checkpoint), or start a new run from unchanged models"
+            )
