@@ -32,7 +32,7 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import sample_batch
 from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, measure
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.recipes.random_walks import optimality
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOConfig, PPOTrainer

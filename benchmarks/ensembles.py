@@ -27,7 +27,7 @@ from ppo_rlhf import PPOConfig, PPOTrainer
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.demo.judge import gold_score
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.build import sampling_settings
+from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.preferences import sample_preferences
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig, train_reward_model

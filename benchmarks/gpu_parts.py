@@ -243,8 +243,8 @@ class Run:
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompt_dataset import PromptDataset
         from ppo_rlhf.models.critic import Critic
-        from ppo_rlhf.ppo.build import build_state, check_device
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
+        from ppo_rlhf.ppo.run_setup import build_state, check_device
         from ppo_rlhf.rewards.scoring import RewardScorer
 
         defaults = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.progress import Progress
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 
 
 def bare_state(iterations: int, iteration: int = 0, **settings: Any) -> TrainingState:

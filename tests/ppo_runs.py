@@ -15,12 +15,12 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import response_batch
-from ppo_rlhf.ppo.build import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.micro_batches import BatchCut
 from ppo_rlhf.ppo.precision import trained_dtype
 from ppo_rlhf.ppo.rollouts import Rollouts, batch_cut
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.run_setup import build_critic, build_state, policy_to_train, prepare_reference, start_dtype
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scores
 from tests.tiny_models import tiny_model, word_tokenizer

@@ -19,10 +19,10 @@ from kedro.runner import SequentialRunner
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
-from ppo_rlhf.runtime import progress
-from ppo_rlhf.runtime.progress import reporting, silenced
+from ppo_rlhf.runtime import progress_display
+from ppo_rlhf.runtime.progress_display import reporting, silenced
 from tests.bare_state import bare_state
 
 
@@ -356,7 +356,7 @@ def test_a_session_without_a_runner_gets_the_loop_runner(monkeypatch):
 
 def test_many_iterations_are_thinned_to_a_line_every_two_seconds_and_the_last_is_always_shown(caplog, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_display.time, "monotonic", lambda: now[0])
     with caplog.at_level(logging.INFO), reporting(0, 100) as report:
         for iteration in range(1, 101):
             now[0] += 0.5

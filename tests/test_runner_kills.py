@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints import store
 from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.learner import Learner
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.signals import RunInterruptedError
 from tests.checkpoints.support import assert_same, everything
 from tests.tiny_models import save, tiny_model

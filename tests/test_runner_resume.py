@@ -22,7 +22,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.runtime import processes
 from tests.bare_state import bare_state

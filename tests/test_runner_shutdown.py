@@ -19,7 +19,7 @@ from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.judge.settings import LLMJudgeConfig
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.signals import RunInterruptedError

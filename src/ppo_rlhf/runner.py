@@ -39,16 +39,16 @@ from ppo_rlhf.runtime.names import (
     STATE,
 )
 from ppo_rlhf.runtime.own_process import ending_children
-from ppo_rlhf.runtime.progress import reporting, say, silenced
+from ppo_rlhf.runtime.progress_display import reporting, say, silenced
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, finishing_first, raising_on_signals, time_is_over
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.datasets.run_catalog import RunCatalog
     from ppo_rlhf.evaluation.policy import EvaluationConfig
     from ppo_rlhf.ppo.callbacks import Callbacks
-    from ppo_rlhf.ppo.state import TrainingState
+    from ppo_rlhf.ppo.training_state import TrainingState
     from ppo_rlhf.rewards.config import RewardConfig
 
 ITERATION_TAG = "iteration"

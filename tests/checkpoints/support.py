@@ -3,7 +3,7 @@
 import torch
 
 from ppo_rlhf.checkpoints.model_files import optimizers
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 
 
 def everything(state: TrainingState) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from ppo_rlhf.models.critic import BIAS, WEIGHT
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel, with_mean
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.ppo.build import build_critic, load_stored_critic, policy_to_train
+from ppo_rlhf.ppo.run_setup import build_critic, load_stored_critic, policy_to_train
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.ppo_runs import Run, build_model, tensors_equal, weights_of

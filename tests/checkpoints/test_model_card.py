@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints.exports import exported_policy
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
 from ppo_rlhf.datasets import ModelCardDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, vision_model, word_tokenizer, write_gguf
 
 CARD = "README.md"

@@ -20,7 +20,7 @@ from ppo_rlhf.models.adapters import LoraSettings, has_adapter, save_adapter, wi
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.build import check_export
+from ppo_rlhf.ppo.run_setup import check_export
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import build_tokenizer, learn_from

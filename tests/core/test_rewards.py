@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 from ppo_rlhf.core.option_names import RewardCombination
-from ppo_rlhf.core.rewards import COMBINATIONS, combine_scores, last_token_mask, overlong_penalty, shape_rewards
+from ppo_rlhf.core.reward_combination import COMBINATIONS, combine_scores
+from ppo_rlhf.core.rewards import last_token_mask, overlong_penalty, shape_rewards
 
 from .support import NAN, prefix_mask
 

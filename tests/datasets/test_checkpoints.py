@@ -18,8 +18,8 @@ from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
 from ppo_rlhf.datasets.run_catalog import RunCatalog
-from ppo_rlhf.ppo.requests import RunRequests
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.stop_requests import RunRequests
+from ppo_rlhf.ppo.training_state import TrainingState
 from tests.bare_state import bare_state
 
 

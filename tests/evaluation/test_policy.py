@@ -21,7 +21,7 @@ from ppo_rlhf.evaluation.policy import (
     ResolvedJudge,
     resolve_judge,
 )
-from ppo_rlhf.ppo.build import sampling_settings
+from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer
 

@@ -21,7 +21,7 @@ from ppo_rlhf.datasets.checkpoints import EvaluationLogDataset
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.reporting.token_view.page import QUANTITIES
-from ppo_rlhf.runtime import progress
+from ppo_rlhf.runtime import progress_display
 from tests.bare_state import bare_state
 
 Points = list[tuple[int, float]]
@@ -245,7 +245,7 @@ def test_a_stage_that_is_one_node_reaches_mlflow_while_it_runs_and_once(run_id: 
     node = Node(lambda: [], None, "sft_metrics", name="train")
     log = RunLog(run_id, Pipeline([node]), DataCatalog({}))
     rows = [{"step": 2, "sft/loss": 3.0}, {"step": 4, "sft/loss": 2.0, "sft/eval_loss": 2.5}]
-    with progress.watching("SFT", 4) as report:
+    with progress_display.watching("SFT", 4) as report:
         report(2, {"sft/loss": 3.0})
         report(4, {"sft/loss": 2.0})
         report(4, {"sft/eval_loss": 2.5})
@@ -255,4 +255,4 @@ def test_a_stage_that_is_one_node_reaches_mlflow_while_it_runs_and_once(run_id: 
     assert log.close(is_finished=True)
     assert points(run_id, "sft/loss") == [(2, 3.0), (4, 2.0)]
     assert points(run_id, "sft/eval_loss") == [(4, 2.5)]
-    assert not progress.listeners
+    assert not progress_display.listeners

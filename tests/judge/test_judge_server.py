@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.core.errors import RewardError
-from ppo_rlhf.judge import chat_requests
+from ppo_rlhf.judge import chat_transport
 from ppo_rlhf.judge.llm_judge import LLMJudge
 from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.rewards.functions import call_reward_function
@@ -226,7 +226,7 @@ def in_seconds(seconds: float) -> str:
 )
 def test_the_pause_that_a_server_asks_for_is_a_number_or_a_date(value, seconds):
     """A number stands for a date so many seconds from now."""
-    asked = chat_requests.asked_pause_s(value if isinstance(value, str) else in_seconds(value))
+    asked = chat_transport.asked_pause_s(value if isinstance(value, str) else in_seconds(value))
     assert asked == (None if seconds is None else pytest.approx(seconds, abs=60.0 if value == 7200 else 0.0))
 
 
@@ -238,7 +238,7 @@ def test_a_long_pause_that_the_server_asks_for_is_kept(judge, server, monkeypatc
         pauses.append(seconds)
         raise TimeoutError
 
-    monkeypatch.setattr(chat_requests.asyncio, "wait_for", at_once)
+    monkeypatch.setattr(chat_transport.asyncio, "wait_for", at_once)
     answers = iter([(429, "slow down"), "Score: 6"])
     server.answer = lambda text: next(answers)
     server.headers = {"retry-after": "500"}

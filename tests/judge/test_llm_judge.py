@@ -20,7 +20,7 @@ from ppo_rlhf.judge.settings import LLMJudgeConfig, same_opinion
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.chat_stand_in import KEY, ChatServer, between, running_chat
 from tests.launch import launch

@@ -23,7 +23,7 @@ from ppo_rlhf.pipelines.critic_pretraining.training import (
     pretrain_critic,
     pretraining_config,
 )
-from ppo_rlhf.ppo.build import build_critic, load_stored_critic
+from ppo_rlhf.ppo.run_setup import build_critic, load_stored_critic
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.ppo_runs import tensors_equal

@@ -17,10 +17,10 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.stop_requests import RunRequests
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import TRAINING_KL
-from ppo_rlhf.runtime.stops import StopBeforeUpdate
+from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate
 from tests.bare_state import bare_state
 from tests.evaluation.test_since_best import evaluation
 

@@ -5,7 +5,6 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.ppo.precision import (
     autocast,
     deterministic,
@@ -17,6 +16,7 @@ from ppo_rlhf.ppo.precision import (
     trained_dtype,
     with_dtype,
 )
+from ppo_rlhf.ppo.run_setup import check_device
 
 CPU = torch.device("cpu")
 

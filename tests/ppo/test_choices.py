@@ -9,7 +9,7 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import aggregation
-from ppo_rlhf.ppo import build, experience, optimisers
+from ppo_rlhf.ppo import experience, optimisers, run_setup
 from ppo_rlhf.rewards import shaping
 
 ONES, TRUE = torch.ones(2), torch.ones(2, dtype=torch.bool)
@@ -23,10 +23,10 @@ CALLS: dict[str, list[Callable[[PPOConfig], object]]] = {
     ],
     "reward_normalisation": [lambda config: shaping.normalised(ONES, GIVEN, config)],
     "kl_in": [lambda config: experience.kl_price(config, 0.1)],
-    "kl_controller": [build.kl_controller_of],
-    "value_model": [lambda config: build.build_critic(config, GIVEN, None)],
-    "value_freeze": [lambda config: build.freeze_critic(GIVEN, config)],
-    "rollout_engine": [lambda config: build.engine_of(config, GIVEN)],
+    "kl_controller": [run_setup.kl_controller_of],
+    "value_model": [lambda config: run_setup.build_critic(config, GIVEN, None)],
+    "value_freeze": [lambda config: run_setup.freeze_critic(GIVEN, config)],
+    "rollout_engine": [lambda config: run_setup.engine_of(config, GIVEN)],
     "optim": [lambda config: optimisers.build_optimizer(torch.nn.Linear(1, 1), 0.1, config)],
 }
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.passes import compilation
-from ppo_rlhf.ppo.build import load_policies
+from ppo_rlhf.ppo.run_setup import load_policies
 from tests import tiny_models
 from tests.ppo.support import ONE_STEP, gradients, moved_on
 

@@ -10,7 +10,7 @@ from ppo_rlhf.models.adapters import has_adapter, merged, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.passes.forward import packs
-from ppo_rlhf.ppo.build import policy_to_train
+from ppo_rlhf.ppo.run_setup import policy_to_train
 from tests.ppo.test_update import poisoned, recorded
 
 from .support import ONE_STEP, assert_same_gradients, gradients_of, moved_on

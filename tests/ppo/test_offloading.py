@@ -11,7 +11,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.build import load_policies
+from ppo_rlhf.ppo.run_setup import load_policies
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.scorers import ModelScorer, build_reward_scorer
 from ppo_rlhf.rewards.scoring import RewardScorer

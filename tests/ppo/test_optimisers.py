@@ -13,7 +13,6 @@ from torch.optim import AdamW
 from ppo_rlhf.config import LearningRateSchedule, PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import quantisation
-from ppo_rlhf.ppo.build import check_libraries
 from ppo_rlhf.ppo.optimisers import (
     build_optimizer,
     check_trains,
@@ -21,6 +20,7 @@ from ppo_rlhf.ppo.optimisers import (
     moment_bytes,
     set_learning_rates,
 )
+from ppo_rlhf.ppo.run_setup import check_libraries
 from tests.ppo_runs import Run
 
 

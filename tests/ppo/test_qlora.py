@@ -16,9 +16,9 @@ from ppo_rlhf.models.adapters import has_adapter, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
-from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.optimisers import build_optimizer
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.preflight.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.requests import RunRequests
 from ppo_rlhf.ppo.run_control import RunControl
+from ppo_rlhf.ppo.stop_requests import RunRequests
 from ppo_rlhf.runtime import processes, signals
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 METRICS, ROW = {"objective/kl": 0.5}, {"iteration": 3.0, "eval/reward": 1.0}
 

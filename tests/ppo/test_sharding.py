@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, LaunchError
-from ppo_rlhf.ppo.build import check_device
+from ppo_rlhf.ppo.run_setup import check_device
 from ppo_rlhf.preflight import RunRequest, find_problems
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.rollouts import critic_values, measure, policy_passes
+from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
 

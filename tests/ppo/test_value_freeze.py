@@ -9,7 +9,7 @@ from transformers import AutoConfig, MambaForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.ppo.build import freeze_critic
+from ppo_rlhf.ppo.run_setup import freeze_critic
 from ppo_rlhf.preflight.memory import MOMENTS, RunShape, plan_memory
 from tests.ppo.support import ONE_STEP, gradients_of, moved_on
 from tests.ppo_runs import build_model

@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.core.rewards import combine_scores, disagreement
+from ppo_rlhf.core.reward_combination import combine_scores, disagreement
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop

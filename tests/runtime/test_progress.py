@@ -9,7 +9,7 @@ import pytest
 import rich
 from rich.console import Console
 
-from ppo_rlhf.runtime.progress import readings, reporting
+from ppo_rlhf.runtime.progress_display import readings, reporting
 
 METRICS = {
     "objective/scores": 1.234,

@@ -25,7 +25,7 @@ from ppo_rlhf.runtime.signals import (
     finishing_first,
     raising_on_signals,
 )
-from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate, TerminationSignal
 
 
 @pytest.fixture

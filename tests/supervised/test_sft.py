@@ -19,7 +19,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.passes.gradient_checkpointing import NAME
 from ppo_rlhf.ppo.precision import make_accelerator
-from ppo_rlhf.runtime import progress
+from ppo_rlhf.runtime import progress_display
 from ppo_rlhf.supervised.demonstrations import IGNORED, TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import advice
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
@@ -104,7 +104,7 @@ def test_a_training_is_shown_while_it_runs(caplog):
 
     @contextmanager
     def watch(total):
-        with progress.watching("SFT", total) as report:
+        with progress_display.watching("SFT", total) as report:
             yield lambda step, metrics: (told.append((step, total, *metrics)), report(step, metrics))
 
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):

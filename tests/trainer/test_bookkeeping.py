@@ -23,7 +23,7 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks
 from ppo_rlhf.ppo.learner import Learner
-from ppo_rlhf.runtime import progress, signals
+from ppo_rlhf.runtime import progress_display, signals
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import (
@@ -78,7 +78,7 @@ def test_of_many_iterations_a_script_sees_the_first_the_last_and_one_line_in_ten
 ):
     forget_logging(monkeypatch)
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_display, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(prompts: list[str], completions: list[str]) -> list[float]:
         now[0] += 3.0  # an iteration takes three seconds
@@ -307,8 +307,8 @@ def test_outside_of_the_main_thread_training_leaves_the_handler_alone(sft: str, 
 
 def test_a_reading_that_is_rounded_to_zero_has_no_minus_sign():
     names = ("objective/scores", "objective/kl", "objective/entropy")
-    assert progress.readings(dict.fromkeys(names, -1e-6)) == ["score 0.000", "KL 0.00", "entropy 0.00"]
-    assert progress.readings(dict.fromkeys(names, -1.5)) == ["score -1.500", "KL -1.50", "entropy -1.50"]
+    assert progress_display.readings(dict.fromkeys(names, -1e-6)) == ["score 0.000", "KL 0.00", "entropy 0.00"]
+    assert progress_display.readings(dict.fromkeys(names, -1.5)) == ["score -1.500", "KL -1.50", "entropy -1.50"]
 
 
 def test_a_half_done_update_is_not_saved_and_a_line_says_so(

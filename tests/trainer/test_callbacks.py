@@ -20,7 +20,7 @@ from ppo_rlhf.core.errors import ConfigError, RewardError, TrainingError
 from ppo_rlhf.ppo import callbacks
 from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
 from ppo_rlhf.runtime.signals import RunInterruptedError
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import FUNCTION, PROMPTS, assert_same_bits, config, early_letters, weights

@@ -422,7 +422,7 @@ def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refu
         PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
     with pytest.raises(ConfigError, match=r"ppo\.importance_low=0\.7 .*PPOTrainer\.train\(\) sample"):
         PPOTrainer(config(importance_low=0.7, importance_high=6.0), sft).step(**GOOD_STEP)
-    monkeypatch.setattr("ppo_rlhf.ppo.build.check_vllm", lambda device: None)
+    monkeypatch.setattr("ppo_rlhf.ppo.run_setup.check_vllm", lambda device: None)
     with pytest.raises(ConfigError, match=r"ppo\.importance_cap=3 .*PPOTrainer\.train\(\) sample"):
         PPOTrainer(config(rollout_engine="vllm", dtype="float32"), sft).step(**GOOD_STEP)
 
@@ -750,7 +750,7 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
         trainer.generate(QUERIES, temperature=1.0)
         trainer.log_stats({}, {}, [1.0])
         trainer.save_pretrained(tmp_path / "policy")
-    said_by = ("ppo_rlhf.trainer", "ppo_rlhf.runtime.progress")
+    said_by = ("ppo_rlhf.trainer", "ppo_rlhf.runtime.progress_display")
     assert [record.name for record in caplog.records if record.name.startswith(said_by)] == []
     assert not any((tmp_path / name).exists() for name in ("run", "policy"))
 

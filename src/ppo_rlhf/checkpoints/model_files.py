@@ -35,7 +35,7 @@ from ppo_rlhf.passes.sharding import whole
 from ppo_rlhf.passes.transfers import refilled
 from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.learner import Learner
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 from ppo_rlhf.runtime.processes import is_main_process, shards_models
 

@@ -16,7 +16,7 @@ from ppo_rlhf.config.setting_roles import names_of
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import printed_dates
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)

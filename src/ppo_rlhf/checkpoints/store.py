@@ -33,7 +33,7 @@ from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import is_best
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 
 _OF_PROGRESS = ("iteration", "episode")
 _OF_LEARNER = ("optimiser_steps", "skipped_steps", "skipped_in_a_row")
@@ -60,7 +60,7 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
         )
     target = run_directory / checkpoint_name(progress.iteration)
     try:
-        with progress.clock.saving():
+        with progress.schedule.saving():
             write_directory(target, progress.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         # Keep the first line of safetensors' error, because its list of overlapping weights fills many lines

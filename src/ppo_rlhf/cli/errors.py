@@ -22,7 +22,7 @@ from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
 from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.signals import RunInterruptedError, raising_on_signals
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 T = TypeVar("T")
 

@@ -98,8 +98,8 @@ class _Policies:
         from ppo_rlhf.config import PPOConfig
         from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig, check_vocabularies
-        from ppo_rlhf.ppo.build import check_device, sampling_settings
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+        from ppo_rlhf.ppo.run_setup import check_device, sampling_settings
         from ppo_rlhf.preflight import RunRequest
         from ppo_rlhf.rewards.config import RewardConfig
         from ppo_rlhf.rewards.scorers import build_reward_scorer

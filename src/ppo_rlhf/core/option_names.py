@@ -11,4 +11,4 @@ LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_me
 LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)
 
 RewardCombination = Literal["sum", "mean", "min", "mean_minus_std"]
-"""`core.rewards.COMBINATIONS` has their functions."""
+"""`core.reward_combination.COMBINATIONS` has their functions."""

@@ -18,7 +18,7 @@ from ppo_rlhf.people.answers import is_answers, preferences_of
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.paths import expand_home, restore_hub_name
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.runtime.user_functions import load_function
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import UPLOAD_S, log_store_errors, name_slow_store
 from ppo_rlhf.judge.llm_judge import judge_counts, judges_in_words
-from ppo_rlhf.runtime import progress
+from ppo_rlhf.runtime import progress_display
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
     CRITIC,
@@ -80,7 +80,7 @@ class RunLog:
         self._iteration = self._policy_iteration = 0
         self._model_id: str | None = None
         self._curves: dict[int, dict[str, float]] = {}
-        progress.listeners[:] = [self._log.log]
+        progress_display.listeners[:] = [self._log.log]
 
     def repeat(self, beginnings: tuple[str, ...]) -> None:
         """Log metrics with the given key prefixes again, even for steps that MLflow has, because a resumed run repeats
@@ -175,7 +175,7 @@ class RunLog:
 
         Return whether MLflow has everything.
         """
-        progress.listeners.clear()
+        progress_display.listeners.clear()
         self._log.log(judge_counts(), self._iteration)
         for line in judges_in_words():
             logger.info("%s", line)

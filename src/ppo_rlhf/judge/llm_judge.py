@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ppo_rlhf.core.errors import ConfigError, RewardError, kind_and_text
+from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.data.chats import Chat
-from ppo_rlhf.judge import chat_requests
+from ppo_rlhf.judge import chat_transport
 from ppo_rlhf.judge.answer_cache import AnswerCache, JudgeAnswer
 from ppo_rlhf.judge.answer_form import read_answer, response_format
-from ppo_rlhf.judge.chat_requests import RequestError, in_words
-from ppo_rlhf.judge.settings import CRITERIA, LLMJudgeConfig
+from ppo_rlhf.judge.chat_transport import RequestError, in_words
+from ppo_rlhf.judge.request_text import CRITERIA, rendered, template_of
+from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.runtime.user_functions import RewardFunction, load_function, project_above
 
 log = logging.getLogger(__name__)
 
 _FORM = re.compile(r"response.?format|json.?schema|structured.?output", re.IGNORECASE)
 """Names of `response_format` in the words of a server that refuses it."""
-_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 @dataclass
@@ -72,10 +70,7 @@ class LLMJudge:
         self.config, self.name, self.counts, self._has_warned = config, name, Counts(), False
         self._has_answered = False
         self._path = None if config.cache is None else (project_path or project_above(Path.cwd())) / config.cache
-        try:
-            self._template = _ENVIRONMENT.from_string(config.question)
-        except TemplateError as error:
-            raise ConfigError(f"{name}: llm.template is not a valid Jinja template: {error}.") from error
+        self._template = template_of(config.question, name)
         if config.criteria is not None and "criteria" not in config.question:
             raise ConfigError(
                 f"{name}: llm.template does not use llm.criteria; add {{{{ criteria }}}} to the template."
@@ -195,13 +190,7 @@ class LLMJudge:
         return read_answer(answer.text, self.config) if answer.is_whole else None
 
     def _text(self, values: Mapping[str, Any]) -> str:
-        try:
-            return self._template.render(values)
-        except Exception as error:  # a chat template is a program, so rendering can raise any exception
-            names = ", ".join(sorted(values))
-            raise RewardError(
-                f"{self.name}: llm.template fails: {kind_and_text(error)}. The template can use {names}."
-            ) from error
+        return rendered(self._template, values, self.name)
 
     async def _answers(self, texts: Sequence[str]) -> list[JudgeAnswer | None]:
         """Return the judge's answer to each text; None for a text without an answer."""
@@ -233,7 +222,7 @@ class LLMJudge:
                     return
                 try:
                     answer, tokens = await self._answer_to(client, bodies[digest], ended)
-                    text, note = chat_requests.masked(answer.text, key), in_words(answer.note, key)
+                    text, note = chat_transport.masked(answer.text, key), in_words(answer.note, key)
                     answers[digest] = JudgeAnswer(text, answer.is_whole, note)
                     self._has_answered = True
                     self.counts.requests += 1
@@ -254,10 +243,10 @@ class LLMJudge:
                 ended.set()
 
         try:
-            client = chat_requests.open_client(key)
+            client = chat_transport.open_client(key)
         except RequestError as failure:
             raise RewardError(self._complaint(failure, key, f"{failure.hint}.")) from None
-        with chat_requests.key_kept_from_logs(key):
+        with chat_transport.key_kept_from_logs(key):
             async with client:
                 await asyncio.gather(*map(ask_for, bodies))
         if failures:
@@ -267,7 +256,7 @@ class LLMJudge:
 
     def _is_of_text(self, failure: RequestError) -> bool:
         """Return whether the server may answer other texts. If it never sent a completion, the address is wrong."""
-        return failure.status in chat_requests.REFUSED or (failure.is_foreign and self._has_answered)
+        return failure.status in chat_transport.REFUSED or (failure.is_foreign and self._has_answered)
 
     async def _answer_to(
         self, client: httpx2.AsyncClient, body: dict[str, Any], ended: asyncio.Event
@@ -275,7 +264,7 @@ class LLMJudge:
         """Ask for the answer to a request as JSON; a server that refuses the JSON schema is asked without it."""
         form = self._form
         try:
-            return await chat_requests.ask(client, {**body, **form}, self.config, ended)
+            return await chat_transport.ask(client, {**body, **form}, self.config, ended)
         except RequestError as failure:
             if not form or failure.status not in (400, 404, 422) or not _FORM.search(failure.words):
                 raise
@@ -283,7 +272,7 @@ class LLMJudge:
             self._form = {}
             words = "%s: %s refuses response_format: its answers are read by their last line, unless they are JSON."
             log.warning(words, self.name, self.config.base_url)
-        return await chat_requests.ask(client, body, self.config, ended)
+        return await chat_transport.ask(client, body, self.config, ended)
 
     def _keep(self, cache: AnswerCache, key: str, answer: JudgeAnswer) -> None:
         """Put an answer into the cache, except an empty answer or one that ends the run: the next run asks anew."""

@@ -17,7 +17,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_and_text
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import from_all, from_main, is_main_process
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.runtime.user_functions import load_function
 from ppo_rlhf.runtime.whole_files import written_whole
 

@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_respo
 from ppo_rlhf.ppo.metrics import iteration_metrics
 from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, check_weights, measure
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scoring import RewardScorer
 

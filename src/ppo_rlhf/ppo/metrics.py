@@ -19,7 +19,7 @@ from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.losses import CRITIC_TERMS, POLICY_TERMS, StepSums, coefficients, total
 from ppo_rlhf.ppo.progress import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, Clock, Progress
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
-from ppo_rlhf.rewards.combination import DISAGREEMENT
+from ppo_rlhf.rewards.combination_rules import DISAGREEMENT
 from ppo_rlhf.rewards.shaping import deviations
 
 try:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.ppo.checkpoint_schedule import CheckpointSchedule
 from ppo_rlhf.ppo.kl_alarms import kl_alarms
-from ppo_rlhf.ppo.requests import RunRequests
+from ppo_rlhf.ppo.stop_requests import RunRequests
 
 log = logging.getLogger(__name__)
 
@@ -20,22 +21,11 @@ SAMPLING, LOGPROBS, VALUES, REWARDS, UPDATE = "sampling", "log-probabilities", "
 """Names of the timed parts of an iteration, which are the keys of `Clock.seconds`."""
 
 
-SAVED_FIRST_S = 60.0
-"""The first iteration of a run is saved if it took longer than `SAVED_FIRST_S` seconds."""
-SAVING_SHARE = 0.05
-"""Greatest share of the time that checkpoints by time take."""
-
-
 class Clock:
-    """Measures how many seconds each part of an iteration takes, and stores when the iteration began.
-
-    `Clock` also says when time asks for a checkpoint.
-    """
+    """Measures how many seconds each part of an iteration takes, and stores when the iteration began."""
 
     def __init__(self) -> None:
         self.restart()
-        self.saved_at = self.started  # when the last checkpoint was complete; before the first, when the run began
-        self.save_seconds = 0.0  # how long the last checkpoint took
 
     def restart(self) -> None:
         """Reset the clock at the beginning of an iteration."""
@@ -50,23 +40,6 @@ class Clock:
         yield
         self.seconds[part] += time.perf_counter() - self.entered
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Store when the `with` block, which writes a checkpoint, ended, and how many seconds it took."""
-        entered = time.perf_counter()
-        yield
-        self.saved_at = time.perf_counter()
-        self.save_seconds = self.saved_at - entered
-
-    def asks_to_save(self, minutes: float | None, iteration: int) -> bool:
-        """Return whether an iteration that ends now is saved, with `ppo.save_interval_minutes` at `minutes`."""
-        if minutes is None:
-            return False
-        now = time.perf_counter()
-        is_long_first = iteration == 1 and now - self.started > SAVED_FIRST_S
-        wait = max(60.0 * minutes, (1.0 / SAVING_SHARE - 1.0) * self.save_seconds)
-        return is_long_first or now - self.saved_at >= wait
-
 
 @dataclass
 class Progress:
@@ -78,6 +51,7 @@ class Progress:
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
+    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)  # when a checkpoint is due
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
     requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
     # Iteration of the best evaluation so far (0: SFT's), whose checkpoint is kept; None unless
@@ -103,11 +77,9 @@ class Progress:
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether to save a checkpoint now.
-
-        A checkpoint is due every `save_interval` iterations, when the run ends, and when a request asks for one.
-        """
-        return self.finished or self.requests.ask_to_save or self.iteration % self.config.save_interval == 0
+        """Whether to save a checkpoint now (`checkpoint_schedule`)."""
+        is_asked = self.finished or self.requests.ask_to_save
+        return self.schedule.is_due(self.config, self.iteration, is_asked=is_asked)
 
     def complete(self, metrics: dict[str, float]) -> None:
         """Complete an iteration with these metrics: count it, add it to the history, and log alarms."""
@@ -117,14 +89,15 @@ class Progress:
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
         self.updating = False
-        self.requests.agree(save_by_time=self.clock.asks_to_save(self.config.save_interval_minutes, self.iteration))
+        minutes = self.config.save_interval_minutes
+        self.requests.agree(save_by_time=self.schedule.is_due_by_time(minutes, self.iteration, self.clock.started))
 
     def update_left(self) -> float | None:
         """Return about how many seconds the rest of this update and a checkpoint take; None in the first update."""
         if not self.history:
             return None
         left = self.history[-1]["time/optimise_s"] - (time.perf_counter() - self.clock.entered)
-        return max(0.0, left) + self.clock.save_seconds
+        return max(0.0, left) + self.schedule.save_seconds
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import EXPORTED
-from ppo_rlhf.runtime.progress import Show, say
+from ppo_rlhf.runtime.progress_display import Show, say
 from ppo_rlhf.runtime.signals import grace, time_is_over
-from ppo_rlhf.runtime.stops import StopBeforeUpdate, TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate, TerminationSignal
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.callbacks import Callbacks

@@ -12,7 +12,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.rewards.combination import check_whole
+from ppo_rlhf.rewards.combination_rules import check_whole
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards

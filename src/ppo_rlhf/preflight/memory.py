@@ -34,9 +34,9 @@ from ppo_rlhf.passes.free_memory import (
     scored_at_a_time,
 )
 from ppo_rlhf.passes.response_logprobs import most_logits
-from ppo_rlhf.ppo.build import build_critic, freeze_critic, policy_to_train, start_dtype
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.run_setup import build_critic, freeze_critic, policy_to_train, start_dtype
 from ppo_rlhf.ppo.token_budget import (
     UpdateBytes,
     copied_bytes,

@@ -23,8 +23,8 @@ from ppo_rlhf.models.directories import is_adapter, why_unreadable
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.passes.free_memory import available_memory, process_share
-from ppo_rlhf.ppo.build import check_device
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
+from ppo_rlhf.ppo.run_setup import check_device
 from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.config import RewardConfig

@@ -30,7 +30,7 @@ from ppo_rlhf.passes.compilation import layers_of
 from ppo_rlhf.passes.forward import backbone_of
 from ppo_rlhf.passes.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConfig, pretraining_config
-from ppo_rlhf.ppo.build import check_export, lora_settings
+from ppo_rlhf.ppo.run_setup import check_export, lora_settings
 from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import MADE_BY, PROMPTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig

@@ -25,8 +25,8 @@ from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.passes.capabilities import check_causal
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.build import build_critic, build_state
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.run_setup import build_critic, build_state
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
 TAKEN = names_of(PPOConfig, lambda roles: roles.probe == "taken")

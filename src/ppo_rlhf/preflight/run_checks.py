@@ -28,8 +28,8 @@ from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.people.pairs import FeedbackConfig
-from ppo_rlhf.ppo.build import check_device, check_libraries
 from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.ppo.run_setup import check_device, check_libraries
 from ppo_rlhf.preflight.function_checks import check_callbacks, check_environment, check_function, functions_of
 from ppo_rlhf.preflight.judge_checks import check_judges
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_model, check_reward_model, check_scorer

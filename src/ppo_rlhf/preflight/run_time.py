@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import in_one_line
 from ppo_rlhf.passes.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.ppo.build import policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.run_setup import policy_to_train
 
 LAYERS = (2, 6)
 """Numbers of layers that are timed."""

@@ -10,7 +10,7 @@ from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.judge.settings import LLMJudgeConfig, read_judge, same_opinion
-from ppo_rlhf.rewards.combination import check_combination
+from ppo_rlhf.rewards.combination_rules import check_combination
 from ppo_rlhf.runtime.user_functions import split_reference
 
 Reference = Annotated[str, AfterValidator(lambda reference: ":".join(split_reference(reference)))]

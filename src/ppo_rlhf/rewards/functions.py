@@ -14,7 +14,7 @@ import torch
 from ppo_rlhf.core.errors import DataError, RewardError, kind_and_text
 from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
 from ppo_rlhf.runtime.processes import warn_if_slow
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.runtime.user_functions import RewardFunction, awaited, place_in_file, restoring_globals
 
 RESPONSE_IDS = "completion_ids"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.data.chats import Chat
 from ppo_rlhf.passes.halvings import Halving
-from ppo_rlhf.rewards.combination import check_combination, check_whole
+from ppo_rlhf.rewards.combination_rules import check_combination, check_whole
 
 TURNS = "turns"
 MESSAGES = "messages"

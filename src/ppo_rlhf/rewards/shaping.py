@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.rewards import clip_scores, combine_scores, disagreement, overlong_penalty
+from ppo_rlhf.core.reward_combination import combine_scores, disagreement
+from ppo_rlhf.core.rewards import clip_scores, overlong_penalty
 from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 from ppo_rlhf.rewards.scoring import Scores
 

@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP, no SIGPIPE and no pthread_kill
 SIGPIPE = getattr(signal, "SIGPIPE", 13)

@@ -18,7 +18,7 @@ import torch
 
 from ppo_rlhf.core.errors import RewardError, kind_and_text
 from ppo_rlhf.runtime.own_process import ending_children
-from ppo_rlhf.runtime.stops import TerminationSignal
+from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 RewardFunction = Callable[..., list[float]]
 """A user's function, such as a reward: it returns one number for each response."""

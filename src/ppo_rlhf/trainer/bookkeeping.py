@@ -21,9 +21,9 @@ from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.precision import precision_warning
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import RunControl, in_about
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.runtime.progress import Lines, Show, progress_bar, say
+from ppo_rlhf.runtime.progress_display import Lines, Show, progress_bar, say
 from ppo_rlhf.runtime.signals import RunInterruptedError, finishing_first, raising_on_signals
 from ppo_rlhf.trainer.evaluation import HeldOut
 

@@ -35,10 +35,10 @@ from ppo_rlhf.models.tokenizers import (
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.passes.sampling import Responses, SamplingSettings
 from ppo_rlhf.passes.transfers import to_host
-from ppo_rlhf.ppo.build import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.run_setup import stops_of
 from ppo_rlhf.rewards import scorers
-from ppo_rlhf.rewards.combination import check_whole
+from ppo_rlhf.rewards.combination_rules import check_whole
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer

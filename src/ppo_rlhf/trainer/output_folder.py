@@ -12,7 +12,7 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.processes import is_main_process, on_main
-from ppo_rlhf.runtime.progress import say
+from ppo_rlhf.runtime.progress_display import say
 
 
 @contextmanager

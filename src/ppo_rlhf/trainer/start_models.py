@@ -25,7 +25,7 @@ from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.passes.capabilities import check_causal
-from ppo_rlhf.ppo.build import (
+from ppo_rlhf.ppo.run_setup import (
     AnyCritic,
     as_adapter,
     build_critic,

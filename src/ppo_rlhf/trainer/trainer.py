@@ -34,17 +34,17 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import OnExploitation
 from ppo_rlhf.models.directories import CONFIG
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.build import build_state, check_device
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
+from ppo_rlhf.ppo.run_setup import build_state, check_device
 from ppo_rlhf.rewards.scorers import check_chats, check_scorable
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import check_alike, check_launch, from_main, is_main_process, on_main, refuse_sharding
-from ppo_rlhf.runtime.progress import readings, say
+from ppo_rlhf.runtime.progress_display import readings, say
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, is_reward, take_held_out

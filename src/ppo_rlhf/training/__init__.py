@@ -11,7 +11,7 @@ _HOMES = {
     "ModelConfig": "ppo_rlhf.trainer.trl_scripts",
     "PPOConfig": "ppo_rlhf.config",
     "PPOTrainer": "ppo_rlhf.trainer.trainer",
-    "TrainingState": "ppo_rlhf.ppo.state",
+    "TrainingState": "ppo_rlhf.ppo.training_state",
 }
 
 __all__ = ["ModelConfig", "PPOConfig", "PPOTrainer", "TrainingState"]

@@ -18,8 +18,8 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward import reward_audit
 from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
-from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.reporting.charts import COLOURS, GREY, style
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import models_of, reward_model_accuracy

@@ -20,8 +20,8 @@ from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.people.answers import ANSWERS
 from ppo_rlhf.people.pairs import PLACES, FeedbackConfig, contents, sample_comparisons
-from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.runtime.names import env_option
 from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import on_main

@@ -9,7 +9,7 @@ from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.critic_pretraining import training
 from ppo_rlhf.pipelines.critic_pretraining.training import HELD_OUT, CriticPretrainingConfig
 from ppo_rlhf.rewards.scoring import RewardScorer
-from ppo_rlhf.runtime.progress import watching
+from ppo_rlhf.runtime.progress_display import watching
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.ppo.build import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.precision import device_of
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.rollouts import Rollouts, critic_values
+from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.rewards.scorers import check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 

@@ -31,8 +31,8 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import printed_dates
 from ppo_rlhf.passes.transfers import to_host
-from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.reporting.wording import headline, measure, remarks, result_section, say_verdict
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy

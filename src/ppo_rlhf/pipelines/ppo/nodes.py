@@ -27,7 +27,10 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.passes.sharding import shard_in_place
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.build import (
+from ppo_rlhf.ppo.experience import Experience, completion_rows
+from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.ppo.rollouts import Rollouts
+from ppo_rlhf.ppo.run_setup import (
     as_adapter,
     build_critic,
     build_state,
@@ -35,10 +38,7 @@ from ppo_rlhf.ppo.build import (
     load_stored_critic,
     sampling_settings,
 )
-from ppo_rlhf.ppo.experience import Experience, completion_rows
-from ppo_rlhf.ppo.precision import device_of, frozen_dtype
-from ppo_rlhf.ppo.rollouts import Rollouts
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.reporting.token_view import TokenSamples, sample_tokens
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_scorable, handles_of, models_of

@@ -14,9 +14,9 @@ from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.people.answers import AGREEMENT
-from ppo_rlhf.ppo.build import sampling_settings
 from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.runtime.progress import watching
+from ppo_rlhf.ppo.run_setup import sampling_settings
+from ppo_rlhf.runtime.progress_display import watching
 from ppo_rlhf.runtime.user_functions import load_function
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised import reward_training

@@ -7,7 +7,7 @@ import pandas as pd
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
-from ppo_rlhf.runtime.progress import watching
+from ppo_rlhf.runtime.progress_display import watching
 from ppo_rlhf.supervised import sft
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 

@@ -22,7 +22,7 @@ from ppo_rlhf.pipelines.sweep.grid import MEASURES, Setting
 from ppo_rlhf.ppo.loop import train
 from ppo_rlhf.reporting.charts import GREY, style
 from ppo_rlhf.runtime.processes import from_main, process_count
-from ppo_rlhf.runtime.progress import reporting
+from ppo_rlhf.runtime.progress_display import reporting
 from ppo_rlhf.runtime.signals import RunInterruptedError
 
 log = logging.getLogger(__name__)

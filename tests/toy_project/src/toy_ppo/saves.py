@@ -7,7 +7,7 @@ from typing import Any
 
 from kedro.io import AbstractDataset
 
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 
 
 class SavedIterations(AbstractDataset[TrainingState, list[int]]):

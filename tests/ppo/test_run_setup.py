@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.build import build_critic, load_policies
+from ppo_rlhf.ppo.run_setup import build_critic, load_policies
 from tests.tiny_models import save, tiny_model
 
 CPU = torch.device("cpu")

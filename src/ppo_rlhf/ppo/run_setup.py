@@ -46,7 +46,7 @@ from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.progress import Progress
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
 from ppo_rlhf.runtime.processes import is_main_process, join_processes, shards_models
 from ppo_rlhf.runtime.user_functions import load_function

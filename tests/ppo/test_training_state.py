@@ -13,10 +13,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop, update
-from ppo_rlhf.ppo.build import build_critic, sampling_settings
+from ppo_rlhf.ppo.checkpoint_schedule import CheckpointSchedule
 from ppo_rlhf.ppo.epoch_batches import EpochBatches
 from ppo_rlhf.ppo.progress import Clock
-from ppo_rlhf.runtime.stops import StopBeforeUpdate
+from ppo_rlhf.ppo.run_setup import build_critic, sampling_settings
+from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate
 from tests.checkpoints.support import assert_same, everything
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
@@ -80,13 +81,13 @@ class FakeClock:
 
 def saved_at(now: FakeClock, minutes: float | None, seconds: float, writes: float = 0.0, iterations: int = 100):
     """Return the iterations, of so many seconds each, that time asks to save; a checkpoint takes `writes` seconds."""
-    clock, saved = Clock(), []
+    clock, schedule, saved = Clock(), CheckpointSchedule(), []
     for iteration in range(1, iterations + 1):
         clock.restart()
         now.now += seconds
-        if clock.asks_to_save(minutes, iteration):
+        if schedule.is_due_by_time(minutes, iteration, clock.started):
             saved.append(iteration)
-            with clock.saving():
+            with schedule.saving():
                 now.now += writes
     return saved
 
@@ -119,7 +120,9 @@ def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(
     write_checkpoint(tmp_path, state)
     assert [due_after(599.0), due_after(1.0)] == [False, True]
     for decides in (True, False):
-        monkeypatch.setattr("ppo_rlhf.ppo.requests.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)])
+        monkeypatch.setattr(
+            "ppo_rlhf.ppo.stop_requests.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)]
+        )
         assert due_after(0.0) is decides
 
 
@@ -127,7 +130,7 @@ def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(ma
     run = make_run()
     experience = run.before_update()[-1]
     before = everything(run.state)
-    monkeypatch.setattr("ppo_rlhf.ppo.requests.from_all", lambda own: [own, signal.SIGINT])
+    monkeypatch.setattr("ppo_rlhf.ppo.stop_requests.from_all", lambda own: [own, signal.SIGINT])
     for stage in (
         run.rollouts,
         lambda: loop.score_responses(experience.rollouts, run.scorer, run.state.sampler, run.state.progress),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ppo_rlhf.runtime.processes import from_all
-from ppo_rlhf.runtime.stops import StopBeforeUpdate
+from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate
 
 
 @dataclass
