@@ -19,6 +19,6 @@ def test_imports_have_no_circle(graph: grimp.ImportGraph) -> None:
 
 
 def test_the_loop_imports_nothing_that_loads_models_or_reads_tables(graph: grimp.ImportGraph) -> None:
-    assembling = {f"ppo_rlhf.{name}" for name in ("models.loading", "models.adapters", "ppo.build", "data.prompts")}
+    assembling = {f"ppo_rlhf.{name}" for name in ("models.loading", "models.adapters", "ppo.run_setup", "data.prompts")}
     assert assembling <= graph.modules
     assert assembling.isdisjoint(graph.find_upstream_modules("ppo_rlhf.ppo.loop"))
