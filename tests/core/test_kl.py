@@ -1,4 +1,5 @@
 import math
+import re
 from typing import get_args
 
 import pytest
@@ -81,7 +82,8 @@ def test_each_declared_estimator_but_that_over_the_vocabulary_has_a_function():
 @pytest.mark.parametrize("estimator", ["k4", "full", "k3"])
 def test_an_estimator_without_a_function_is_refused_whether_it_is_declared_or_not(estimator, monkeypatch):
     monkeypatch.delitem(KL_ESTIMATORS, "k3")
-    with pytest.raises(ConfigError, match=rf"kl_estimate: estimator='{estimator}'.*k1, k2, k3\+\."):
+    names = re.escape(", ".join(KL_ESTIMATORS))
+    with pytest.raises(ConfigError, match=rf"kl_estimate: estimator='{estimator}'.*{names}\."):
         kl_estimate(torch.zeros(2), torch.zeros(2), estimator)
 
 

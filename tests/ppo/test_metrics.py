@@ -13,7 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.passes.halvings import of_rollouts, of_updates
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.losses import StepSums, add_over_processes
+from ppo_rlhf.ppo.losses import StepSums, add_over_processes, summed_names
 from ppo_rlhf.ppo.metrics import iteration_metrics, peak_memory_bytes
 from ppo_rlhf.ppo.progress import Clock
 from ppo_rlhf.rewards.scoring import Scores
@@ -75,43 +75,33 @@ def experience(make_rollouts):
     return Experience(rollouts, scores, *map(zero_padded, (REWARDS, RETURNS, RETURNS)), rollouts.mask, PPOConfig())
 
 
-TERMS, MEANS = (
-    ("policy", "value", "kl", "entropy", "positive"),
-    ("approxkl", "policy_clipfrac", "value_clipfrac", "ratio"),
-)
+def step(norms: tuple[float, float], means: dict[str, float], **terms: float) -> StepSums:
+    """Statistics of a step of 5 tokens; a term of the losses that is left out is 0."""
+    sums = dict.fromkeys(summed_names(), 0.0) | terms | {name: 5 * mean for name, mean in means.items()}
+    return StepSums(tokens=5, sums=sums, policy_grad_norm=norms[0], value_grad_norm=norms[1])
 
 
-def step(*values: float) -> StepSums:
-    """Statistics of a step of 5 tokens: terms of the losses, means over its tokens, norms of the two gradients."""
-    sums = dict(zip((*TERMS, *MEANS), values[:-2], strict=True))
-    sums |= {name: 5 * sums[name] for name in MEANS}
-    return StepSums(tokens=5, sums=sums, policy_grad_norm=values[-2], value_grad_norm=values[-1])
+def means(approxkl: float, policy_clipfrac: float, value_clipfrac: float, ratio: float) -> dict[str, float]:
+    return locals()
 
 
 STEPS = [
-    step(0.5, 2.0, 0.5, 1.0, 4.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
-    step(-0.1, 1.0, 1.0, 2.0, 0.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
-    step(-0.1, 0.0, 1.5, 6.0, 2.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
+    step((3.0, 10.0), means(0.01, 0.1, 0.4, 1.0), policy=0.5, value=2.0, kl=0.5, entropy=1.0, positive=4.0),
+    step((5.0, 20.0), means(0.03, 0.3, 0.2, 1.2), policy=-0.1, value=1.0, kl=1.0, entropy=2.0),
+    step((1.0, 30.0), means(0.02, 0.2, 0.0, 0.8), policy=-0.1, kl=1.5, entropy=6.0, positive=2.0),
 ]
 
 
 def state_after(
     episode: int, steps: int, skipped: int, scaler: object = None, **config: object
 ) -> dict[str, SimpleNamespace]:
-    coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0, "drop_uniform_prompts": 0}
-    settings = {
-        **coefficients,
-        "kl_in": "reward",
-        "kl_estimator": "full",
-        "dtype": "float32",
-        "batch_size": 4,
-        **config,
-    }
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
+    settings = {**sizes, "vf_coef": 0.25, "kl_estimator": "full", "dtype": "float32", "device": "cpu", **config}
     counters = {"optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     clock = Clock()
     clock.seconds |= {"sampling": 2.0, "log-probabilities": 3.0, "values": 1.5, "rewards": 5.5, "update": 4.0}
     learner = SimpleNamespace(
-        config=SimpleNamespace(**settings),
+        config=PPOConfig(**settings),
         device=torch.device("cpu"),
         halving=of_updates(),
         accelerator=SimpleNamespace(scaler=scaler, num_processes=1),
@@ -192,7 +182,9 @@ def test_each_metric_is_its_formula_worked_out_with_plain_numbers(metrics, name)
 
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3, NLL 2. KL in the reward leaves steps with KL 0."""
-    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, kl_in="loss")
+    state = state_after(
+        96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, positive_threshold=9.0, kl_in="loss"
+    )
     metrics = iteration_metrics(**state, experience=experience, steps=STEPS)
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0 + 0.3 * 2.0)
     assert metrics["objective/non_score_reward"] == 0.0
@@ -220,7 +212,7 @@ def test_micro_batches_add_up_to_their_minibatch():
 
 
 def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
-    only_critic = replace(step(0, 5.0, 0, 0, 0, 0, 0, 0.5, 0, 0, 40.0), with_policy=False)
+    only_critic = replace(step((0.0, 40.0), means(0.0, 0.0, 0.5, 0.0), value=5.0), with_policy=False)
     given = state_after(96, 11, 1)
     plain, actual = (
         iteration_metrics(**given, experience=experience, steps=steps) for steps in (STEPS, [*STEPS, only_critic])

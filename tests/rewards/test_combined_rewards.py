@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.core.reward_combination import combine_scores, disagreement
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -36,6 +37,10 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "mean_minus_std": lambda scores: statistics.fmean(scores) - statistics.pstdev(scores),
 }
+
+
+def test_each_declared_combination_is_tried_here():
+    assert set(COMBINED) == set(get_args(RewardCombination))
 
 
 def build(combine: Any, normalise: Any = "component", **settings: Any) -> Run:

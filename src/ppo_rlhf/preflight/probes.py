@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -188,7 +188,15 @@ def brings_back(config: PPOConfig) -> bool:
 
     With the KL estimator k2, k3 or full in the reward, the penalty need not pull the policy back (docs/algorithm.md).
     """
-    return config.kl_coef > 0 and (config.kl_in == "loss" or config.kl_estimator == "k1")
+    if config.kl_coef == 0 or config.kl_in == "loss":
+        return config.kl_coef > 0  # an estimator whose mean gradient is 0 in the loss is refused (`config.ppo_rules`)
+    match config.kl_estimator:
+        case "k1":
+            return True
+        case "k2" | "k3" | "k3+" | "full":
+            return False
+        case unknown:
+            assert_never(unknown)
 
 
 def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
