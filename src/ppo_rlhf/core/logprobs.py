@@ -6,9 +6,9 @@ other shapes raise ShapeError; temperatures that are not finite and > 0 raise Co
 
 `token_logprobs`, `token_entropy` and `token_kl` share one autograd function that processes the logits in blocks. The
 only [B, T, V] tensors in memory are the logits and their gradient, both in the logits' dtype; the backward pass
-recomputes softmax. A position
-whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its logits are
-NaN.
+recomputes softmax. `passes.response_logprobs` computes a model's logits in chunks, so that not all are in memory. A
+position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its
+logits are NaN.
 """
 
 from collections.abc import Iterator
