@@ -740,7 +740,7 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
     places = ("trainer", "bookkeeping", "output_folder", "query_sampler")
-    for place in (*(f"trainer.{name}" for name in places), "checkpoints.restore", "runtime.progress"):
+    for place in (*(f"trainer.{name}" for name in places), "checkpoints.restore", "runtime.progress_display"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     for place in ("output_folder", "trainer"):  # locks and looks for checkpoints, and writes a policy
         monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
