@@ -6,11 +6,13 @@ Tests of PPO runs use these models through `ppo_runs`, with a smaller vocabulary
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +21,8 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Metaspace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
     BitNetConfig,
@@ -95,54 +99,88 @@ CHATML = (
 """SmolLM2's chat template without the system prompt that it adds."""
 
 
-def write_gguf(path: Path, *, quantised: str = "Q4_1", architecture: str = "llama", seed: int = 0) -> LlamaForCausalLM:
+def write_gguf(
+    path: Path,
+    *,
+    quantised: str = "Q4_1",
+    architecture: str = "llama",
+    seed: int = 0,
+    keys: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
     """Write a Llama with a byte-level BPE tokenizer and a chat template as a GGUF file; return the model in the file.
 
     As llama.cpp does, matrices have the type `quantised`, the embedding is Q8_0 and norms are F32, and the rows of
-    queries and keys are stored in another order. The returned model has the numbers that the file holds.
+    queries and keys of a Llama are stored in another order. The returned model has the numbers that the file holds.
+    `keys` replaces keys of the file, or removes those that are None; `extra` has further tensors. `settings` replaces
+    those of the returned model's configuration.
     """
     import gguf  # imported here: few tests need it
 
     letters = sorted(ByteLevel.alphabet())
-    merges = ["t h", "th e", "Ġ a"]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *(merge.replace(" ", "") for merge in merges)]
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        tie_word_embeddings=True,
+    merges = ["t h", "th e", "Ġ a", "Ġ Ġ", "1 2", "12 3", "Ã ©"]
+    begin = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*begin, *letters, *(merge.replace(" ", "") for merge in merges), "hat"]
+    layout = architecture if architecture in ("qwen2", "qwen3") else "llama"
+    config = AutoConfig.for_model(
+        layout,
+        **{
+            "vocab_size": len(tokens),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "tie_word_embeddings": True,
+            **settings,
+        },
     )
-    model = draw_weights(LlamaForCausalLM(config), 0.3, seed=seed).eval()
+    model = draw_weights(AutoModelForCausalLM.from_config(config), 0.3, seed=seed).eval()
+    own = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+    values: dict[str, Any] = {
+        "general.name": "Tiny",
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(begin) + [1] * (len(tokens) - len(begin)),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.chat_template": CHATML,
+        **(keys or {}),
+    }
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("Tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(CHATML)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in values.items():
+        if value is not None:
+            adders[type(value)](key, value)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if layout == "llama" else {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[layout.upper()], config.num_hidden_layers)
     for name, weight in model.named_parameters():
         kind = "F32" if weight.dim() == 1 else "Q8_0" if "embed" in name else quantised
         stored, n = weight.detach(), next((n for layer, n in heads.items() if layer in name), None)
@@ -150,12 +188,14 @@ def write_gguf(path: Path, *, quantised: str = "Q4_1", architecture: str = "llam
             stored = stored.reshape(n, 2, -1, stored.shape[1]).transpose(1, 2).reshape(stored.shape)
         qtype = gguf.GGMLQuantizationType[kind]
         blocks = gguf.quantize(stored.contiguous().numpy(), qtype)
-        writer.add_tensor(names.get_name(name, (".weight",)), blocks, raw_dtype=qtype)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), blocks, raw_dtype=qtype)
         held = torch.from_numpy(gguf.dequantize(blocks, qtype).copy()).reshape(stored.shape)
         if n is not None:
             held = held.reshape(n, -1, 2, held.shape[1]).transpose(1, 2).reshape(held.shape)
         with torch.no_grad():
             weight.copy_(held)
+    for name, numbers in (extra or {}).items():
+        writer.add_tensor(name, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -76,33 +76,28 @@ def test_a_card_says_the_type_of_the_exported_weights(make_run, tmp_path: Path) 
     state.learner.policy.config._name_or_path = save(tmp_path, tiny_model())
     quantised = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    assert "- Exported as: float32 weights, not in the mxfp4 of the start model\n" in render_card(
-        state.learner, state.sampler, state.progress, []
-    )
+    assert "- Exported as: float32 weights, not in the mxfp4 of the start model\n" in card_of(state, [])
     state.learner.config = replace(state.config, use_peft=True, load_in_4bit=True)
-    assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in render_card(
-        state.learner, state.sampler, state.progress, []
-    )
+    assert "rounded to 4 bits (NF4) and dequantised, and the merged adapter\n" in card_of(state, [])
 
 
 def test_a_card_says_which_part_of_a_model_for_images_is_left_out(make_run, tmp_path: Path) -> None:
     state = make_run().state
     assert "Left out" not in card_of(state, [])
     state.learner.policy = PretrainedHandle(save(tmp_path, vision_model())).causal_lm()
-    assert "- Left out: vision of the source model: only the text part" in render_card(
-        state.learner, state.sampler, state.progress, []
-    )
+    assert "- Left out: vision of the source model: only the text part" in card_of(state, [])
 
 
 def test_a_card_says_from_which_types_a_gguf_file_was_dequantised(make_run, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf")
+    write_gguf(tmp_path / "tiny.gguf", keys={"general.license": "mit"})
     state = make_run().state
     state.learner.policy.config._name_or_path = str(tmp_path / "tiny.gguf")
     types = "Q4_1 (14 tensors), F32 (5), Q8_0 (1)"
-    assert "- Exported as: float64 weights, not in the GGUF types of the start model\n" in render_card(
-        state.learner, state.sampler, state.progress, []
+    assert "- Exported as: float64 weights, not in the GGUF types of the start model\n" in card_of(state, [])
+    line = (
+        f"- Started from: `tiny.gguf`, a GGUF file, whose weights of the types {types} were dequantised; its license, "
+        "as the file names it: 'mit'\n"
     )
-    line = f"- Started from: `tiny.gguf`, a GGUF file, whose weights of the types {types} were dequantised\n"
     metadata, text = parts(card_of(state, []))
     assert line in text
     assert "base_model" not in metadata

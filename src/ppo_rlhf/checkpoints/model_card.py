@@ -220,12 +220,13 @@ def place(source: str) -> str:
 
 
 def _started_from(base: str) -> str:
-    """Return the model that training started from, as a path or hub id, and of a GGUF file also the weights' types."""
+    """Return the model that training started from, as a path or hub id; of a GGUF file also its weights and license."""
     gguf = PretrainedHandle(base).gguf if base else None
     name = f"`{place(base) or 'a model without a name'}`"
     if gguf is None or not gguf.path.is_file():
         return name
-    return f"{name}, a GGUF file, whose weights of the types {gguf.types} were dequantised"
+    under = f"; its license, as the file names it: {gguf.license!r:.60}" if gguf.license else ""
+    return f"{name}, a GGUF file, whose weights of the types {gguf.types} were dequantised{under}"
 
 
 def _exported_as(learner: Learner) -> str:
