@@ -17,6 +17,7 @@ from ppo_rlhf.data.files import HUB, is_hub_name
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.directories import CARD, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.older_readers import readers
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.ppo.batch_sampling import Sampler
@@ -71,6 +72,7 @@ def render_card(
         "Started from": _started_from(base),
         "Exported as": _exported_as(learner),
         "Left out": _left_out(learner.policy),
+        "Read by": None if library == "peft" else readers(learner.policy.config),
         **_training(progress, rewards, prompts, run_id),
     }
     settings = [f"`{name}`: {place(str(value))}" for name, value in learner.config.not_default().items()]

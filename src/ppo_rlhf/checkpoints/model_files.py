@@ -30,6 +30,7 @@ from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.directories import RECORD
+from ppo_rlhf.models.older_readers import add_older_names
 from ppo_rlhf.models.preparation import not_finite
 from ppo_rlhf.passes.sharding import whole
 from ppo_rlhf.passes.transfers import refilled
@@ -61,6 +62,7 @@ def write_models(directory: Path, learner: Learner, sampler: Sampler) -> None:
         # For a policy with LoRA, `adapters.save_adapter` replaces this method and saves only the adapter.
         learner.policy.save_pretrained(directory / POLICY)
     sampler.tokenizer.save_pretrained(directory / POLICY)
+    add_older_names(directory / POLICY)
     generation_config_of(learner.policy, sampler.settings).save_pretrained(directory / POLICY)
     (directory / POLICY / RECORD).write_text(record_of(sampler), encoding="utf-8")
     if has_adapter(learner.critic):

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import BIAS, WEIGHT
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, AVERAGE, CARD, CONFIG, RECORD, follow_umask
+from ppo_rlhf.models.older_readers import add_older_names
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class TrainedModel:
         with quiet_transformers():
             self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
+        add_older_names(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
         if self.record is not None:
