@@ -316,3 +316,80 @@ def test_an_adapter_that_no_weights_can_hold_is_refused_with_its_kind(tmp_path, 
     get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ModelError, match=f"adapter: .*{config.peft_type.value}"):
         PretrainedHandle(str(tmp_path / "adapter")).check_causal_lm()  # before any weights are read
+
+
+def peft_of(folder: Path, **settings: Any) -> tuple[Path, torch.nn.Module]:
+    """Save an adapter whose weights were trained on what peft made of the base; return its folder and the model."""
+    base = AutoModelForCausalLM.from_pretrained(save(folder / "base", tiny_model()))
+    adapted = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **settings}))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "adapter", adapted.eval()
+
+
+@pytest.mark.parametrize("how", [True, "gaussian", "orthogonal"])
+def test_an_adapter_whose_initialisation_leaves_the_base_as_it_is_is_merged(tmp_path, how):
+    folder, adapted = peft_of(tmp_path, init_lora_weights=how)
+    assert_close(PretrainedHandle(str(folder)).causal_lm()(IDS).logits, adapted(IDS).logits, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_4", "olora", "one of tomorrow"])
+def test_an_adapter_on_changed_weights_of_its_base_is_refused(tmp_path, how):
+    folder, _ = peft_of(tmp_path)
+    change(folder, init_lora_weights=how)
+    with pytest.raises(ModelError, match=f"init_lora_weights='{how}', so this adapter belongs to changed weights"):
+        PretrainedHandle(str(folder)).config()
+
+
+def test_an_adapter_on_repeated_layers_of_its_base_is_refused(tmp_path):
+    folder, _ = peft_of(tmp_path, layer_replication=[[0, 2], [1, 2]])
+    with pytest.raises(
+        ModelError, match=r"layer_replication=\[\[0, 2\], \[1, 2\]\], so this adapter belongs to a model"
+    ):
+        PretrainedHandle(str(folder)).config()
+
+
+def test_an_adapter_that_changes_its_base_in_a_way_without_a_name_here_is_refused_when_loaded(tmp_path, monkeypatch):
+    folder, _ = peft_of(tmp_path)
+    change(folder, init_lora_weights="pissa")
+    monkeypatch.setattr("ppo_rlhf.models.saved_adapters.check_keeps_base", lambda *_: None)
+    with pytest.raises(ModelError, match="loading it changes the weights of its base"):
+        PretrainedHandle(str(folder)).causal_lm()
+
+
+def change(folder: Path, **settings: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **settings}))
+
+
+ENDLESS = r"(\w+\.?)+!"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"modules_to_save": [ENDLESS]},
+        {"rank_pattern": {ENDLESS: 4}},
+        {"layers_pattern": [ENDLESS]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_pattern_of_an_adapter_that_never_comes_to_an_end_is_refused(tmp_path, monkeypatch, settings):
+    monkeypatch.setattr("ppo_rlhf.models.adapter_settings.PATTERN_S", 1.0)
+    folder, _ = peft_of(tmp_path)
+    change(folder, **settings)
+    with pytest.raises(ModelError, match=r"with the layers' names does not end within 1 s"):
+        PretrainedHandle(str(folder)).causal_lm()
+
+
+def test_a_pattern_of_an_adapter_selects_what_peft_lets_it_select(tmp_path):
+    folder, adapted = peft_of(tmp_path, target_modules=r"^(?!.*visual).*(?:q_proj|v_proj).*$")
+    assert_close(PretrainedHandle(str(folder)).causal_lm()(IDS).logits, adapted(IDS).logits, rtol=0.0, atol=1e-5)
+    change(folder, target_modules="(")
+    with pytest.raises(ModelError, match=r"target_modules='\(', which is no regular expression"):
+        PretrainedHandle(str(folder)).causal_lm()

@@ -37,7 +37,7 @@ ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."  # prefix of the weights' names in adapter files: the attribute path inside PeftModel
-_VALUES_PER_WEIGHT = 1024  # the fingerprint of an adapter reads this many values of each weight
+_VALUES_PER_WEIGHT = 1024  # fingerprints and comparisons read this many values of each weight
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def frozen_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            first = parameter.detach().flatten()[:_VALUES_PER_WEIGHT].double().cpu()
+            first = _first_values(parameter).double().cpu()
             digest.update(f"{name}:{tuple(parameter.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()
 
@@ -273,9 +273,15 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     had frozen the base model's weights. A classifier gets the adapter's score head, if the adapter has a score head.
 
     Raises:
-        ValueError: The adapter's weights file does not have all weights that the adapter's configuration names.
+        ValueError: The adapter's weights file does not have all weights that the adapter's configuration names, or
+            loading the adapter changes the model's weights, for which the adapter then was not trained.
     """
     from peft import PeftModel
+
+    # An adapter with tokens of its own brings whole embeddings, which replace the base's
+    ends = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    inner = [parameter for parameter in model.parameters() if not any(parameter is end for end in ends)]
+    before = [_first_values(parameter).clone() for parameter in inner]
 
     with _without_warnings_on_targets():
         warnings.filterwarnings("error", message="Found missing adapter keys", category=UserWarning)
@@ -286,6 +292,8 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
         except UserWarning as warning:
             missing = str(warning).partition("[")[2].partition(",")[0].strip("'[].")
             raise ValueError(f"its file lacks weights that its configuration names, such as {missing}") from warning
+    if not all(map(torch.equal, map(_first_values, inner), before)):
+        raise ValueError("loading it changes the weights of its base")
     if quantisation_states(model):
         return _merge(adapted.get_base_model()).requires_grad_(True)
     _untie_adapted_head(adapted.get_base_model())
@@ -295,6 +303,10 @@ def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     if head is not None and head.weight is not embedding.weight:
         merged.config.tie_word_embeddings = False
     return merged.requires_grad_(True)
+
+
+def _first_values(weight: Tensor) -> Tensor:
+    return weight.detach().flatten()[:_VALUES_PER_WEIGHT]
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:

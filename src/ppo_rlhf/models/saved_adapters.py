@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
+from ppo_rlhf.models.adapter_settings import check_keeps_base, check_patterns
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, is_local
 from ppo_rlhf.models.reward_model import why_no_reward_model
 from ppo_rlhf.runtime.log_lines import quiet_transformers
@@ -36,7 +37,8 @@ class SavedAdapter:
         """Read an adapter's settings.
 
         Raises:
-            ModelError: The adapter is of a kind that cannot be merged into weights, such as prompt tuning.
+            ModelError: The adapter is of a kind that cannot be merged into weights, such as prompt tuning, or belongs
+                to other weights than its base's.
         """
         from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -57,6 +59,7 @@ class SavedAdapter:
                 f"{source}: an adapter of the kind {kind} cannot be merged into the weights of a model, as LoRA can. "
                 "Give a whole model or a LoRA adapter."
             )
+        check_keeps_base(settings, source)
         return adapter
 
     @property
@@ -119,6 +122,7 @@ class SavedAdapter:
 
         try:
             with quiet_transformers():
+                check_patterns(self.settings, (name for name, _ in base.named_modules()), self.source)
                 self.fit(base)
                 return merge_saved(base, folder)
         except ModelError:
