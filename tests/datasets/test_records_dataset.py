@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 import sys
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from kedro.io import DatasetError
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import RecordsDataset, ReferenceTextsDataset
+from ppo_rlhf.runtime.log_lines import said
 
 ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
 
@@ -76,22 +78,95 @@ def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, end
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [
-        (["None", "NA", "null", "nan"], ["None", "NA", "null", "nan"]),
-        (["nan", "inf", "0.5"], ["nan", "inf", "0.5"]),
         (["1", "", "-20"], [1, None, -20]),
-        (["1", "0.50", "1e-05"], [1.0, 0.5, 1e-05]),
-        ([" 1", "2 "], [1, 2]),
-        (["true", "False", ""], [True, False, None]),
-        (["true", "perhaps"], ["true", "perhaps"]),
+        (["1.0", "0.5", "1e-05", "-0.0"], [1.0, 0.5, 1e-05, -0.0]),
+        (["True", "False", ""], [True, False, None]),
         (["", ""], [None, None]),
+        (["1", str(2**63 - 1)], [1, 2**63 - 1]),
     ],
 )
-def test_a_cell_of_csv_is_what_stands_there_and_a_column_of_numbers_is_numbers(tmp_path, cells, expected):
+def test_a_column_of_csv_whose_cells_all_print_as_they_stand_has_their_type(tmp_path, cells, expected):
     path = tmp_path / "rows.csv"
     path.write_text("label,other\n" + "".join(f"{cell},x\n" for cell in cells))
     found = RecordsDataset(str(path)).load()["label"][:]
-    assert found == expected
-    assert [type(value) for value in found] == [type(value) for value in expected]
+    assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        *(
+            ["007", "42"],
+            ["1.10", "2.5"],
+            ["+5"],
+            ["1e3"],
+            ["0171234"],
+            ["5.", ".5"],
+            [" 12", "13 "],
+            ["-0"],
+            ["1_000"],
+        ),
+        *(["0.50", "0.25"], ["1", "0.5"], ["inf", "0.5"], ["nan"], ["1E5"], ["1e+05"], ["0x1f"], ["٣"], [str(2**63)]),
+        *(["true", "false"], ["TRUE"], ["None", "NA", "null", "nan"], ["0.1234567890123456789"], ["1,5", "2,5"]),
+    ],
+)
+def test_any_other_column_of_csv_is_text_cell_by_cell(tmp_path, cells):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,other\n" + "".join(f'"{cell}",x\n' for cell in [*cells, ""]))
+    assert RecordsDataset(str(path)).load()["label"][:] == [*cells, None]
+
+
+def test_a_column_of_csv_that_looks_like_numbers_and_is_text_is_named(tmp_path, caplog):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,name,prompt\n7,x,007\n1.10,007,1\n")
+    said.clear()
+    RecordsDataset(str(path)).load()
+    assert caplog.messages == [f"{path}: the column `label` is read as text: its cell '7' would else become 7.0."]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        'prompt;label\n"a; b";1,5\nc, d;2\n',
+        "prompt\tlabel\na; b\t1,5\nc, d\t2\n",
+        "sep=;\nprompt;label\na; b;1,5\nc, d;2\n".replace("a; b", '"a; b"'),
+        'sep=|\r\nprompt|label\r\na; b|1,5\r\n"c, d"|2\r\n',
+        '\n"prompt","label"\n"a; b","1,5"\n\n"c, d",2\n   \n',
+    ],
+    ids=["semicolons", "tabs", "sep=;", "sep=|", "commas and blank lines"],
+)
+def test_csv_of_other_delimiters_gives_the_same_rows(tmp_path, content):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content.encode())
+    expected = [{"prompt": "a; b", "label": "1,5"}, {"prompt": "c, d", "label": "2"}]
+    assert RecordsDataset(str(path)).load().to_list() == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('prompt,answer\n"say \\"hi\\" now",1\n', "line 2: text follows a closing quote .* A backslash stands before"),
+        ('prompt,answer\n"x",0\n"say \\"hi, all\\"",1\n', "line 3: .* A backslash stands before a quote"),
+        ('prompt,answer\n"all \\"",1\n', "line 2: a quote opens here and never closes. A backslash"),
+        ("prompt,answer\na\\, b,1\n", "line 2: it has more cells than the header, 3 instead of 2. A backslash"),
+        ('prompt,answer\n"x\ny",0\n"a" b,1\n', "line 4: text follows a closing quote .* within a quoted text twice"),
+        ("sep=;\n\nprompt;answer\na;b;1\n", "line 4: it has more cells .* Quote texts that contain semicolons or line"),
+        ("prompt,answer\nfirst line\nsecond line,1\n", "line 2: it has fewer cells than the header, 1 instead of 2"),
+        ("prompt,answer;unit\na,1;2\n", "the header has commas and semicolons outside of quotes"),
+    ],
+)
+def test_csv_that_can_be_read_in_two_ways_is_refused_with_its_line_and_what_was_seen(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    assert re.search(message, message_of(path))
+
+
+def test_a_cell_of_csv_may_be_long_and_have_quotes_commas_and_line_breaks(tmp_path):
+    cells = ["x" * 200_000, 'say "hi", all\r\nand\nmore\\', '\\"', ""]
+    pd.DataFrame({"a": cells, "b": "y"}).to_csv(tmp_path / "rows.csv")
+    found = RecordsDataset(str(tmp_path / "rows.csv")).load()
+    assert found["a"][:] == [*cells[:-1], None]
+    assert found["Unnamed: 0"][:] == [0, 1, 2, 3]
 
 
 def test_columns_of_csv_that_are_read_as_text_are_text_even_if_all_of_it_is_digits(tmp_path):
@@ -196,7 +271,7 @@ def test_one_byte_that_is_not_utf8_far_inside_a_chat_is_named_with_file_row_and_
 def test_a_text_with_a_comma_and_no_quotes_is_refused_instead_of_losing_its_beginning(tmp_path, content):
     path = tmp_path / "prompts.csv"
     path.write_text(content)
-    assert "Rows have more cells than the header" in message_of(path)
+    assert "it has more cells than the header" in message_of(path)
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
