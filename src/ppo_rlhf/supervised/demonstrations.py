@@ -39,6 +39,7 @@ from ppo_rlhf.data.chats import (
 )
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.data.repeated_prompts import split_chat, split_texts
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, shared_length, templates_of, without_template_defaults
 from ppo_rlhf.runtime.log_lines import say_once
@@ -279,12 +280,14 @@ def read_demonstrations(
                 raise DataError(f"{name}: row {row}, column `{given}`: expected {expected}, got {value!r:.60}. {fix}")
     name_unused(name, frame.columns, chosen, of_chats=are_chats)
     if not are_chats:
-        return table
+        return _prompts_once(table, name) if "prompt" in table else table
     start = "prompt" if "prompt" in table else "messages"
     if SYSTEM in frame:
         pairs = enumerate(zip(table[start], frame[SYSTEM], strict=True))
         table[start] = [with_system(*pair, f"{name}: row {row}") for row, pair in pairs]
     if start == "prompt":
+        for row, both in enumerate(zip(table["prompt"], table["completion"], strict=True)):
+            table.at[row, "prompt"], table.at[row, "completion"] = split_chat(*both, f"{name}: row {row}")
         # No message of a prompt is learnt, so only the messages of completions keep the keys that say so
         table["prompt"] = [[_without_marks(message) for message in chat] for chat in table["prompt"]]
         table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
@@ -293,6 +296,15 @@ def read_demonstrations(
     if TOOLS in frame:
         table[TOOLS] = [read_tools(value, f"{name}: row {row}") for row, value in enumerate(frame[TOOLS])]
     return table.map(as_json)
+
+
+def _prompts_once(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return a table of prompts and completions, in which completions do not repeat their prompts."""
+    rows = [(row, prompt, (completion,)) for row, prompt, completion in table.itertuples(name=None)]
+    fix = "set data_preparation.text_column to their column, and prompt_column to a name that no column has"
+    for row, (prompt, completion) in split_texts(name, "completions begin", rows, fix).items():
+        table.at[row, "prompt"], table.at[row, "completion"] = prompt, completion
+    return table
 
 
 def _without_marks(message: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from ppo_rlhf.data.chats import (
     TOOLS,
     Chat,
     Tools,
-    is_text,
     join_chats,
     read_text_or_chat,
     read_tools,
@@ -31,6 +30,7 @@ from ppo_rlhf.data.chats import (
 )
 from ppo_rlhf.data.columns import name_unused
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.repeated_prompts import split_chat, split_texts
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.passes.sampling import SamplingSettings
@@ -51,9 +51,9 @@ def check_preferences(
 ) -> pd.DataFrame:
     """Return the columns `prompt` (empty text without a prompt), `chosen`, `rejected` and, if given, `tools`.
 
-    Values of `frame` are texts or lists of chat messages. The prompt of a chat may be in the prompt column, at the
-    beginning of both responses, or both in the column and in the responses; the returned table has the prompt only in
-    `prompt`. Pairs of equal responses are left out; the index keeps the row numbers of `frame`.
+    Values of `frame` are texts or lists of chat messages. The prompt may be in the prompt column, at the beginning of
+    both responses, or both in the column and in the responses (`data.repeated_prompts`); the returned table has it only
+    once. Pairs of equal responses are left out; the index keeps the row numbers of `frame`.
 
     Raises:
         DataError: A column is missing, a value is empty or neither text nor chat, or all pairs have equal responses.
@@ -74,6 +74,14 @@ def check_preferences(
             read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
         ]
     records = [_separate_prompt(record, row) for row, record in enumerate(table.to_dict("records"))]
+    texts = [
+        (row, str(record["prompt"]), (record["chosen"], record["rejected"]))
+        for row, record in enumerate(records)
+        if isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
+    ]
+    fix = "set reward_modelling.prompt_column to a name that no column has"
+    for row, parts in split_texts("preferences", "chosen and rejected begin", texts, fix).items():
+        records[row] = dict(zip(SIDES, parts, strict=True))
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
     name_unused("preferences", frame.columns, [*renamed, AGREEMENT], of_chats=any(are_chats))
@@ -125,9 +133,11 @@ def _separate_prompt(record: dict[str, str | Chat], row: int) -> dict[str, str |
             "that is text, or both as chats, with the prompt in the responses or in the prompt column."
         )
     if isinstance(prompt, list):
-        is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
-        start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
-        return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
+        where = f"preferences: row {row}"
+        (asked, chosen), (again, rejected) = (split_chat(prompt, side, where) for side in (chosen, rejected))
+        if asked != again:
+            raise DataError(f"{where}: the system messages of chosen and rejected differ. Give both the same prompt.")
+        return {"prompt": asked, "chosen": chosen, "rejected": rejected}
     from trl.data_utils import extract_prompt
 
     extracted = extract_prompt({"chosen": chosen, "rejected": rejected})
@@ -224,7 +234,7 @@ def sample_preferences(
 
 
 def _encode(prompt: Any, response: Any, tools: Tools, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    if is_text(response):
+    if isinstance(response, str):
         return append_end(encode_texts([(prompt or "") + response], tokenizer)[0], tokenizer.eos_token_id)
     return conversation_ids(join_chats(prompt or [], response), tokenizer, where, tools=tools)
 
