@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,13 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each pytest worker uses its sha
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes started here inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet() -> None:
+    """Forget the lines that `say_once` logged in earlier tests of this process; the module is slow to load."""
+    if lines := sys.modules.get("ppo_rlhf.runtime.log_lines"):
+        lines.said.clear()
 
 
 @pytest.fixture

@@ -261,11 +261,14 @@ def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_settings()
         assert part in found
 
 
-def test_overlong_prompts_are_dropped_with_their_columns():
+def test_overlong_prompts_are_dropped_with_their_columns_and_counted(caplog):
     prompts = tokenise([LONG, SHORT, LONGER, JUST], build_tokenizer(), overlong="drop", n=[0, 1, 2, 3])
     assert prompts.texts == [SHORT, JUST]
     assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
     assert prompts.columns == {"n": [1, 3]}
+    (line,) = caplog.messages
+    assert line.startswith("prompts: 2 of 4 are longer than 6 tokens, ")
+    assert line.endswith("and are left out (ppo.overlong_prompts=drop).")
 
 
 @pytest.fixture
@@ -298,9 +301,11 @@ def test_the_trainer_answers_queries_up_to_the_length_up_to_which_rope_is_steady
     assert "10 tokens this model's RoPE" in message(trainer.generate, [torch.tensor([3] * 7)])
 
 
-def test_overlong_prompts_are_truncated_on_the_left():
+def test_overlong_prompts_are_truncated_on_the_left_and_counted(caplog):
     prompts = tokenise([SHORT, LONGER], build_tokenizer(), overlong="truncate_left")
     assert prompts.prompt_ids == [[3, 4], [6, 7, 8, 9, 10, 11]]
+    (line,) = caplog.messages
+    assert line.startswith("prompts: 1 of 2 are longer than 6 tokens, ")
 
 
 def test_a_truncated_prompt_keeps_its_bos():

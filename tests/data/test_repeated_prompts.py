@@ -5,7 +5,6 @@ import pytest
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.repeated_prompts import split_chat, split_texts
-from ppo_rlhf.runtime.log_lines import said
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, encode_demonstrations, read_demonstrations
 from ppo_rlhf.supervised.preferences import check_preferences, tokenise_preferences
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, UNKNOWN, VOCABULARY, word_tokenizer
@@ -19,11 +18,6 @@ def said_of(role, *texts):
 
 
 SYSTEM, USER, ANSWER = said_of("system", "s"), said_of("user", "a"), said_of("assistant", "b")
-
-
-@pytest.fixture(autouse=True)
-def nothing_said():
-    said.clear()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Held-out rows of a table: a seeded share of the distinct rows, and never a copy of a training row."""
 
+import logging
+
 import pytest
 
 from ppo_rlhf.core.errors import DataError
@@ -18,12 +20,14 @@ def test_both_parts_are_in_order_and_together_all_rows():
     assert held_out != split(range(50), seed=2)[1]
 
 
-def test_copies_of_a_row_go_to_one_side_and_are_held_out_once_or_all():
+def test_copies_of_a_row_go_to_one_side_and_are_held_out_once_or_all(caplog):
+    caplog.set_level(logging.INFO)
     keys = [row % 20 for row in range(60)]
     trained, held_out = split(keys, share=0.25)
     chosen = {keys[row] for row in held_out}
     assert chosen.isdisjoint(keys[row] for row in trained)
     assert (len(trained), len(held_out), len(chosen), max(held_out) < 20) == (45, 5, 5, True)
+    assert caplog.messages == ["rows: 10 of 60 are copies of others that are held out, and are left out."]
     assert [len(part) for part in split(keys, share=0.25, copies=True)] == [45, 15]
 
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+import logging
 import re
 import sys
 from unittest.mock import Mock
@@ -15,7 +16,6 @@ from kedro.io import DatasetError
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import RecordsDataset, ReferenceTextsDataset
-from ppo_rlhf.runtime.log_lines import said
 
 ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
 
@@ -119,7 +119,6 @@ def test_any_other_column_of_csv_is_text_cell_by_cell(tmp_path, cells):
 def test_a_column_of_csv_that_looks_like_numbers_and_is_text_is_named(tmp_path, caplog):
     path = tmp_path / "rows.csv"
     path.write_text("label,name,prompt\n7,x,007\n1.10,007,1\n")
-    said.clear()
     RecordsDataset(str(path)).load()
     assert caplog.messages == [f"{path}: the column `label` is read as text: its cell '7' would else become 7.0."]
 
@@ -185,10 +184,12 @@ def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path):
     assert "surrogate pair" in message_of(path)
 
 
-def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
+def test_plain_text_has_one_row_a_line_under_the_column_asked_for_and_blank_lines_are_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "ppo_rlhf")
     (tmp_path / "prompts.txt").write_bytes("﻿once upon\r\n\r\n  twice\n".encode())
     frame = RecordsDataset(str(tmp_path / "prompts.txt"), text_column="prompt").load()
     assert frame.to_dict() == {"prompt": ["once upon", "  twice"]}
+    assert caplog.messages == [f"{tmp_path / 'prompts.txt'}: 1 of 3 lines are blank, and are left out."]
 
 
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):

@@ -32,11 +32,13 @@ def texts(count: int) -> pd.DataFrame:
     return pd.DataFrame({"text": [f"text {i}" for i in range(count)], "label": range(count)})
 
 
-def test_at_most_so_many_are_held_out_and_used_in_the_tables_order():
+def test_at_most_so_many_are_held_out_and_used_in_the_tables_order_and_those_used_are_counted(caplog):
+    caplog.set_level(logging.INFO)
     trained, held_out = split_demonstrations(texts(40), DataPreparationConfig(max_held_out=3, held_out_share=0.5))
     assert (len(trained), len(held_out)) == (37, 3)
     trained, held_out = split_demonstrations(texts(40), DataPreparationConfig(max_demonstrations=8))
     assert (len(trained), len(held_out)) == (7, 1)
+    assert caplog.messages[1:] == ["8 of 40 demonstrations are used (data_preparation.max_demonstrations)."]
     numbers = [int(text.split()[1]) for text in trained["text"]]
     assert numbers == sorted(numbers) != list(range(7))
 

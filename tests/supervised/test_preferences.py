@@ -62,8 +62,10 @@ def responses(frame: pd.DataFrame, side: str) -> list[list[int]]:
     return [list(ids)[len(text) :] for ids, text in zip(frame[f"{side}_ids"], texts, strict=True)]
 
 
-def test_with_certain_labels_the_labellers_favourite_is_chosen():
+def test_with_certain_labels_the_labellers_favourite_is_chosen_and_equal_pairs_are_counted(caplog):
     frame = sample()
+    equal = 24 - len(frame)
+    assert caplog.messages == [f"preferences: {equal} of 24 sampled pairs have equal responses and are left out."]
     assert list(frame.columns) == list(COLUMNS)
     assert 12 < len(frame) <= 24
     scores = [length(None, frame[side]) for side in ("chosen", "rejected")]
@@ -84,7 +86,8 @@ def test_tokens_are_the_sampled_ones_and_end_if_and_only_if_the_response_stopped
 
 
 def test_every_prompt_is_used_before_any_is_used_again():
-    counts = sample(pairs=20)["prompt"].value_counts()
+    frame = sample(pairs=20)
+    counts = frame["prompt"].value_counts()
     assert set(counts) <= {1, 2, 3}  # 20 pairs of 8 prompts, less those whose two responses were equal
 
 

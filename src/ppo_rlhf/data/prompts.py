@@ -180,6 +180,10 @@ class PromptReader:
                     f"Set ppo.overlong_prompts to drop or truncate_left, or reduce ppo.response_length{why}"
                 )
             case "truncate_left":
+                say_once(
+                    f"{name}: {len(table) - len(fits)} of {len(table)} are longer than {limit}, and lose their "
+                    "beginning (ppo.overlong_prompts=truncate_left)."
+                )
                 options = {"room": room, "bos": self.tokenizer.bos_token_id}
                 with bars(len(table) > LONG):
                     return table.map(
@@ -192,6 +196,10 @@ class PromptReader:
                         f"removes longer prompts. Set ppo.overlong_prompts to truncate_left, reduce "
                         f"ppo.response_length, or give shorter prompts{why}"
                     )
+                say_once(
+                    f"{name}: {len(table) - len(fits)} of {len(table)} are longer than {limit}, and are left out "
+                    "(ppo.overlong_prompts=drop)."
+                )
                 return table.select(fits)
             case unknown:
                 assert_never(unknown)

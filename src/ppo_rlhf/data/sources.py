@@ -156,7 +156,7 @@ def _load_files(
 ) -> Dataset:
     import datasets
 
-    from ppo_rlhf.runtime.log_lines import errors_only
+    from ppo_rlhf.runtime.log_lines import errors_only, say_once
 
     builder = FORMATS[kind_of(files[0])]
     if not any(file.stat().st_size for file in files):
@@ -196,8 +196,11 @@ def _load_files(
         raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
     if builder != "text":
         return table
-    with bars(len(table) > LONG):
+    lines = len(table)
+    with bars(lines > LONG):
         table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
+    if blank := lines - len(table):
+        say_once(f"{source}: {blank} of {lines} lines are blank, and are left out.", logging.INFO)
     return table.rename_column("text", text_column) if text_column != "text" else table
 
 

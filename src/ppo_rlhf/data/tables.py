@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
+from ppo_rlhf.runtime.log_lines import say_once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +44,7 @@ def hold_out(
     `keys` has one key per row. A seeded share of the distinct keys is held out: at least one key, at most `maximum`
     keys, and never all keys. Rows with equal keys are never both trained on and held out. With `copies` all rows of a
     held-out key are held out; without `copies` only the first row of a held-out key is held out, and further rows with
-    this key are dropped. `name` begins and `advice` ends the error.
+    this key are dropped, and one log line counts them. `name` begins the line and the error, `advice` ends the error.
 
     Raises:
         DataError: The rows have fewer than two distinct keys.
@@ -53,4 +55,8 @@ def hold_out(
     count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
     chosen = np.isin(numbers, permutation(len(distinct), seed, stream)[:count].numpy())
     again = pd.Series(numbers).duplicated().to_numpy()
+    if not copies and (left_out := int((chosen & again).sum())):
+        say_once(
+            f"{name}: {left_out} of {len(keys)} are copies of others that are held out, and are left out.", logging.INFO
+        )
     return np.flatnonzero(~chosen).tolist(), np.flatnonzero(chosen if copies else chosen & ~again).tolist()

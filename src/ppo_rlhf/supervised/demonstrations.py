@@ -108,6 +108,10 @@ def split_demonstrations(
         records = enumerate(table.to_dict("records"))
         try_chats(((f"demonstrations: row {row}", *_chat_of(record)) for row, record in records), tokenizer)
     if config.max_demonstrations is not None:
+        count = min(config.max_demonstrations, len(table))
+        say_once(
+            f"{count} of {len(table)} demonstrations are used (data_preparation.max_demonstrations).", logging.INFO
+        )
         drawn = permutation(len(table), config.seed, "demonstrations")[: config.max_demonstrations].tolist()
         table = table.iloc[sorted(drawn)]
     keys, share, most = list(table.itertuples(index=False, name=None)), config.held_out_share, config.max_held_out

@@ -230,6 +230,8 @@ def sample_preferences(
         rows.append([batch.texts[row], *(batches[side].completions[row] for side in sides), *ids])
     if not rows:
         raise DataError(f"preferences: the two responses are equal in all {pairs} pairs. Raise ppo.temperature.")
+    if len(rows) < pairs:
+        say_once(f"preferences: {pairs - len(rows)} of {pairs} sampled pairs have equal responses and are left out.")
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

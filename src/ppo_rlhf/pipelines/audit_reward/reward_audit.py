@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.data.chats import is_text, join_chats
+from ppo_rlhf.data.chats import join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
@@ -166,7 +166,7 @@ def held_out_pairs(
     table = pairs.tokenise_preferences(checked, tokenizer)
     for side in ("chosen", "rejected"):
         table[f"{side}_chat"] = [
-            None if is_text(record[side]) else join_chats(record.get("prompt") or [], record[side])
+            None if isinstance(record[side], str) else join_chats(record.get("prompt") or [], record[side])
             for record in checked.loc[table.index].to_dict("records")
         ]
     others = preferences.drop(columns=[*config.columns, *pairs.COLUMNS, *_CHATS], errors="ignore")

@@ -6,6 +6,7 @@ targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -31,6 +32,7 @@ from ppo_rlhf.ppo.rollouts import Rollouts, critic_values
 from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.rewards.scorers import check_scorable
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
+from ppo_rlhf.runtime.log_lines import say_once
 
 STEP, EXPLAINED_VARIANCE, HELD_OUT = "step", "critic/explained_variance", "critic/eval_explained_variance"
 LOGGED = {
@@ -128,6 +130,12 @@ def pretrain_critic(
         sampler=replace(state.sampler, config=whole),
         progress=Progress(whole),
     )
+    if (left_out := len(held_out_prompts) - whole.batch_size) > 0:
+        say_once(
+            f"The critic is evaluated without {left_out} of {len(held_out_prompts)} held-out prompts, which do not "
+            f"fill a micro-batch of {config.micro_batch_size}.",
+            logging.INFO,
+        )
     held_out = generate_rollouts(evaluating, reference, held_out_prompts, scorer)
     scores = score_responses(held_out, scorer, state.sampler, state.progress)
     history: list[dict[str, float]] = []
