@@ -16,10 +16,12 @@ from pathlib import Path
 import mlflow
 import pytest
 from click.testing import CliRunner, Result
+from kedro.config import OmegaConfigLoader
 from kedro.framework.cli.cli import KedroCLI
 from kedro.framework.cli.project import run as kedro_run
 from kedro.io import DatasetError
 from kedro.validation import ParameterValidationError
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from ppo_rlhf.cli import cli, errors, run
@@ -163,6 +165,43 @@ def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
     error.__cause__ = TypeError("a mistake of ours")
     assert one_line_each(error) is None
     assert one_line_each(ValueError("a mistake of ours")) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "kind", "line"),
+    [
+        (
+            "base/globals.yml",
+            "# inputs\nprompts_path: ${oc.env:PROMPTS} # training",
+            "globals",
+            "conf/base/globals.yml, line 2: prompts_path: ${oc.env:PROMPTS}: Kedro reads environment variables only in "
+            "credentials.yml. Write the value, or give a parameter's value with --params.",
+        ),
+        (
+            "local/parameters.yml",
+            'ppo: {seed: 1, kl_coef: "${oc.env:X,0.1}"}',
+            "parameters",
+            'conf/local/parameters.yml, line 1: kl_coef: "${oc.env:X,0.1}"}: Kedro reads environment variables only',
+        ),
+        (
+            "base/globals.yml",
+            "prompts_path: ${nothing}",
+            "globals",
+            "conf/base/globals.yml, line 1: prompts_path: ${nothing}: Interpolation key 'nothing' not found.",
+        ),
+    ],
+)
+def test_a_setting_that_refers_to_nothing_is_one_line_with_its_file(tmp_path, monkeypatch, file, text, kind, line):
+    (tmp_path / "pyproject.toml").write_text('[tool.kedro]\npackage_name = "a"\n')
+    for folder in ("base", "local"):
+        (tmp_path / "conf" / folder).mkdir(parents=True)
+        (tmp_path / "conf" / folder / "parameters.yml").write_text("seed: 1")
+    (tmp_path / "conf" / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OmegaConfBaseException) as caught:
+        OmegaConfigLoader("conf", base_env="base", default_run_env="local")[kind]
+    (shown,) = one_line_each(caught.value) or []
+    assert shown.startswith(line)
 
 
 def test_a_bad_value_of_a_setting_that_many_groups_have_is_one_line():

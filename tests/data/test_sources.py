@@ -257,6 +257,13 @@ def test_a_header_that_has_a_column_twice_is_refused(tmp_path):
         rows_of(tmp_path / "1.csv", tmp_path)
 
 
+@pytest.mark.parametrize("constant", ["Infinity", "-Infinity"])
+def test_a_constant_that_json_does_not_have_is_refused(tmp_path, constant):
+    (tmp_path / "1.jsonl").write_text(f'{{"a": [1.0]}}\n{{"a": [{constant}]}}\n')
+    with pytest.raises(DataError, match=rf"1\.jsonl: line 2 cannot be read: {constant} is no number of JSON\. Write a"):
+        rows_of(tmp_path / "1.jsonl", tmp_path)
+
+
 def test_a_number_that_is_too_large_for_a_float_is_refused(tmp_path):
     (tmp_path / "1.jsonl").write_text('{"a": {"b": 1.0}}\n{"a": {"b": 1e400}}\n')
     with pytest.raises(DataError, match=r"1\.jsonl: line 2 cannot be read: the number 1e400 is too large"):

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from kedro.config import BadConfigException, MissingConfigException
 from kedro.io import DatasetError
+from kedro.utils import find_kedro_project
 from kedro.validation import ParameterValidationError
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
@@ -124,7 +126,28 @@ def one_line_each(error: Exception) -> list[str] | None:
         if system_error is not None:  # an OSError, for example a full disk or a folder without write permission
             return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
         return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
+    if isinstance(error, InterpolationResolutionError) and error.full_key:
+        return [_unresolved(error)]
     return [in_one_line(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
+
+
+def _unresolved(error: InterpolationResolutionError) -> str:
+    """Return the error of a setting such as `${oc.env:NAME}` with its places, which OmegaConf's error does not have."""
+    key, reason = str(error.full_key), str(error).splitlines()[0]
+    name = re.escape(key.rpartition(".")[2])
+    setting = re.compile(rf"""(?:^|[\s{{,"'])({name}["']?\s*:[^#]*\$\{{.*\}}["']?)""")
+    project, places = find_kedro_project(Path.cwd()), []
+    for file in sorted((project / "conf").rglob("*.y*ml")) if project is not None else ():
+        lines = enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        found = [(number, match[1]) for number, line in lines if (match := setting.search(line))]
+        places += [f"{file.relative_to(project)}, line {number}: {text}" for number, text in found]
+    if reason.endswith(" oc.env"):
+        places = [place for place in places if "oc.env" in place]
+        reason = (
+            "Kedro reads environment variables only in credentials.yml. Write the value, or give a parameter's value "
+            "with --params"
+        )
+    return ": ".join([" and ".join(places) or key, f"{reason}."])
 
 
 def _once_for_all_groups(lines: list[str]) -> list[str]:

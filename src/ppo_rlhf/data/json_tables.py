@@ -148,14 +148,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _float(text: str) -> float:
-    """Return a number with a point or an exponent, or one of Python's constants NaN, Infinity and -Infinity."""
+    """Return a number with a point or an exponent."""
     if math.isinf(value := float(text)):
         raise _UnreadableError(f"the number {text[:40]} is too large for a float")
     return value
 
 
+def _constant(text: str) -> float:
+    """Return NaN, which Python and pandas write; JSON has neither it nor Infinity."""
+    if text != "NaN":
+        raise _UnreadableError(f"{text} is no number of JSON. Write a number, or null for a missing value")
+    return math.nan
+
+
 _NO_SPACE = re.compile(r"\S")
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_float)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
