@@ -24,7 +24,7 @@ from ppo_rlhf.supervised.demonstrations import IGNORED, TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import advice
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
 from ppo_rlhf.supervised.trl_support import run_sft_trainer
-from tests.tiny_models import END, save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, END, save, tiny_model, word_tokenizer
 
 SHAPE = {
     "hidden_size": 16,
@@ -189,14 +189,15 @@ def test_the_base_models_configurations_come_back_as_they_were(tmp_path):
     assert trained.tokenizer.eos_token == "<s>"
 
 
-def test_only_completions_are_learnt_where_there_are_prompts(tmp_path):
+def test_only_completions_are_learnt_where_there_are_prompts(tmp_path, caplog):
     """The words of the prompts are random: if SFT learnt the prompts, the loss could not fall."""
-    source = save(tmp_path / "base", tiny_model())
+    source = save(tmp_path / "base", tiny_model(), word_tokenizer(chat_template=CHAT_TEMPLATE))
     generator = random.Random(0)
     rows = [{"prompt": " ".join(generator.choices("abcdefgh", k=5)), "completion": " k l"} for _ in range(64)]
     frame = pd.DataFrame(rows)
     _, history = train_sft_policy(PretrainedHandle(source), frame, frame.head(8), config(num_train_epochs=3))
     assert history[-1]["sft/eval_loss"] < 0.1
+    assert any(line.startswith("The demonstrations are plain texts") for line in caplog.messages)
 
 
 @pytest.mark.slow

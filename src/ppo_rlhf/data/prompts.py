@@ -27,6 +27,7 @@ from ppo_rlhf.data.chats import (
     with_system,
 )
 from ppo_rlhf.data.columns import name_unshown
+from ppo_rlhf.data.plain_texts import name_plain_texts
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
@@ -147,6 +148,10 @@ class PromptReader:
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         of_chats = not arrow_column(prompts, "prompt_chat").null_count
+        if not of_chats:
+            rows = prompts.select_columns(["prompt", "prompt_chat"])
+            plain = (row["prompt"] for row in rows if row["prompt_chat"] is None)
+            name_plain_texts("prompts", plain, self.tokenizer)
         name_unshown(table.column_names, used, of_chats=of_chats)
         return prompts
 

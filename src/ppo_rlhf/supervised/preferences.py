@@ -29,6 +29,7 @@ from ppo_rlhf.data.chats import (
     with_system,
 )
 from ppo_rlhf.data.columns import name_unused
+from ppo_rlhf.data.plain_texts import name_plain_texts
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.repeated_prompts import split_chat, split_texts
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
@@ -160,6 +161,8 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     tokens of a chat are the tokens that the tokenizer's chat template renders. Pairs with equal tokens are left out.
     """
     rows = []
+    pairs = zip(frame["prompt"], frame["chosen"], strict=True)
+    name_plain_texts("preferences", (f"{prompt}{text}" for prompt, text in pairs if isinstance(text, str)), tokenizer)
     tools = frame.get(TOOLS, repeat(None))
     for row, prompt, *responses, row_tools in zip(frame.index, *map(frame.get, SIDES), tools, strict=False):
         ids = [_encode(prompt, response, row_tools, tokenizer, f"preferences: row {row}") for response in responses]

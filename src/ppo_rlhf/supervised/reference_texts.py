@@ -7,11 +7,13 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.data.plain_texts import name_plain_texts
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.supervised.demonstrations import (
     DataPreparationConfig,
     TokenisedDemonstrations,
+    corpus_texts,
     encode_demonstrations,
     read_demonstrations,
     tokenise_demonstrations,
@@ -63,6 +65,8 @@ def tokenise_reference_texts(
         DataError: As `encode_demonstrations`, or a text (with `leaves_out` each text) has no token that counts within
             `max_length`.
     """
+    if "messages" not in table:
+        name_plain_texts(NAME, corpus_texts(table), tokenizer, are_usual=True)
     is_chats = "messages" in table and "prompt" not in table
     template = training_template(tokenizer, None) if is_chats else None
     if leaves_out:

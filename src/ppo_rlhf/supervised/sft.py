@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.plain_texts import name_plain_texts
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
@@ -116,6 +117,8 @@ def train_sft_policy(
     if "messages" in demonstrations and "prompt" not in demonstrations:
         template = training_template(tokenizer, config.assistant_only_loss)
         logger.info("%s", describe_learnt(template, config.assistant_only_loss))
+    elif "messages" not in demonstrations:
+        name_plain_texts("demonstrations", corpus_texts(demonstrations), tokenizer)
     trained, held_out = (
         tokenise_demonstrations(frame, tokenizer, max_length, name, template)
         for name, frame in zip(PARTS, (demonstrations, evaluation_demonstrations), strict=True)
