@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.files import HUB, is_hub_name
 from ppo_rlhf.models.adapters import has_adapter
@@ -212,13 +213,14 @@ def may_write_card(folder: Path) -> bool:
 
 
 def place(source: str) -> str:
-    """Return a hub id unchanged, and a path without the names of this machine's folders.
+    """Return a hub id unchanged, a path without the names of this machine's folders, and an address without secrets.
 
     A path below the working directory becomes a relative path. Of a path outside the working directory only the last
     part is kept.
     """
-    path = Path(readable_path(source)).expanduser()
-    return path.name if path.is_absolute() else readable_path(source)
+    shown = without_secrets(readable_path(source))
+    path = Path(shown).expanduser()
+    return path.name if path.is_absolute() else shown
 
 
 def _started_from(base: str) -> str:

@@ -23,8 +23,8 @@ from packaging.requirements import Requirement
 from ppo_rlhf.cli.errors import Command, one_line_each
 from ppo_rlhf.cli.project import context_here, project_here, split_params
 from ppo_rlhf.config.parameter_groups import closest
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.before_run import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors
@@ -219,7 +219,7 @@ def _devices() -> Iterator[Finding]:
 
 def _store(context: Any) -> Iterator[Finding]:
     uri = context.mlflow.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    shown = without_password(uri)
+    shown = without_secrets(uri)
     with store_errors_as_config_errors(f"server.mlflow_tracking_uri={shown} in mlflow.yml cannot be used"):
         check_answers(uri)
     yield "ok", "MLflow", shown

@@ -20,6 +20,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError, causes, in_one_line, project_error
 from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.runtime.processes import is_main_process
@@ -92,7 +93,7 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
             lines = _lines_of_this_process(lines)
         if lines is None:
             raise
-        raise click.ClickException(escaped("\nError: ".join(lines))) from None
+        raise click.ClickException(without_secrets(escaped("\nError: ".join(lines)))) from None
 
 
 def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:

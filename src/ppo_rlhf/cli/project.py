@@ -14,8 +14,8 @@ from kedro.utils import find_kedro_project
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.datasets.tracking_errors import without_password
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors
 from ppo_rlhf.runtime.names import env_option
 
@@ -58,7 +58,7 @@ def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
     """
     settings = context_here(env).mlflow
     uri = existing_store(settings, env)
-    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
+    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_secrets(uri)}"):
         yield MlflowClient(uri), settings.tracking.experiment.name
 
 

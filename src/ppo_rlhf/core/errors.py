@@ -4,9 +4,17 @@ An error message says where, what was given, the rule, and the fix, in one line:
 message. Add an error class only if a caller would handle the new error differently from the existing errors.
 """
 
+from ppo_rlhf.core.addresses import without_secrets
+
 
 class PPORLHFError(Exception):
-    """Base of all errors raised on purpose by this project; the command line shows its text without a traceback."""
+    """Base of all errors raised on purpose by this project; the command line shows its text without a traceback.
+
+    The text has no password or token of an address, whoever shows it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(PPORLHFError, ValueError):

@@ -17,8 +17,9 @@ import mlflow
 from mlflow.entities import AssessmentSourceType, SpanType
 from mlflow.entities.trace_location import MlflowExperimentLocation
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
+from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts
 from ppo_rlhf.people.answers import ANSWER, ANSWERS, NUMBER, PERSON, RATIONALE, TIME, Comparison
 from ppo_rlhf.people.pair_page import page
 
@@ -87,7 +88,7 @@ def put(queue: str, pairs: Sequence[Comparison], instruction: str) -> str:
         trace_ids = [kept[pair.number].trace_id for pair in pairs]
         for start in range(0, len(trace_ids), _PART):
             review_queues.add_items_to_review_queue(queue_id, item_ids=trace_ids[start : start + _PART])
-    server = without_password(place.uri).replace("***@", "").rstrip("/") if place.has_server else place.ui
+    server = without_secrets(place.uri).replace("***@", "").rstrip("/") if place.has_server else place.ui
     return f"{server}/#/experiments/{experiment}/review-queue?selectedQueueId={queue_id}"
 
 
@@ -205,7 +206,7 @@ def _asked(queue: str) -> Iterator[str]:
     """
     if not place.uri:
         raise ConfigError("Review queues need a Kedro session of the project, which reads the project's mlflow.yml.")
-    shown = without_password(place.uri)
+    shown = without_secrets(place.uri)
     # Check that the SQLite database exists, because MLflow would create a missing database
     if place.uri.startswith(_SQLITE) and not Path(place.uri.removeprefix(_SQLITE)).exists():
         raise DataError(f"mlflow:{queue}: {shown} does not exist yet. Run `kedro run --pipelines collect_feedback`.")

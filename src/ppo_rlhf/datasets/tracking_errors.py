@@ -10,6 +10,8 @@ from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_rlhf.core.addresses import without_secrets
+
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 """The exceptions of a tracking store that cannot be read or written."""
 
@@ -40,10 +42,4 @@ def one_line(error: Exception) -> str:
     """
     text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
-    return without_password(" ".join(text.split()))
-
-
-def without_password(text: str) -> str:
-    """Return a text with the user names, passwords and tokens in its URIs replaced by ***."""
-    text = re.sub(r"://(?!/)\S*@", "://***@", text)
-    return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)
+    return without_secrets(" ".join(text.split()))

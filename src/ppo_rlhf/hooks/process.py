@@ -5,16 +5,25 @@ import os
 
 import mlflow.telemetry
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.escaped_text import EscapedRecord
+
+
+class ShownRecord(EscapedRecord):
+    """A log record whose message has neither control characters nor passwords and tokens of addresses."""
+
+    def getMessage(self) -> str:  # noqa: N802  # logging's name
+        """Return the message as a terminal may show it."""
+        return without_secrets(super().getMessage())
 
 
 def prepare_process() -> None:
     """Prepare logging and MLflow where a command begins, and where Kedro creates a context, as in a notebook.
 
-    Control characters in log records are escaped; MLflow sends no telemetry and prints neither progress bars nor
-    addresses. Environment variables that are set already keep their values.
+    Log records show neither control characters nor passwords of addresses; MLflow sends no telemetry and prints neither
+    progress bars nor addresses. Environment variables that are set already keep their values.
     """
-    logging.setLogRecordFactory(EscapedRecord)  # Kedro's logging.yml cannot name a class of log records
+    logging.setLogRecordFactory(ShownRecord)  # Kedro's logging.yml cannot name a class of log records
     os.environ.setdefault("DO_NOT_TRACK", "true")
     # Make MLflow read DO_NOT_TRACK again, because MLflow was imported before the variable was set
     mlflow.telemetry.set_telemetry_client()

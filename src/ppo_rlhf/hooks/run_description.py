@@ -22,6 +22,7 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
@@ -46,7 +47,7 @@ MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
 
 @dataclass(frozen=True)
 class RunDescription:
-    """The name, the params and the tags of a run, all as text."""
+    """The name, the params and the tags of a run, all as text, without the passwords and tokens of addresses."""
 
     params: dict[str, str]  # values of the parameters, by `group.key`
     tags: dict[str, str]
@@ -116,7 +117,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         (name for name in (POLICY, "base_model") if name in pipeline.inputs().difference(unused)), "sft_policy"
     )
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
-    return RunDescription(params, tags, name, chosen_here)
+    params, tags = ({key: without_secrets(text) for key, text in texts.items()} for texts in (params, tags))
+    return RunDescription(params, tags, without_secrets(name), chosen_here)
 
 
 def place_of(tags: Mapping[str, str]) -> str | None:

@@ -23,9 +23,10 @@ from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
 from ppo_rlhf.datasets import mlflow_queue
-from ppo_rlhf.datasets.tracking_errors import short_timeouts, without_password
+from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.abandoned import end_abandoned
 from ppo_rlhf.hooks.run_description import (
     CHECKPOINTS,
@@ -345,7 +346,7 @@ class TrackingHook(MlflowHook):
         with log_store_errors("the columns of its table of runs"):
             mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
         is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui
-        server = without_password(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"
+        server = without_secrets(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"
         ui_too = "" if is_server else ", and all runs, in `kedro mlflow ui`"
         logger.info("MLflow run %s%s:", self.run_id, ui_too)
         logger.info("%s/#/runs/%s", server, self.run_id)
@@ -353,7 +354,7 @@ class TrackingHook(MlflowHook):
         logger.info(table, server, experiment, VIEW)
 
     def _complaint(self, what: str) -> str:
-        return f"mlflow.yml: the tracking store {without_password(self._uri())} {what}"
+        return f"mlflow.yml: the tracking store {without_secrets(self._uri())} {what}"
 
     def _uri(self) -> str:
         return str(self.mlflow_config.server.mlflow_tracking_uri or mlflow.get_tracking_uri())

@@ -19,8 +19,9 @@ from mlflow.utils.uri import is_local_uri
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.pool import NullPool
 
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts, without_password
+from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -74,7 +75,7 @@ def check_artifacts(experiment: ExperimentOptions) -> None:
     remedy = "To use another folder, give a new tracking.experiment.name in conf/local/mlflow.yml."
     if wanted not in ("", fixed):
         line = "Artifacts of the MLflow experiment %s go to %s, as set when the experiment was created, not to %s. %s"
-        logger.warning(line, experiment.name, without_password(fixed), without_password(wanted), remedy)
+        logger.warning(line, experiment.name, without_secrets(fixed), without_secrets(wanted), remedy)
     if is_local_uri(fixed):
         try:
             Path(fixed).mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def check_answers(uri: str) -> None:
         try:
             engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
         except ImportError as error:
-            raise ConfigError(f"{without_password(uri)}: the database's driver is not installed ({error}).") from error
+            raise ConfigError(f"{without_secrets(uri)}: the database's driver is not installed ({error}).") from error
         inspect(engine).get_table_names()
     elif kind in ("http", "https"):
         with short_timeouts():
@@ -144,7 +145,7 @@ def make_database(database: Path) -> None:
 def name_slow_store(uri: str, seconds: float | None = None) -> AbstractContextManager[None]:
     """Log the name of the tracking store if the `with` block takes more than `seconds`; None: SLOW_S."""
     advice = "MLflow keeps retrying; press Ctrl-C twice to stop at once."
-    return processes.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=seconds or SLOW_S)
+    return processes.warn_if_slow(f"The tracking store {without_secrets(uri)}", advice, seconds=seconds or SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
