@@ -220,3 +220,18 @@ def test_globals_that_are_no_text_are_read_back_as_they_were():
     assert {name: value for name, value in read.items() if value is not None} == conversion.globals
     assert conversion.globals["chat_template_kwargs"] == {"enable_thinking": False}
     assert conversion.globals["reward_components"][0]["function"] == "reward_server:score"
+
+
+@pytest.mark.parametrize("library", ["trl", "ms-swift", "verl"])
+def test_what_is_printed_has_no_control_characters_and_no_password(folder: Path, library: str):
+    evil, address = "\x1b[2J\x1b]0;title\x07\x9b2J", "http://me:secret@host/x"
+    names = {"trl": "reward_model_path", "ms-swift": "reward_model", "verl": "reward_model.model.path"}
+    source = {"rlhf_type": "ppo"} if library == "ms-swift" else {}
+    source |= {f"not{evil}known": 1, names[library]: evil, f"{address}{evil}": evil, "seed": evil}
+    (folder / "source.json").write_text(json.dumps(source))
+    arguments = ["convert-config", "--from", library, "source.json", "--to", "-"]
+    result = CliRunner().invoke(cli, arguments, color=True)
+    assert result.exit_code == 0, result.output
+    assert r"not\x1b[2J\x1b]0;title\x07\x9b2Jknown" in result.stderr
+    assert {char for char in result.stdout + result.stderr if not char.isprintable()} == {"\n"}
+    assert "secret" not in result.stderr

@@ -9,7 +9,9 @@ import click
 
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import project_here
+from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.escaped_text import escaped
 
 if TYPE_CHECKING:
     from ppo_rlhf.compat import Conversion
@@ -57,11 +59,11 @@ def convert_config(
     globals_ = parameters.with_name("globals.yml")
     texts = dict(zip((parameters, globals_), texts_of(conversions), strict=True))
     if target == "-":
-        click.echo("\n".join(texts.values()), nl=False)
+        click.echo(escaped("\n".join(texts.values())), nl=False)
     else:
         _write(texts, force=force)
         click.echo(f"Written: {', '.join(map(str, texts))}.", err=True)
-    click.echo(_report(conversions, globals_), err=True)
+    click.echo(escaped(without_secrets(_report(conversions, globals_))), err=True)
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
