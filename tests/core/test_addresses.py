@@ -23,6 +23,7 @@ from ppo_rlhf.core.errors import DataError, DivergenceError
         ("s3://b/f?X-Amz-Signature=a%2Fb&X-Amz-Credential=c", "s3://b/f?X-Amz-Signature=***&X-Amz-Credential=***"),
         ("https://h/v1?api_key=secret, and http://me:secret@h", "https://h/v1?api_key=***, and http://***@h"),
         ("https://h/f#access_token=secret", "https://h/f#access_token=***"),
+        ("https://h/f?key=a&auth=b&X-Api-Key=c", "https://h/f?key=***&auth=***&X-Api-Key=***"),
     ],
 )
 def test_secrets_of_addresses_are_hidden(text: str, expected: str):
@@ -34,6 +35,7 @@ def test_secrets_of_addresses_are_hidden(text: str, expected: str):
     [
         *("http://host:5000", "http://host:5000/x?split=train", "sqlite:////folder:1/me@home.db", "me@home: who?"),
         *("hf://datasets/org/set@v2/data.csv", "https://hub/org/name@v1.0", "org/name@main:train", "ratio: 1/2@3"),
+        *("http://h/#/runs?viewStateShareKey=a", "http://h/?author=me", "http://h/?monkey=3"),
         *("a prompt's last token=3", "is that so? key=value", "see conf/base/globals.yml: x"),
     ],
 )

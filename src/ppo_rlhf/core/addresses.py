@@ -5,8 +5,9 @@ import re
 # A password may have a slash or another @. `hf://datasets/owner/name@revision` and other paths have an @, too. Paths of
 # files lose a slash: `pathlib` writes http:/user:password@host
 _LOGIN = re.compile(r"(?i)(?<![\w+.-])((?!hf:)[a-z][\w+.-]+:/{1,2})(?!/)(?:[^\s/?#:]*:\S*|[^\s/?#]*)@")
-_NAMES = "password|passwd|pwd|token|secret|key|sig|signature|credential|auth"
-_QUERY = re.compile(rf"(?i)([?&;#][\w.%~-]*(?:{_NAMES})[\w.%~-]*=)[^&\s]*[^&\s'\":,.;)\]}}>]")
+_WORDS = r"[\w.%~-]*(?:password|passwd|pwd|token|secret|signature|credential)[\w.%~-]*"
+_NAMES = r"(?:[\w.%~-]*[_.-])?(?:key|apikey|sig|auth|authorization)"
+_QUERY = re.compile(rf"(?i)([?&;#](?:{_WORDS}|{_NAMES})=)[^&\s]*[^&\s'\":,.;)\]}}>]")
 
 
 def without_secrets(text: str) -> str:
