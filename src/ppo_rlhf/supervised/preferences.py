@@ -81,8 +81,8 @@ def check_preferences(
         if isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
     ]
     fix = "set reward_modelling.prompt_column to a name that no column has"
-    for row, parts in split_texts("preferences", "chosen and rejected begin", texts, fix).items():
-        records[row] = dict(zip(SIDES, parts, strict=True))
+    for number, parts in split_texts("preferences", "chosen and rejected begin", texts, fix).items():
+        records[number] = dict(zip(SIDES, parts, strict=True))
     checked = pd.DataFrame(records, columns=list(SIDES))
     are_chats = [isinstance(chosen, list) for chosen in checked["chosen"]]
     name_unused("preferences", frame.columns, [*renamed, AGREEMENT], of_chats=any(are_chats))
