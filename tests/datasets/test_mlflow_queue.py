@@ -67,7 +67,7 @@ def test_the_page_has_the_whole_question_and_both_whole_responses(store: str) ->
     info = traces()[3]
     assert all(text in info.request_preview for text in ("Be kind.", "p" * 2_000, '"name": "add"'))
     assert all(text in info.response_preview for text in long)
-    assert info.response_preview.index("### Response A\n") < info.response_preview.index(f"### Response B ({CUT_OFF})")
+    assert info.response_preview.index("Response A\n") < info.response_preview.index(f"Response B ({CUT_OFF})\n")
 
 
 def test_a_queue_asks_for_one_of_four_answers_with_the_newest_instruction(store: str) -> None:

@@ -60,6 +60,19 @@ def test_each_line_takes_the_direction_of_its_first_letter() -> None:
     assert as_text("שלום\nhello") == "`\u2068שלום\u2069`\\\n`\u2068hello\u2069`"
 
 
+def test_what_the_list_of_a_queue_shows_is_plain() -> None:
+    listed = " ".join(responses("fine .", "bad .").translate(dict.fromkeys(map(ord, ISOLATES))).split())
+    assert listed == "Response A - `fine .` Response B - `bad .`"
+
+
+@pytest.mark.parametrize("role", ["1. user", "- user", "1) user", "# user", "---", "", "> ```user", "user\n\n===\nb"])
+def test_every_role_is_one_heading(role: str) -> None:
+    tokens: list[Any] = MarkdownIt("commonmark").parse(question([{"role": role, "content": "a"}] * 2))
+    assert [token.type for token in tokens if not token.type.startswith("paragraph")] == [
+        *["heading_open", "inline", "heading_close", "inline"] * 2
+    ]
+
+
 def test_a_question_has_every_message_with_its_tool_calls_and_parts() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     chat = [

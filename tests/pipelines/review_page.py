@@ -49,7 +49,7 @@ def start_review(page: Any, address: str) -> None:
 def shown(page: Any) -> list[str]:
     """Return the texts of the page's question and responses, without their headings, as a person reads them."""
     paragraphs = page.evaluate(
-        "Array.from(document.querySelectorAll('h3 + *'), text => Array.from(text.querySelectorAll('code'), "
+        "Array.from(document.querySelectorAll('h2 + *'), text => Array.from(text.querySelectorAll('code'), "
         "line => line.textContent))"
     )
     return ["\n".join(line.removeprefix(BEGIN).removesuffix(END) for line in lines) for lines in paragraphs if lines]

@@ -1,4 +1,7 @@
-"""A question and its two responses as MLflow's review page shows them: Markdown in which every text stays a text."""
+"""A question and its two responses as MLflow's review page shows them: Markdown in which every text stays a text.
+
+MLflow shows the same Markdown, unread, in the queue's list: so it has as few signs as possible.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def responses(response_a: str, response_b: str, *, cut_off_a: bool = False, cut_
 
 
 def as_text(text: str) -> str:
-    """Return Markdown that shows a text character for character, with control characters written out.
+    """Return Markdown that shows a text character for character, with hidden characters written out.
 
     Each line is a code span with more backticks than any run of backticks in the text: nothing in the text is read as
     Markdown, no link or image is loaded, and, unlike in a fenced block, long lines wrap.
@@ -45,5 +48,6 @@ def as_text(text: str) -> str:
 
 
 def _under(name: str, text: str) -> str:
-    heading = " ".join(re.sub(r"[^\w(),:. -]", "", name).split())
-    return f"### {heading}\n\n{as_text(text) if text else '*(empty)*'}"
+    # A line below makes a heading that is plain in the list; a number or a dash before it would make an item of a list
+    heading = " ".join(re.sub(r"[^\w(),:. -]", "", name).split()).lstrip("0123456789().,:- ") or "Message"
+    return f"{heading}\n-\n\n{as_text(text) if text else '(empty)'}"
