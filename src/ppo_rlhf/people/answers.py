@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.core.errors import DataError
@@ -22,6 +24,13 @@ ANSWERS = ("A", "B", "tie", "both bad")
 """The answers that people can give."""
 NUMBER, ANSWER, PERSON, TIME, RATIONALE = "number", "answer", "person", "time", "rationale"
 """Columns of a table of people's answers. Only `number` and `answer` are needed; rationales are for people."""
+ANNOTATOR = "annotator"
+"""Label Studio's name of the column `person`."""
+SHEET = ("number", "prompt", "tools", "response_a", "response_b", "cut_off_a", "cut_off_b")
+"""What `pairs.jsonl` has of a pair, beside `random_sample`. None of it reveals which policy wrote a response."""
+RANDOM = "random_sample"
+_READ = {ANSWER, PERSON, ANNOTATOR, TIME, RATIONALE, RANDOM, *SHEET}
+_NOBODY = "default"
 AGREEMENT = "feedback/agreement"
 """The MLflow key of the metric `agreement`, and its column in a table of people's preferences."""
 
@@ -50,20 +59,32 @@ def is_answers(columns: Iterable[str]) -> bool:
 def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dict[str, str]]:
     """Return each person's newest answer to each pair, by the pair's number and by person.
 
-    Rows without an answer are left out; answers that are not in `ANSWERS` are left out with a warning.
+    Rows without an answer are left out; answers that are not in `ANSWERS`, and columns that are not read, are named in
+    a warning.
 
     Raises:
-        DataError: A number is not a whole number.
+        DataError: A number is not a whole number, a time is no time, two columns name people, or a person has several
+            answers to a pair of which none is known to be the newest or which other people may have given.
     """
-    given: list[tuple[str, int, str, str]] = []
+    given: dict[tuple[int, str], list[tuple[datetime | None, str]]] = {}
+    columns = dict[str, None]()
     for row, each in enumerate(table):
+        columns |= dict.fromkeys(each)
         number = each[NUMBER]
         if not isinstance(number, int | str | float) or not re.fullmatch(r"\d+(\.0)?", str(number)):
             raise DataError(f"{source}: row {row}: number={number!r} is not the number of a pair. Give it as exported.")
-        time, person = (str(each[name]) if each.get(name) is not None else "" for name in (TIME, PERSON))
+        time = _read_time(each.get(TIME), f"{source}: row {row}")
+        persons = [str(each[name]) for name in (PERSON, ANNOTATOR) if each.get(name) not in (None, "")]
+        if len(persons) > 1:
+            raise DataError(f"{source}: row {row}: both {PERSON} and {ANNOTATOR} name somebody. Keep one of them.")
         if each[ANSWER] not in (None, ""):
-            given.append((time, int(str(number).removesuffix(".0")), person or "default", str(each[ANSWER])))
-    newest = {(number, person): answer for _, number, person, answer in sorted(given, key=lambda row: row[0])}
+            key = int(str(number).removesuffix(".0")), (persons or [_NOBODY])[0]
+            given.setdefault(key, []).append((time, str(each[ANSWER])))
+    unread = [name for name in columns if name not in _READ]
+    if unread:
+        log.warning("%s: these columns are not read: %s.", source, ", ".join(unread))
+    is_named = PERSON in columns or ANNOTATOR in columns
+    newest = {key: _newest(answers, key, source, [] if is_named else unread) for key, answers in given.items()}
     if others := [answer for answer in newest.values() if answer not in ANSWERS]:
         log.warning(
             "%s: %d answers are not one of %s and are left out: %s.",
@@ -77,6 +98,60 @@ def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dic
         if answer in ANSWERS:
             answers.setdefault(number, {})[person] = answer
     return answers
+
+
+def _newest(
+    answers: Sequence[tuple[datetime | None, str]], key: tuple[int, str], source: str, unread: Sequence[str]
+) -> str:
+    """Return a person's newest answer to a pair.
+
+    `key` is the pair's number and the person; `unread` are columns that may name people, if no column that is read
+    does.
+    """
+    if len(answers) == 1:
+        return answers[0][1]
+    number, person = key
+    if unread:
+        raise DataError(
+            f"{source}: pair {number} has {len(answers)} answers, and no column {PERSON} says whose. Rename the column "
+            f"of people's names to {PERSON}, or remove the columns {', '.join(unread)}."
+        )
+    whose = f"{source}: pair {number} has {len(answers)} answers" + (f" of {person}" if person != _NOBODY else "")
+    times = [time for time, _ in answers if time is not None]
+    if len(times) < len(answers):
+        raise DataError(
+            f"{whose}, and not all have a time, so that none is the newest. Remove all but one, or give each a {TIME}, "
+            f"and people's names as {PERSON}."
+        )
+    last = {answer for time, answer in answers if time == max(times)}
+    if len(last) > 1:
+        raise DataError(f"{whose}, of which {' and '.join(sorted(last))} have one time. Remove all but one.")
+    return last.pop()
+
+
+def _read_time(value: Any, where: str) -> datetime | None:
+    """Return a time in UTC; None without one.
+
+    A time is ISO 8601 (without an offset: UTC), a `datetime`, or seconds or milliseconds since 1970.
+
+    Raises:
+        DataError: The value is no such time.
+    """
+    if value in (None, "") or (isinstance(value, float) and math.isnan(value)):
+        return None
+    text = str(value).strip()
+    try:
+        if re.fullmatch(r"\d{9,10}(\.\d*)?|\d{12,13}(\.0*)?", text):
+            number = float(text)
+            return datetime.fromtimestamp(number / 1000 if number >= 1e11 else number, UTC)
+        if not re.match(r"\d{4}-\d\d-\d\d([T ]|$)", text):
+            raise ValueError(text)
+        time = datetime.fromisoformat(text)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise DataError(
+            f"{where}: {TIME}={value!r} is no time. Give ISO 8601, such as 2026-01-31T12:00:00Z, or seconds since 1970."
+        ) from None
 
 
 def majority(answers: Mapping[str, str]) -> str | None:
