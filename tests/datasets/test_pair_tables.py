@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def collected(folder: Path, pairs: list[tuple[Any, str, str]], **columns: Any) -
     rows = [
         {
             "number": number,
+            "place": number,
             "prompt": prompt if isinstance(prompt, str) else "rendered",
             "prompt_chat": None if isinstance(prompt, str) else as_json(prompt),
             "tools": None if isinstance(prompt, str) else as_json(TOOLS),
@@ -46,7 +48,7 @@ def collected(folder: Path, pairs: list[tuple[Any, str, str]], **columns: Any) -
         }
         for number, (prompt, a, b) in enumerate(pairs)
     ]
-    others = {"queue": "sft", "export": str(folder / "pairs.jsonl"), "policy": "models/one", "against": "models/two"}
+    others = {"queue": "sft", "collected": 0, "export": str(folder / "pairs.jsonl"), "policy": "models/one", "against": "models/two"}
     tables = PairTablesDataset(str(folder / "feedback_pairs"))
     tables.save(pd.DataFrame(rows).assign(**{**others, **columns}))
     return tables
@@ -106,6 +108,14 @@ def test_a_damaged_table_of_pairs_is_named_in_one_line(tmp_path: Path) -> None:
             tables.load()
         assert re.fullmatch(rf"{file}: .*damaged: {how}.*Restore the file\.", str(failed.value.__cause__))
         file.write_bytes(file.read_bytes()[:100])
+
+
+def test_two_pairs_of_one_number_are_refused(tmp_path: Path) -> None:
+    tables = collected(tmp_path, [("p", "a", "b")])
+    shutil.copy(tmp_path / "feedback_pairs/0.parquet", tmp_path / "feedback_pairs/copy of 0.parquet")
+    with pytest.raises(DatasetError) as failed:
+        tables.load()
+    assert re.search(r"feedback_pairs: two pairs have the number 0\.", str(failed.value.__cause__))
 
 
 def test_the_preferred_side_is_chosen_and_the_rest_is_counted(tmp_path: Path, caplog: Any) -> None:

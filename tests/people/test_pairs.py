@@ -6,13 +6,15 @@ from copy import deepcopy
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.passes.sampling import SamplingSettings
-from ppo_rlhf.people.pairs import PLACES, FeedbackConfig, contents, sample_comparisons
+from ppo_rlhf.people import pairs
+from ppo_rlhf.people.pairs import NUMBERS, FeedbackConfig, contents, sample_comparisons
 from tests.tiny_models import END, PAD, VOCABULARY, draw_weights, tiny_model, word_tokenizer
 
 PPO = PPOConfig(response_length=3, device="cpu", dtype="float32")
@@ -30,19 +32,19 @@ def always(word: str) -> Any:
     return model
 
 
-def sampled(pairs: int, prompts: int, start: int = 7 * PLACES, policies: Any = None, **given: Any) -> pd.DataFrame:
+def sampled(count: int, prompts: int, place: int = 0, policies: Any = None, **given: Any) -> pd.DataFrame:
     """Sample pairs, of a policy that says `a` against one that says `b` unless others are given."""
     data = PromptDataset([[4 + row % 20] for row in range(prompts)], [f"p{row}" for row in range(prompts)], {})
-    known = given.pop("known", frozenset())
+    others = {name: given.pop(name) for name in ("known", "numbers") if name in given}
     return sample_comparisons(
         policies or (always("a"), always("b")),
         word_tokenizer(),
         data,
         SamplingSettings(3, 1.0, 0, 1.0, (END,), PAD),
         PPO,
-        FeedbackConfig(against="ppo_policy", pairs=pairs, **given),
-        start=start,
-        known=known,
+        FeedbackConfig(against="ppo_policy", pairs=count, **given),
+        place=place,
+        **others,
     )
 
 
@@ -55,10 +57,28 @@ def test_the_side_of_each_response_is_the_one_that_the_table_says() -> None:
 
 
 def test_a_later_collection_starts_at_the_prompts_that_no_pair_has() -> None:
-    first, second = sampled(10, 30), sampled(10, 30, start=8 * PLACES + 10)
-    assert second["number"].tolist() == [*range(8 * PLACES + 10, 8 * PLACES + 20)]
+    first, second = sampled(10, 30), sampled(10, 30, place=10)
+    assert second["place"].tolist() == [*range(10, 20)]
     assert {*first["prompt"]}.isdisjoint(second["prompt"])
     assert len({*first["prompt"], *second["prompt"]}) == 20
+
+
+def test_numbers_are_new_and_have_seven_digits_that_every_program_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = sampled(60, 60)
+    numbers = first["number"].tolist()
+    assert all(len(str(number)) == 7 for number in numbers)
+    assert [int(torch.tensor(float(number), dtype=torch.float32)) for number in numbers] == numbers
+    assert numbers != sampled(60, 60)["number"].tolist()
+    monkeypatch.setattr(pairs, "NUMBERS", NUMBERS[:12])
+    assert sampled(4, 4, numbers={*NUMBERS[:8]})["number"].tolist() == [*NUMBERS[8:12]]
+
+
+def test_the_noise_of_the_same_seed_and_place_is_drawn_anew() -> None:
+    """Who may load the policies and knows every setting cannot sample the responses again."""
+    model = draw_weights(tiny_model(), 0.5)
+    first, second = (sampled(40, 40, policies=(model, model)) for _ in range(2))
+    texts = [{*table["prompt"] + table["response_a"], *table["prompt"] + table["response_b"]} for table in (first, second)]
+    assert len(texts[0] & texts[1]) < 20
 
 
 def test_the_sides_of_the_same_seed_and_numbers_are_drawn_anew() -> None:
@@ -84,7 +104,7 @@ def test_pairs_are_a_random_sample_only_if_none_was_left_out() -> None:
     assert table["random_sample"].tolist() == [True] * 10
     said = table["response_a"][0], table["response_b"][0]
     again = sampled(10, 30, known={contents(table["prompt"][0], *reversed(said))})
-    assert again["number"].tolist() == table["number"].tolist()[1:]
+    assert again["place"].tolist() == [*range(1, 10)]
     assert again["random_sample"].tolist() == [False] * 9
     both = [("a", "b"), ("a", "c")]
     assert len({contents("p", *pair) for pair in [*both, ("b", "a"), ("a", "a")]} | {contents("q", "a", "b")}) == 4
@@ -95,10 +115,9 @@ def test_nothing_that_the_page_gives_predicts_the_side() -> None:
     table = sampled(1_000, 1_000)
     sides, numbers = table["policy_is_a"].tolist(), table["number"].tolist()
     guesses = {f"bit {bit}": [bool(number >> bit & 1) for number in numbers] for bit in range(8)}
-    for stream in ("feedback side", "feedback"):
-        for index in (numbers, [number % PLACES for number in numbers], range(1_000)):
-            drawn = [bool(torch.randint(2, (1,), generator=generator(42, stream, each))) for each in index]
-            guesses[f"{stream} {index[0]}"] = drawn
+    for index in (numbers, range(1_000)):
+        drawn = [bool(torch.randint(2, (1,), generator=generator(42, "feedback", each))) for each in index]
+        guesses[f"feedback {index[0]}"] = drawn
     guesses["the side before"] = [True, *sides[:-1]]
     rates = {name: sum(map(bool.__eq__, guess, sides)) / 1_000 for name, guess in guesses.items()}
     assert all(0.40 < rate < 0.60 for rate in rates.values()), rates

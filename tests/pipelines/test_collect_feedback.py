@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import pandas as pd
 import pytest
 from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import mlflow_queue
-from ppo_rlhf.people.pairs import PLACES, FeedbackConfig
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.collect_feedback import nodes
 from tests.datasets.test_mlflow_queue import queued, store, traces
 from tests.pipelines.feedback_project import PROMPTS, collect, pair_tables
@@ -35,11 +36,16 @@ def sheet(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def sheet_of(table: pd.DataFrame) -> str:
+    """Return the file of the pairs of a collection, which the place of the first pair names."""
+    return f"feedback_pairs/sft_policy.{table['place'][0]}.pairs.jsonl"
+
+
 def test_file_queue_and_table_have_the_same_pairs(folder: Path, caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         table = collect(folder)
     assert 4 <= len(table) <= 6
-    rows = sheet(folder / "feedback_pairs/sft_policy.0.pairs.jsonl")
+    rows = sheet(folder / sheet_of(table))
     for name in ("number", "prompt", "response_a", "response_b"):
         assert [row[name] for row in rows] == table[name].tolist()
     assert {*traces()} == {*table["number"]}
@@ -61,9 +67,9 @@ def test_prompts_are_the_training_ones_and_held_out_ones_where_policies_are_comp
 
 def test_run_again_it_adds_pairs_of_prompts_that_no_pair_has_and_none_twice(folder: Path) -> None:
     first, second = collect(folder), collect(folder)
-    assert (second["number"] % PLACES).tolist() == [*range(6, 12)]
-    assert second["number"].min() > first["number"].max()
-    assert (first["number"] % PLACES).tolist() == [*range(6)]
+    assert {*first["place"]} <= {*range(6)}
+    assert {*second["place"]} <= {*range(first["place"].max() + 1, first["place"].max() + 7)}
+    assert {*first["collected"]} < {*pair_tables(folder).load().table["collected"]}
     assert len({*first["prompt"], *second["prompt"]}) == len(first) + len(second)  # of 14 prompts
     assert {*traces()} == {*first["number"], *second["number"]}
     assert len(queued("sft_policy")) == len(first) + len(second)
@@ -80,7 +86,7 @@ def test_the_files_are_on_disk_before_the_first_trace_and_a_stopped_queue_is_fil
         with pytest.raises(ConfigError):
             collect(folder)
     first = pair_tables(folder).load().table
-    assert len(sheet(folder / "feedback_pairs/sft_policy.0.pairs.jsonl")) == len(first) >= 4
+    assert len(sheet(folder / sheet_of(first))) == len(first) >= 4
     nodes.put_pairs(pair_tables(folder).load(), FeedbackConfig())  # as `--from-nodes collect_feedback.put_pairs`
     assert {*traces()} == {*first["number"]}
     second = collect(folder)
@@ -92,8 +98,8 @@ def test_no_table_of_sides_is_where_mlflow_shows_it(folder: Path) -> None:
     [run] = mlflow.search_runs(output_format="list")
     assert mlflow.MlflowClient().list_artifacts(run.info.run_id) == []
     assert {file.name for file in (folder / "feedback_pairs").iterdir()} == {
-        f"{table['number'][0]}.parquet",
-        "sft_policy.0.pairs.jsonl",
+        f"{table['collected'][0]}.parquet",
+        Path(sheet_of(table)).name,
     }
 
 
@@ -128,12 +134,12 @@ def test_numbers_differ_between_all_collections_of_a_project(folder: Path, monke
 def test_of_two_runs_that_collect_the_same_pairs_the_second_writes_nothing(folder: Path) -> None:
     tables, export = pair_tables(folder), str(folder / "pairs.jsonl")
     first = collect(folder, export=export)
-    (folder / "feedback_pairs/sft_policy.0.pairs.jsonl").write_text("of the other run")
+    (folder / sheet_of(first)).write_text("of the other run")
     before = {file.name for file in (folder / "feedback_pairs").iterdir()}
     with pytest.raises(DatasetError) as failed:
-        tables.save(first.assign(number=first["number"] + PLACES, export=None))
+        tables.save(first.assign(collected=first["collected"] + 1, export=None))
     assert re.search(
-        r"sft_policy\.0\.pairs\.jsonl: this file exists, and is not overwritten", str(failed.value.__cause__)
+        r"sft_policy\.\d\.pairs\.jsonl: this file exists, and is not overwritten", str(failed.value.__cause__)
     )
     assert {file.name for file in (folder / "feedback_pairs").iterdir()} == before
 

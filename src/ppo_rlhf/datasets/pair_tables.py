@@ -21,21 +21,21 @@ from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import mlflow_queue
-from ppo_rlhf.people.answers import Comparison, answers_of, is_answers
-from ppo_rlhf.people.pairs import PLACES, RANDOM
+from ppo_rlhf.people.answers import RANDOM, SHEET, Comparison, answers_of, is_answers
 from ppo_rlhf.runtime.whole_files import written_whole
 
-NEEDED = ("number", "queue", "export", "prompt", "response_a", "response_b", "policy_is_a", "policy", "against", RANDOM)
+NEEDED = (
+    *("number", "queue", "collected", "place", "export", "prompt", "response_a", "response_b", "policy_is_a"),
+    *("policy", "against", RANDOM),
+)
 """Columns without which a table of pairs is damaged."""
-SHEET = ("number", "prompt", "tools", "response_a", "response_b", "cut_off_a", "cut_off_b")
-"""What `pairs.jsonl` has of a pair, beside `random_sample`. None of it reveals which policy wrote a response."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CollectedPairs:
-    """All pairs that a project has collected: one row per pair in the order of numbers, with the side of each response.
+    """All pairs that a project has collected: one row per pair, the newest last, with the side of each response.
 
     Only these tables tell which policy wrote which response. They are no artifacts of MLflow, where everybody who may
     read a run would see them.
@@ -49,12 +49,15 @@ class CollectedPairs:
         """Read the tables of a folder; there are none before the first collection.
 
         Raises:
-            DataError: A table is damaged.
+            DataError: A table is damaged, or two pairs have one number.
         """
         tables = [_read(file) for file in sorted(folder.glob("*.parquet"))]
         if not tables:
             return cls(folder, pd.DataFrame(columns=[*NEEDED]))
-        return cls(folder, pd.concat(tables, ignore_index=True).sort_values("number", ignore_index=True))
+        table = pd.concat(tables, ignore_index=True).sort_values(["collected", "place"], ignore_index=True)
+        if (twice := table["number"][table["number"].duplicated()].tolist()) != []:
+            raise DataError(f"{folder}: two pairs have the number {twice[0]}. Remove the table that is a copy.")
+        return cls(folder, table)
 
     def answered(self, source: str) -> list[tuple[Comparison, dict[str, Any]]]:
         """Return the pairs that a file of answers or `mlflow:<queue>` answers, with their rows of the tables.
@@ -108,9 +111,9 @@ class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
             DataError: One of the files exists: it is not overwritten.
         """
         rows = data.to_dict("records")
-        number, queue, export = (rows[0][name] for name in ("number", "queue", "export"))
-        sheet = Path(export or self.folder / f"{queue}.{number % PLACES}.pairs.jsonl")
-        sides = self.folder / f"{number}.parquet"
+        collected, place, queue, export = (rows[0][name] for name in ("collected", "place", "queue", "export"))
+        sheet = Path(export or self.folder / f"{queue}.{place}.pairs.jsonl")
+        sides = self.folder / f"{collected}.parquet"
         for file in (sides, sheet):
             if file.exists():
                 raise DataError(f"{file}: this file exists, and is not overwritten. Did another run write it?")

@@ -1,8 +1,8 @@
 """Sample pairs of responses for people to compare: two responses of one policy, or one response of each of two
 policies.
 
-Each pair has a number that no other pair of the project has: seconds of the collection, then six digits for the pair's
-place in the order of its queue's prompts.
+Each pair has a number that no other pair of the project has: seven random digits, which every program carries whole
+(a spreadsheet keeps fifteen, and shows more than eleven as a power of ten).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import pandas as pd
-import torch
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,15 +25,15 @@ from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
 from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.people.answers import RANDOM
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.runtime.paths import last_name
+from ppo_rlhf.runtime.processes import on_main
 
-NOISE = "feedback"
-PLACES = 1_000_000
-"""A pair's number modulo `PLACES` is its place in the order of its queue's prompts."""
-RANDOM = "random_sample"
+NUMBERS = range(1_000_000, 10_000_000)
+"""The numbers that a pair may have."""
 SHOWN = ("number", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b", "cut_off_a", "cut_off_b")
-COLUMNS = (*SHOWN, "policy_is_a", RANDOM)
+COLUMNS = (*SHOWN, "place", "policy_is_a", RANDOM)
 _NAME = re.compile(r"[\w][\w .+-]{0,199}")
 
 
@@ -58,7 +57,7 @@ class FeedbackConfig:
     queue: Annotated[str | None, AfterValidator(_check_name)] = None
     """Name of the pairs, in MLflow of their review queue. None: the name of the policy, or `<policy> against <against>`
     for two policies."""
-    pairs: Annotated[int, Field(ge=1)] = 40
+    pairs: Annotated[int, Field(ge=1, le=100_000)] = 40
     """Number of pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
     prompts: Literal["training", "held_out"] | None = None
     """The prompts of the pairs of responses. None: held-out prompts if two policies are compared, else training
@@ -75,7 +74,7 @@ class FeedbackConfig:
     """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`. None: MLflow's review
     queue `queue`."""
     seed: Seed = 42
-    """Seed of the order of the prompts and of the sampling noise. The side of a response is drawn without a seed."""
+    """Seed of the order of the prompts. The sampling noise and the side of a response are drawn without a seed."""
 
     def __post_init__(self) -> None:
         if self.against == self.policy:
@@ -108,23 +107,27 @@ def sample_comparisons(
     ppo: PPOConfig,
     feedback: FeedbackConfig,
     *,
-    start: int,
+    place: int,
+    numbers: Set[int] = frozenset(),
     known: Set[tuple[str, frozenset[str]]] = frozenset(),
 ) -> pd.DataFrame:
     """Sample `feedback.pairs` pairs of responses, and draw each pair's response A.
 
-    `start` is the first pair's number, of which the place in the queue selects prompt and noise. Prompt and noise
-    depend only on the seed and the place. The side comes from the operating system's random numbers: no setting, number
-    or time predicts it, so only the returned table tells it. Two policies get the same sampling noise, as in an
-    evaluation; a policy that is compared with itself gets different noise for each response. Pairs of equal responses
-    and pairs whose `contents` are in `known` are left out.
+    The prompts begin at `place` in the seeded order of the prompts. Noise, sides and numbers come from the operating
+    system's random numbers, unlike all other noise of this package: from the seed and the number anybody who may load
+    the policies could sample the responses again, and would know whose each is. So only the returned table tells it,
+    and repeats it. Two policies get the same sampling noise, as in an evaluation; a policy that is compared with itself
+    gets different noise for each response. Pairs of equal responses and pairs whose `contents` are in `known` are left
+    out; no pair gets one of the given `numbers`.
 
     Returns:
-        A table with the columns `COLUMNS`, one row per pair. `policy_is_a` is True if response A is the first policy's;
-        `cut_off_a` and `cut_off_b` are True if the response ended at the length limit; `random_sample` is True if no
-        pair was left out, so that the pairs are a random sample of the prompts.
+        A table with the columns `COLUMNS`, one row per pair. `place` is the prompt's place in the order; `policy_is_a`
+        is True if response A is the first policy's; `cut_off_a` and `cut_off_b` are True if the response ended at the
+        length limit; `random_sample` is True if no pair was left out, so that the pairs are a random sample of the
+        prompts.
     """
-    place, pairs, draw = start % PLACES, feedback.pairs, random.SystemRandom()
+    pairs = feedback.pairs
+    noise_seed, sides, free = on_main(lambda: _drawn(pairs, numbers))
     chosen = prompts.select(episode_prompts(feedback.seed, 1, place + pairs, len(prompts))[place:])
     if feedback.temperature is not None:
         sampling = replace(sampling, temperature=feedback.temperature)
@@ -132,8 +135,7 @@ def sample_comparisons(
     halving = Halving("sampling of pairs", ROLLOUTS)
     is_same, texts, cut_off = policies[0] is policies[1], [], []
     for side, policy in enumerate(policies):
-        streams = [2 * number + (side if is_same else 0) for number in range(place, place + pairs)]
-        noise = torch.cat([episode_uniforms(feedback.seed, NOISE, n, 1, sampling.response_length) for n in streams])
+        noise = episode_uniforms(noise_seed, "feedback", side if is_same else 0, pairs, sampling.response_length)
         responses = sample_responses(policy, chosen, noise, sampling, ppo, batch_size=batch, halving=halving)
         texts.append([*response_batch(chosen, responses, tokenizer).completions])
         cut_off.append((~responses.terminated).tolist())
@@ -143,13 +145,21 @@ def sample_comparisons(
         chat, content = messages[row], contents(chosen.texts[row], *pair)
         if pair[0] != pair[1] and content not in seen:
             seen.add(content)
-            is_a = bool(draw.getrandbits(1))
-            first, second = (0, 1) if is_a else (1, 0)
-            sides = pair[first], pair[second], cut_off[first][row], cut_off[second][row]
+            first, second = (0, 1) if sides[row] else (1, 0)
+            shown = pair[first], pair[second], cut_off[first][row], cut_off[second][row]
             columns = {name: values[row] for name, values in chosen.columns.items()}
             chat_cells = None if chat is None else as_json(chat), None if chat is None else as_json(tools[row])
-            rows.append([start + row, chosen.texts[row], *chat_cells, as_json(columns), *sides, is_a])
+            cells = free[row], chosen.texts[row], *chat_cells, as_json(columns), *shown, place + row, sides[row]
+            rows.append(cells)
     return pd.DataFrame([[*row, len(rows) == pairs] for row in rows], columns=[*COLUMNS])
+
+
+def _drawn(pairs: int, taken: Set[int]) -> tuple[int, list[bool], list[int]]:
+    """Return a seed of the noise, sides and free numbers, in rising order, from the operating system."""
+    draw, free = random.SystemRandom(), set[int]()
+    while len(free) < pairs:
+        free |= {draw.choice(NUMBERS)} - taken
+    return draw.getrandbits(63), [bool(draw.getrandbits(1)) for _ in range(pairs)], sorted(free)
 
 
 def contents(prompt: str, *responses: str) -> tuple[str, frozenset[str]]:

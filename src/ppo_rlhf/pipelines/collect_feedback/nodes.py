@@ -19,7 +19,7 @@ from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.people.answers import ANSWERS
-from ppo_rlhf.people.pairs import PLACES, FeedbackConfig, contents, sample_comparisons
+from ppo_rlhf.people.pairs import FeedbackConfig, contents, sample_comparisons
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.runtime.names import env_option
@@ -44,7 +44,8 @@ def sample_pairs(
     The pairs go on with the prompts that no earlier pair of the same name in `collected_pairs` has.
 
     Returns:
-        One row for each pair (`people.pairs.COLUMNS`), with the name `queue` of the pairs and the setting `export`. The
+        One row for each pair (`people.pairs.COLUMNS`), with the name `queue` of the pairs, the second `collected` of
+        the collection, which no other collection has, and the setting `export`. The
         columns `policy` and `against` hold the paths or hub ids of the two models, `policy_fingerprint` and
         `against_fingerprint` tell their weights, and `policy_name` and `against_name` hold the models' names in the
         settings. `against` is None if one policy wrote both responses.
@@ -63,8 +64,7 @@ def sample_pairs(
     parts = PromptReader.of(policy, ppo).read_split(raw_prompts, raw_evaluation_prompts, prompts)
     earlier = collected_pairs.table
     own = earlier[earlier["queue"] == feedback.queue_name]
-    second_of_collection = max(int(time.time()), *(number // PLACES + 1 for number in [0, *earlier["number"]]))
-    place = max((number % PLACES + 1 for number in own["number"]), default=0)
+    collected = on_main(lambda: max([int(time.time()), *(second + 1 for second in earlier["collected"])]))
     named = ", ".join(readable_path(each.source) for each in (policy, against) if each is not None)
     log.info("Sampling %d pairs of responses from %s …", feedback.pairs, named)
     table = sample_comparisons(
@@ -74,7 +74,8 @@ def sample_pairs(
         sampling_settings(ppo, tokenizer, first),
         ppo,
         feedback,
-        start=second_of_collection * PLACES + place,
+        place=max((place + 1 for place in own["place"]), default=0),
+        numbers={*earlier["number"]},
         known={contents(*row) for row in own[["prompt", "response_a", "response_b"]].values},
     )
     left_out = f"{feedback.pairs - len(table)} of {feedback.pairs} pairs have equal responses or were collected before"
@@ -82,7 +83,7 @@ def sample_pairs(
         raise DataError(f"{left_out}: nothing is left to ask. Set feedback.temperature higher, or feedback.queue anew.")
     if len(table) < feedback.pairs:
         log.info("%s, and are left out.", left_out)
-    sources: dict[str, Any] = {"queue": feedback.queue_name, "export": feedback.export}
+    sources: dict[str, Any] = {"queue": feedback.queue_name, "collected": collected, "export": feedback.export}
     for name, setting, handle in (("policy", feedback.policy, policy), ("against", feedback.against, against)):
         source, weights = (None, None) if handle is None else (handle.source, handle.fingerprint())
         sources |= {name: source, f"{name}_name": setting, f"{name}_fingerprint": weights}

@@ -54,7 +54,7 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
             f"{source}: no answered pair compares two policies. Collect some: kedro run --pipelines collect_feedback "
             "--params feedback.against=ppo_policy, and set feedback.answers to their answers."
         )
-    table = pd.DataFrame(rows)  # in the order of numbers: the pair that was collected last has the highest
+    table = pd.DataFrame(rows)  # in the order of collection: the newest pair is the last
     sources, weights = ["our_source", "their_source"], ["our_weights", "their_weights"]
     newest = table.iloc[-1]
     is_newest = (table[weights] == newest[weights]).all(axis=1)
