@@ -21,7 +21,9 @@ WORDS = ["the", "film", "was", "a", "slow", "and", "unbelievably_long_word_that_
 NUMBERS = {quantity.name: [0.5, -0.2, 0.0, 1.5, -3.0, 0.1, 0.2] for quantity in QUANTITIES}
 SAMPLE = {"prompt": "once", "tokens": [f" {word}" for word in WORDS], "is_policy": [True] * 7, "score": 1.0}
 SAMPLES: Any = [{"iteration": 3, "responses": 64, "samples": [{**SAMPLE, "terminated": True, "numbers": NUMBERS}]}]
-MEASURES = before_after(kl=(0.0, 14.4), cut_off_rate=(0.938, 0.938)).assign(sft_se=0.062, ppo_se=0.062, change_se=0.066)
+VALUES = {"kl": (0.0, 14.4), "cut_off_rate": (0.938, 0.938), **{f"kind_{n}_rate": (0.5, 0.5) for n in range(5)}}
+MEASURES = before_after(**VALUES).assign(sft_se=0.062, ppo_se=0.062, change_se=0.066)
+MEASURES.loc[0, ["sft", "sft_se"]] = -0.03, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,54 @@ def test_a_page_is_drawn_without_errors_requests_and_horizontal_scroll(browser, 
         assert set(page.evaluate(hidden)) <= {0}  # the column Change is in sight
         if name == "report" and width == 1400:
             row = page.locator(".measures tr", has_text="Cut off").locator("td")
-            assert row.last.inner_text() == "0 ± 6.6 points"
+            assert row.last.inner_text() == "0 ±\u00a06.6 points"
             assert row.last.bounding_box()["height"] < 1.9 * 16 * 1.55  # of two lines it would be 3 of 1.55 em
         page.locator(".token").first.click()
         assert page.locator(".tip").is_visible()
+
+
+CONTRASTS = """() => {
+  const channel = (part) => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b) + 0.05;
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const over = (top, below, alpha = top[3] ?? 1) => below.map((part, i) => alpha * top[i] + (1 - alpha) * part);
+  const behind = (element) => {
+    if (!element) return [255, 255, 255].map((part) => matchMedia("(prefers-color-scheme: dark)").matches ? 18 : part);
+    return over(parts(getComputedStyle(element).backgroundColor), behind(element.parentElement));
+  };
+  const texts = document.querySelectorAll(".js-plotly-plot text, .token, .token-view .prompt, .scale b, .about, td, .soft");
+  return Array.from(texts, (text) => {
+    const style = getComputedStyle(text), paper = behind(text);
+    const ink = over(parts(text.tagName == "text" ? style.fill : style.color).slice(0, 3), paper, Number(style.opacity));
+    const pair = [light(ink), light(paper)];
+    return [Math.max(...pair) / Math.min(...pair), text.tagName == "text" ? "chart" : text.className];
+  });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["report", "token_view"])
+def test_every_text_has_the_contrast_that_wcag_asks(browser, pages, name, scheme):
+    with browser.new_page(viewport={"width": 1400, "height": 844}, color_scheme=scheme) as page:
+        page.goto(pages[name].as_uri(), wait_until="networkidle")
+        found = page.evaluate(CONTRASTS)
+    assert {kind for _, kind in found} >= ({"chart", "token", "prompt"} if name == "report" else {"token", "prompt"})
+    assert [each for each in found if each[0] < 4.5] == []  # the least for small text, WCAG 2.2, 1.4.3
+
+
+def test_a_value_and_its_error_are_not_torn_apart_on_a_phone(browser, pages):
+    with browser.new_page(viewport={"width": 390, "height": 844}, is_mobile=True) as page:
+        page.goto(pages["report"].as_uri(), wait_until="networkidle")
+        cells = page.locator(".measures td", has_text="−0.03")
+        assert cells.first.inner_text() == "−0.03 ±\u00a00.02"
+        assert cells.first.bounding_box()["height"] < 1.9 * 16 * 1.55
+
+
+def test_the_chart_beside_the_table_fills_its_card(browser, pages):
+    with browser.new_page(viewport={"width": 1400, "height": 844}) as page:
+        page.goto(pages["report"].as_uri(), wait_until="networkidle")
+        card, chart = (page.locator(f".pair figure{inner}").bounding_box() for inner in ("", " .main-svg >> nth=0"))
+        assert card["y"] + card["height"] - chart["y"] - chart["height"] < 30
 
 
 def test_the_script_of_the_charts_is_npms_in_the_version_that_plotly_draws_for():

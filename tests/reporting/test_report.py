@@ -1,6 +1,7 @@
 """The report: numbers as text, remarks by case, charts, and a page that is safe, whole and fetches nothing."""
 
 import io
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.datasets import TrainingHistoryDataset
+from ppo_rlhf.datasets import TrainingCurvesDataset, TrainingHistoryDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -273,6 +274,38 @@ def test_figures_hold_every_curve_and_survive_json_as_plain_lists():
     kl = traces[2]  # after the band and the curve of the score
     assert kl["x"] == [1, 2, 3, *range(5, 21)]
     assert kl["y"] == table["objective/kl"].drop(3).tolist()
+
+
+def test_curves_are_named_without_a_legend_and_numbers_have_no_prefix():
+    curves, scores = training_curves(history(), PPOConfig()), score_distribution([0.0], [1.0], "Reward")
+    titles = [re.sub("<[^>]*>", "", title.text) for title in curves.layout.annotations]
+    assert "Clip fraction (share of tokens): ■ policy ■ value" in titles
+    assert re.sub("<[^>]*>", "", scores.layout.xaxis.title.text) == "Reward: ■ SFT ■ PPO"
+    assert {axis.exponentformat for axis in curves.select_yaxes()} == {"e"}  # plotly writes 0.0004 as 400µ otherwise
+
+
+def test_kedro_viz_is_given_four_panels_which_can_be_read_at_its_size(tmp_path):
+    table = history().assign(**{"objective/kl": 12.0})
+    dataset = TrainingCurvesDataset(filepath=str(tmp_path / "curves.json"))
+    dataset.save(training_curves(table, PPOConfig()))
+    shown = dataset.preview()
+    assert [title["text"] for title in shown["layout"]["annotations"]] == [panel.title for panel in PANELS[:4]]
+    assert [(trace.get("name"), trace["yaxis"]) for trace in shown["data"] if "fill" not in trace] == [
+        *zip(["mean", "mean over responses", "win rate", "mean over tokens"], ["y2", "y3", "y4", "y5"], strict=True)
+    ]
+    assert [(line["yref"], line["y0"]) for line in shown["layout"]["shapes"]] == [("y3", PPOConfig().kl_warning)]
+    corners = [(shown["layout"][f"xaxis{n}"]["domain"], shown["layout"][f"yaxis{n}"]["domain"]) for n in range(2, 6)]
+    for (x, y), (other_x, other_y) in itertools.combinations(corners, 2):
+        assert x[1] < other_x[0] or other_x[1] < x[0] or y[0] > other_y[1]
+    # of Kedro-Viz's 400 by 300 pixels, 290 by 170 are left for the panels: titles of 11 pixels fit between them
+    assert (corners[0][1][0] - corners[2][1][1]) * 170 > 2 * 11
+
+
+def test_texts_of_any_script_have_their_direction_and_show_no_hidden_character():
+    text = "שלום \u202eevil\u200b"
+    page = run_reporting(sample_pairs=sample_pairs(text, rows=1))["report"]
+    assert page.count(' dir="auto">שלום \\u202eevil\\u200b<') == 3
+    assert "\u202e" not in page.split("</script>")[-1]
 
 
 def test_charts_are_of_kinds_that_the_committed_script_has_and_scores_are_shares_of_one_grid():

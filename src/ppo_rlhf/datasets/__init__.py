@@ -9,7 +9,12 @@ from ppo_rlhf.datasets.checkpoints import (
 from ppo_rlhf.datasets.pair_tables import PairTablesDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records_dataset import RecordsDataset, ReferenceTextsDataset
-from ppo_rlhf.datasets.report_files import ModelCardDataset, OptionalJSONDataset, TokenSamplesDataset
+from ppo_rlhf.datasets.report_files import (
+    ModelCardDataset,
+    OptionalJSONDataset,
+    TokenSamplesDataset,
+    TrainingCurvesDataset,
+)
 from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 
 __all__ = [
@@ -27,5 +32,6 @@ __all__ = [
     "SpreadsheetDataset",
     "TableDataset",
     "TokenSamplesDataset",
+    "TrainingCurvesDataset",
     "TrainingHistoryDataset",
 ]

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kedro.io import AbstractDataset
+from kedro_datasets._typing import PlotlyPreview
+from kedro_datasets.plotly import JSONDataset
 
 from ppo_rlhf.models.directories import CARD
+from ppo_rlhf.reporting.charts import first_curves
 from ppo_rlhf.reporting.token_view import TokenSamples
 from ppo_rlhf.runtime.paths import expand_home
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -58,6 +61,21 @@ class ModelCardDataset(ReportFile[tuple[str | None, str], str]):
 
     def load(self) -> str:
         return self._filepath.read_text(encoding="utf-8")
+
+
+class TrainingCurvesDataset(JSONDataset):
+    """The training curves as plotly's JSON, of which Kedro-Viz shows the first panels. Example:
+
+    ```yaml
+    training_curves_plot:
+      type: ppo_rlhf.datasets.TrainingCurvesDataset
+      filepath: data/08_reporting/training_curves_plot.json
+    ```
+    """
+
+    def preview(self) -> PlotlyPreview:
+        """Return the first panels as a figure that can be read in Kedro-Viz."""
+        return PlotlyPreview(json.loads(first_curves(self.load()).to_json()))
 
 
 class TokenSamplesDataset(ReportFile[TokenSamples, list[TokenSamples]]):

@@ -1,12 +1,14 @@
 """Plotly charts of a run, for the report, Kedro-Viz and MLflow.
 
-Text and grid are grey on a transparent background, so that one figure suits light and dark pages. Values are passed as
-lists, because plotly stores arrays in a binary form that older viewers cannot read.
+Text and grid are grey on a transparent background. No grey has enough contrast on light and on dark pages, so the report
+and Kedro-Viz give the text a colour of their own. Values are passed as lists, because plotly stores arrays in a binary
+form that older viewers cannot read.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -26,6 +28,7 @@ MAX_POINTS = 400
 COLOURS = ("#2f6fde", "#d9822b", "#3a9d5d")
 _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
+_TEXT = "#5d6570"  # has a contrast of 6 on white; GREY, for lines, of 3.7
 
 
 @parameter_group("reporting.expected_curve")
@@ -174,10 +177,10 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
 
 
 def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> go.Figure:
-    """Return the training curves: all panels as small multiples in one figure."""
+    """Return the training curves: all panels as small multiples in one figure, several curves named in the title."""
     panels = panels_of(history, ppo, expected)
     rows = max(1, math.ceil(len(panels) / _COLUMNS))
-    titles = [f"{panel.title} ({panel.unit})" for panel in panels]
+    titles = [f"{panel.title} ({panel.unit}){_names(panel)}" for panel in panels]
     figure = make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=0.4 / rows, horizontal_spacing=0.07)
     for place, panel in enumerate(panels):
         _draw(figure, panel, history, row=place // _COLUMNS + 1, col=place % _COLUMNS + 1)
@@ -187,17 +190,61 @@ def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCur
     return figure
 
 
+def first_curves(curves: go.Figure, count: int = 4) -> go.Figure:
+    """Return the first panels of `training_curves`, two in a row, which can be read at 400 by 300 pixels.
+
+    Kedro-Viz draws a figure at that size before it shows it on the whole screen, and gives the first axes another text
+    size than all others: this figure has no first axes.
+    """
+    titles, rows = curves.layout.annotations[:count], math.ceil(count / 2)
+    width, height = 0.44, (1.0 - 0.22 * (rows - 1)) / rows
+    figure = go.Figure()
+    style(figure, height=460, showlegend=False)
+    for place, title in enumerate(titles):
+        old, new = str(place + 1) if place else "", str(place + 2)
+        left, top = place % 2 * (1.0 - width), 1.0 - place // 2 * (height + 0.22)
+        for trace in curves.data:
+            if trace.yaxis == f"y{old}":
+                figure.add_trace(trace)
+                figure.data[-1].update(xaxis=f"x{new}", yaxis=f"y{new}")
+        for line in curves.layout.shapes:
+            if line.yref == f"y{old}":
+                figure.add_shape(line.to_plotly_json() | {"xref": f"x{new} domain", "yref": f"y{new}"})
+        for axis, domain in (("x", (left, left + width)), ("y", (top - height, top))):
+            other = "y" if axis == "x" else "x"
+            drawn = curves.layout[f"{axis}axis{old}"].to_plotly_json()
+            figure.layout[f"{axis}axis{new}"] = {**drawn, "domain": domain, "anchor": f"{other}{new}", "title": None}
+        figure.add_annotation(
+            text=re.sub(r" \(.*?\)", "", title.text, count=1),
+            **{"x": left, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"},
+            showarrow=False,
+        )
+    figure.update_layout(margin_t=25)
+    return figure
+
+
+def _names(panel: Panel) -> str:
+    """Return the names of several curves after squares of their colours, for viewers that draw no legend."""
+    named = [*zip(panel.curves.values(), COLOURS, strict=False)]
+    named += [("expected", COLOURS[1])] if panel.expected is not None else []
+    return ": " + " ".join(f"{_square(colour)} {name}" for name, colour in named) if len(named) > 1 else ""
+
+
+def _square(colour: str) -> str:
+    return f'<span style="color: {colour}">■</span>'
+
+
 def score_distribution(sft_scores: Sequence[float], ppo_scores: Sequence[float], score_label: str) -> go.Figure:
     """Return overlaid histograms of both policies' scores on the held-out prompts."""
     figure, edges = go.Figure(), np.histogram_bin_edges([*sft_scores, *ppo_scores], bins=30)
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-    for name, scores, colour in (("SFT", sft_scores, COLOURS[1]), ("PPO", ppo_scores, COLOURS[0])):
+    sides = ("SFT", sft_scores, COLOURS[1]), ("PPO", ppo_scores, COLOURS[0])
+    for name, scores, colour in sides:
         shares = np.histogram(scores, edges)[0] / len(scores)
         figure.add_bar(x=middles, y=shares.tolist(), name=name, opacity=0.6, marker_color=colour)
-    style(figure, height=300, showlegend=True)
-    figure.update_layout(
-        barmode="overlay", bargap=0, xaxis_title=score_label, yaxis_title="share of responses", margin_b=40
-    )
+    label = f"{score_label}: {' '.join(f'{_square(colour)} {name}' for name, _, colour in sides)}"
+    style(figure, height=300, showlegend=False)
+    figure.update_layout(barmode="overlay", bargap=0, xaxis_title=label, yaxis_title="share of responses", margin_b=40)
     return figure
 
 
@@ -246,7 +293,7 @@ def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
 
 
 def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
-    """Give a figure the report's style: grey on a transparent background, which suits light and dark pages."""
+    """Give a figure the report's style: grey on a transparent background, and no prefixes such as µ at its numbers."""
     figure.update_layout(
         template="none",
         height=height,
@@ -255,8 +302,8 @@ def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
         margin={"l": 45, "r": 12, "t": 25 if showlegend else 8, "b": 22},
         paper_bgcolor=_TRANSPARENT,
         plot_bgcolor=_TRANSPARENT,
-        font={"color": GREY, "size": 11},
+        font={"color": _TEXT, "size": 11},
         dragmode=False,  # without plotly's drag mode, a finger on a chart scrolls the page
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, exponentformat="e", minexponent=4, automargin=True)

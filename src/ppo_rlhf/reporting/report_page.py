@@ -11,6 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly import graph_objects as go
 
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.reporting.charts import column
 from ppo_rlhf.reporting.wording import write_number, write_share
 
@@ -38,17 +39,25 @@ def render_page(**content: object) -> str:
     )
 
 
-def embed(figure: go.Figure) -> Markup:
-    """Return a figure as an HTML fragment. plotly escapes markup in the figure's texts."""
+def embed(figure: go.Figure, *, height: str | None = None) -> Markup:
+    """Return a figure as an HTML fragment. plotly escapes markup in the figure's texts.
+
+    `height` is a CSS height that replaces the figure's own.
+    """
     config = {"displayModeBar": False, "responsive": True}
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=config))
+    if height is not None:
+        figure = go.Figure(figure).update_layout(height=None)
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=config, default_height=height or "100%"))
 
 
 def shorten(text: str, *, keep_end: bool = False) -> str:
-    """Return the first MAX_TEXT characters of a text, or the last MAX_TEXT characters with `keep_end`."""
+    """Return the first MAX_TEXT characters of a text, or the last MAX_TEXT characters with `keep_end`.
+
+    Characters that are not visible as themselves are written out.
+    """
     if len(text) > MAX_TEXT:
-        return f"… {text[-MAX_TEXT:]}" if keep_end else f"{text[:MAX_TEXT]} …"
-    return text if text.strip() else "(empty)"
+        return f"… {escaped(text[-MAX_TEXT:])}" if keep_end else f"{escaped(text[:MAX_TEXT])} …"
+    return escaped(text) if text.strip() else "(empty)"
 
 
 def training_note(history: pd.DataFrame) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from ppo_rlhf.core.escaped_text import escaped
 from ppo_rlhf.reporting.token_view.samples import TokenSample, TokenSamples
 
 
@@ -86,12 +87,14 @@ def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
 
 
 def _visible(text: str) -> str:
-    """Return a token's text with visible signs for control characters, and for spaces if the text has only spaces."""
+    """Return a token's text with signs for control characters and other characters that are not visible as themselves,
+    and for spaces if the text has only spaces.
+    """
     if not text:
         return PART_OF_A_CHARACTER
     if text.isspace():
         text = text.replace(" ", "␣")
-    return text.translate(_VISIBLE)
+    return escaped(text.translate(_VISIBLE))
 
 
 def _number(number: float) -> str:
@@ -99,4 +102,4 @@ def _number(number: float) -> str:
 
 
 def _end(text: str) -> str:
-    return text if len(text) <= MAX_PROMPT else f"… {text[-MAX_PROMPT:]}"
+    return escaped(text) if len(text) <= MAX_PROMPT else f"… {escaped(text[-MAX_PROMPT:])}"
