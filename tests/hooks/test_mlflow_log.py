@@ -215,8 +215,8 @@ def test_a_number_at_a_glance_has_three_digits_and_the_metric_all_of_them(run_id
     log.node_ran({"next_training_state": state}, {"ppo_metrics": metrics})
     assert log.close(is_finished=True)
     assert points(run_id, "objective/kl") == [(1, 4.44205198)]
-    assert points(run_id, "at_a_glance/training_kl") == [(1, 4.44)]
-    assert points(run_id, "at_a_glance/training_reward") == [(1, -0.0568)]
+    assert points(run_id, "at_a_glance/kl_training") == [(1, 4.44)]
+    assert points(run_id, "at_a_glance/reward_training") == [(1, -0.0568)]
 
 
 def test_of_a_stage_that_a_resumed_run_leaves_out_the_curves_on_the_disk_are_sent(run_id: str, tmp_path: Path):

@@ -138,6 +138,7 @@ def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
     assert [name for name, value in tags.items() if re.search(r"'|<|\bTrue\b|\bNone\b", value)] == []
     policy = next((tracked.project / "data" / "06_models" / "ppo_policy").iterdir())
     assert tags[f"written.ppo_policy.{policy.name}"] == str(policy)
+    assert not {"session_id", "env", "kedro_version", "pipeline_names", "only_missing_outputs"} & set(tags)
     assert {"version.ppo_rlhf", "version.torch", "version.transformers", "version.python"} <= set(tags)
 
 
@@ -153,8 +154,10 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
     assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
     assert tracked.history("eval/reward_sft") == [(3, -1.0)]  # SFT does not change
     assert tracked.history("eval/reward_se") == [(3, 0.125)]
+    assert tracked.run.data.tags["standard_errors"] == "eval/reward_sft 0.333"  # not 0.3333333333333333
+    assert not any(name.endswith("_se") for name in tracked.run.data.tags)
     assert set(tracked.run.data.metrics) == {
-        "at_a_glance/training_reward",
+        "at_a_glance/reward_training",
         "at_a_glance/win_rate",
         "objective/scores",
         "episode",
@@ -182,7 +185,7 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
     assert [output.step for output in tracked.run.outputs.model_outputs] == [3]
     assert {m.key: m.value for m in model.metrics} == {
         "objective/scores": 0.75,
-        "at_a_glance/training_reward": 0.75,
+        "at_a_glance/reward_training": 0.75,
         "episode": 24.0,
         "eval/win_rate": 0.75,
         "eval/reward_sft": -1.0,
@@ -534,12 +537,13 @@ def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, c
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
     info = last_run(toy_project).info
-    view = f"{info.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=ppo_rlhf"
+    view = f"{info.experiment_id}/runs?viewStateShareKey=ppo_rlhf"
     first = caplog.messages.index(f"MLflow run {info.run_id}, and all runs, in `kedro mlflow ui`:")
     assert caplog.messages[first + 1 : first + 3] == [
         f"http://127.0.0.1:5000/#/runs/{info.run_id}",
         f"http://127.0.0.1:5000/#/experiments/{view}",
     ]
+    assert all(len(line) <= 80 for line in caplog.messages[first + 1 : first + 3])  # whole on a terminal of 100 columns
 
 
 def test_the_table_of_runs_has_win_rate_reward_kl_and_what_was_set_as_columns(tracked: TrackedRun):

@@ -37,6 +37,9 @@ CHECKPOINTS, NONE = "checkpoints", "none"
 PROCESSES = "launch.processes"
 """The tag with the number of a run's processes."""
 DIGITS = 8  # number of digits of a fingerprint to log: MLflow allows 36, but 36 digits are too long for MLflow's pages
+UNLOGGED = ("session_id", "env", "kedro_version", "pipeline_name", "pipeline_names", "is_async", "only_missing_outputs")
+"""Kedro's parameters of a run that are no tags: other tags have what they say, or nobody looks for it, and MLflow's
+page may show all tags above the verdict."""
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name a Python function."""
@@ -92,8 +95,9 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
     given = _given(run_params)
-    # Log the parameters of the run as tags, under the names that kedro-mlflow gives them.
-    tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value}
+    # Log the other parameters of the run as tags, under the names that kedro-mlflow gives them.
+    logged = {name: value for name, value in run_params.items() if value and name not in UNLOGGED}
+    tags = {name: _tag(value)[:MAX_TAG_VAL_LENGTH] for name, value in logged.items()}
     if given:
         tags[SET] = given
     if command is not None:

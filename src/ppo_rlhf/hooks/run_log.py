@@ -13,6 +13,7 @@ import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
@@ -47,13 +48,15 @@ AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",
     "eval/reward": "at_a_glance/reward",
     "eval/kl": "at_a_glance/kl",
-    "objective/scores": "at_a_glance/training_reward",
-    "objective/kl": "at_a_glance/training_kl",
+    "objective/scores": "at_a_glance/reward_training",
+    "objective/kl": "at_a_glance/kl_training",
 }
-"""Metrics that are logged under a second key, rounded to three digits: MLflow sorts charts by metric key, and has no
-setting for the order of charts or the number of digits in its tables."""
+"""Metrics that are logged under a second key, rounded to three digits: MLflow sorts charts by metric key, cuts the ends
+of their titles, and has no setting for the order of charts or the number of digits in its tables."""
 HEADLINES = ("eval/judge_score_se", "eval/reward_se", "eval/kl_se")
-"""The standard errors that are metrics; those of other means are tags, since each metric is one more chart."""
+"""The standard errors that are metrics; those of other means are one tag, since each metric is one more chart."""
+STANDARD_ERRORS = "standard_errors"
+"""The tag with the standard errors of the final evaluation that are no metrics, each after the key of its mean."""
 WRITTEN = "written."
 """The prefix of the tags that hold the path of each model that the run wrote."""
 BEST = "best_checkpoint"
@@ -236,13 +239,14 @@ class RunLog:
         self._measured(_evaluations(summary), step, model_id=self._model_id, is_last=True)
         self._log.log({name: summary[name] for name in HEADLINES if name in summary}, step)
         others = {name: x for name, x in summary.items() if name.endswith(ERROR) and name not in HEADLINES}
+        errors = ", ".join(f"{name.removesuffix(ERROR)} {x:.3g}" for name, x in others.items())[:MAX_TAG_VAL_LENGTH]
         note = verdict_of(summary)
         if POLICY not in self._outputs:
             policy = self._catalog[POLICY].load()
             trained = re.search(r"MLflow run: `(\w+)`", policy.card() or "")
             note += f" Policy: {policy.source}" + (f" of run [{trained[1]}](#/runs/{trained[1]})" if trained else "")
         with log_store_errors("the verdict"):
-            mlflow.set_tags({MLFLOW_RUN_NOTE: note, **others})
+            mlflow.set_tags({MLFLOW_RUN_NOTE: note, **({STANDARD_ERRORS: errors} if errors else {})})
         if self._model_id is not None:
             from ppo_rlhf.hooks.model_log import register
 

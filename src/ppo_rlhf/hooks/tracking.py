@@ -350,8 +350,8 @@ class TrackingHook(MlflowHook):
         ui_too = "" if is_server else ", and all runs, in `kedro mlflow ui`"
         logger.info("MLflow run %s%s:", self.run_id, ui_too)
         logger.info("%s/#/runs/%s", server, self.run_id)
-        table = "%s/#/experiments/%s/runs?workflowType=machine_learning&viewStateShareKey=%s"
-        logger.info(table, server, experiment, VIEW)
+        # Of 100 columns a line of the log leaves 80 to its text, which an address may not exceed
+        logger.info("%s/#/experiments/%s/runs?viewStateShareKey=%s", server, experiment, VIEW)
 
     def _complaint(self, what: str) -> str:
         return f"mlflow.yml: the tracking store {without_secrets(self._uri())} {what}"

@@ -115,7 +115,7 @@ def export_policy(next_training_state: TrainingState) -> TrainedModel:
 def compare_policies(ppo_policy: object) -> dict[str, object]:
     conditions = {"start_model": "0123456789abcdef", "prompts": "three", "judge": "the toy", "sampling": "none"}
     verdict = {"verdict": "too_few_prompts", "prompts": 3, "decided_by": "the toy"}
-    measured = {"eval/win_rate": 0.75, "eval/reward_sft": -1.0, "eval/reward_se": 0.125}
+    measured = {"eval/win_rate": 0.75, "eval/reward_sft": -1.0, "eval/reward_se": 0.125, "eval/reward_sft_se": 1 / 3}
     return {**measured, **verdict, "conditions": conditions}
 
 
