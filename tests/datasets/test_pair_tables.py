@@ -48,7 +48,13 @@ def collected(folder: Path, pairs: list[tuple[Any, str, str]], **columns: Any) -
         }
         for number, (prompt, a, b) in enumerate(pairs)
     ]
-    others = {"queue": "sft", "collected": 0, "export": str(folder / "pairs.jsonl"), "policy": "models/one", "against": "models/two"}
+    others = {
+        "queue": "sft",
+        "collected": 0,
+        "export": str(folder / "pairs.jsonl"),
+        "policy": "models/one",
+        "against": "models/two",
+    }
     tables = PairTablesDataset(str(folder / "feedback_pairs"))
     tables.save(pd.DataFrame(rows).assign(**{**others, **columns}))
     return tables

@@ -33,7 +33,9 @@ def test_the_newer_answer_of_a_person_counts_whatever_its_time_looks_like(older:
         assert answers_of(order, "answers.jsonl") == {1: {"default": "B"}}
 
 
-@pytest.mark.parametrize("time", ["02/01/2026 10:00", "31.12.2026", "10:00", "yesterday", "2026-13-01", "20260102", 12.5])
+@pytest.mark.parametrize(
+    "time", ["02/01/2026 10:00", "31.12.2026", "10:00", "yesterday", "2026-13-01", "20260102", 12.5]
+)
 def test_what_is_no_time_is_refused_in_one_line(time: Any) -> None:
     with pytest.raises(DataError, match=r"^a\.csv: row 1: time=.* is no time\. Give ISO 8601, such as \S+, or [^\n]*$"):
         answers_of([{"number": 1, "answer": "A"}, {"number": 2, "answer": "A", "time": time}], "a.csv")

@@ -77,7 +77,9 @@ def test_the_noise_of_the_same_seed_and_place_is_drawn_anew() -> None:
     """Who may load the policies and knows every setting cannot sample the responses again."""
     model = draw_weights(tiny_model(), 0.5)
     first, second = (sampled(40, 40, policies=(model, model)) for _ in range(2))
-    texts = [{*table["prompt"] + table["response_a"], *table["prompt"] + table["response_b"]} for table in (first, second)]
+    texts = [
+        {*table["prompt"] + table["response_a"], *table["prompt"] + table["response_b"]} for table in (first, second)
+    ]
     assert len(texts[0] & texts[1]) < 20
 
 

@@ -85,10 +85,11 @@ CONTRASTS = """() => {
     if (!element) return [255, 255, 255].map((part) => matchMedia("(prefers-color-scheme: dark)").matches ? 18 : part);
     return over(parts(getComputedStyle(element).backgroundColor), behind(element.parentElement));
   };
-  const texts = document.querySelectorAll(".js-plotly-plot text, .token, .token-view .prompt, .scale b, .about, td, .soft");
-  return Array.from(texts, (text) => {
+  const kinds = ".js-plotly-plot text, .token, .token-view .prompt, .scale b, .about, td, .soft";
+  return Array.from(document.querySelectorAll(kinds), (text) => {
     const style = getComputedStyle(text), paper = behind(text);
-    const ink = over(parts(text.tagName == "text" ? style.fill : style.color).slice(0, 3), paper, Number(style.opacity));
+    const colour = text.tagName == "text" ? style.fill : style.color;
+    const ink = over(parts(colour).slice(0, 3), paper, Number(style.opacity));
     const pair = [light(ink), light(paper)];
     return [Math.max(...pair) / Math.min(...pair), text.tagName == "text" ? "chart" : text.className];
   });

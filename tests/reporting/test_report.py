@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -252,12 +253,18 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
         ({"rollout_halvings": 1, "update_halvings": 2}, {}, None, ["rollouts computed 1/2 and updates computed 1/4"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
+        ({}, {"distinct_2": (0.5, 0.46)}, None, []),
+        ({}, {"distinct_2": (0.5, 0.32)}, None, ["distinct word pairs is 36% lower, which is bad"]),
+        (changed_perplexity(math.log(1.5), 0.39, 0.42), {}, None, ["texts is 50% higher, which is bad"]),
+        (changed_perplexity(math.log(1.5), -0.1, 0.9), {}, None, []),  # chance explains it
+        (changed_perplexity(0.05, 0.04, 0.06), {}, None, []),
+        (changed_perplexity(0.5, 0.4, 0.6), {"distinct_2": (0.5, 0.3)}, None, ["65% higher.*40% lower"]),
     ],
 )
 def test_each_problem_of_the_result_draws_one_remark(summary, table, accuracy, texts):
     found = remarks(GOOD | summary, before_after(**table), accuracy)
     assert len(found) == len(texts)
-    assert all(text in remark for text, remark in zip(texts, found, strict=True))
+    assert all(text in remark or re.search(text, remark) for text, remark in zip(texts, found, strict=True))
 
 
 def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():

@@ -1,8 +1,8 @@
 """Plotly charts of a run, for the report, Kedro-Viz and MLflow.
 
-Text and grid are grey on a transparent background. No grey has enough contrast on light and on dark pages, so the report
-and Kedro-Viz give the text a colour of their own. Values are passed as lists, because plotly stores arrays in a binary
-form that older viewers cannot read.
+Text and grid are grey on a transparent background. No grey has enough contrast on light and on dark pages, so the
+report and Kedro-Viz give the text a colour of their own. Values are passed as lists, because plotly stores arrays in a
+binary form that older viewers cannot read.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Jinja escapes all text from models, data files and configuration.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -44,10 +45,10 @@ def embed(figure: go.Figure, *, height: str | None = None) -> Markup:
 
     `height` is a CSS height that replaces the figure's own.
     """
-    config = {"displayModeBar": False, "responsive": True}
+    options: Any = {"config": {"displayModeBar": False, "responsive": True}, "default_height": height or "100%"}
     if height is not None:
         figure = go.Figure(figure).update_layout(height=None)
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=config, default_height=height or "100%"))
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, **options))
 
 
 def shorten(text: str, *, keep_end: bool = False) -> str:

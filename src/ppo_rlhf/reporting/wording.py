@@ -33,6 +33,8 @@ class Measure:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
+COSTLY = 0.1
+"""A rise of the perplexity, or a fall of distinct-2, by more than this share is called a cost."""
 _KNOWN = {
     "judge_score": Measure("Judge score"),
     "reward": Measure("Reward"),
@@ -203,7 +205,7 @@ def remarks(
 
     `summary` and `before_after` come from the node `compare_policies`. If the run trained a reward model,
     `reward_model_accuracy` is its accuracy on held-out pairs. The tuning advice (docs/tuning.md), not the remarks,
-    judges KL, clipping, the critic, diversity and lengths, and says which setting to change.
+    judges KL, clipping, the critic and lengths, and says which setting to change.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     verdict = read_verdict(summary["verdict"])
@@ -267,6 +269,8 @@ def remarks(
             "The reward that PPO was trained on also decides the win rate, so the win rate cannot show that PPO "
             "exploits the reward. Set evaluation.judge to another function, and read the samples."
         )
+    if costs := _costs(summary, means.get("distinct_2")):
+        problems.append(f"{' '.join(costs)} Read the samples to see whether the result is worth it.")
     grammatical = means.get("grammatical_rate")
     if grammatical is not None and grammatical["ppo"] < 0.95 * grammatical["sft"]:
         problems.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
@@ -276,6 +280,22 @@ def remarks(
             "raise the reward without writing better text."
         )
     return problems
+
+
+def _costs(summary: Mapping[str, Any], distinct: Mapping[str, float] | None) -> list[str]:
+    """Return a sentence on what PPO made worse, beside what it was trained for, by more than COSTLY."""
+    costs, rise = [], math.expm1(summary.get("eval/reference_nll_change", 0.0))
+    if summary.get("eval/reference_nll_change_low", 0.0) > 0.0 and rise > COSTLY:
+        costs.append(
+            f"The perplexity of the reference texts is {write_share(rise, 0)} higher, which is bad: PPO finds texts "
+            "like these less probable than SFT does."
+        )
+    if distinct is not None and distinct["sft"] > 0.0 and (fall := 1.0 - distinct["ppo"] / distinct["sft"]) > COSTLY:
+        costs.append(
+            f"The share of distinct word pairs is {write_share(fall, 0)} lower, which is bad: PPO's responses repeat "
+            "each other more than SFT's."
+        )
+    return costs
 
 
 def result_section(headline: str, before_after: pd.DataFrame, notes: Sequence[str]) -> str:
