@@ -214,11 +214,9 @@ def first_curves(curves: go.Figure, count: int = 4) -> go.Figure:
             other = "y" if axis == "x" else "x"
             drawn = curves.layout[f"{axis}axis{old}"].to_plotly_json()
             figure.layout[f"{axis}axis{new}"] = {**drawn, "domain": domain, "anchor": f"{other}{new}", "title": None}
-        figure.add_annotation(
-            text=re.sub(r" \(.*?\)", "", title.text, count=1),
-            **{"x": left, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"},
-            showarrow=False,
-        )
+        name = re.sub(r" \(.*?\)", "", title.text, count=1)
+        at = {"x": left, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        figure.add_annotation({"text": name, "showarrow": False, **at})
     figure.update_layout(margin_t=25)
     return figure
 
