@@ -6,9 +6,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binom
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.evaluation.perplexity import compare_perplexity, per_token, perplexity_row, text_losses
+from ppo_rlhf.evaluation.perplexity import (
+    compare_perplexity,
+    degrees_of_freedom,
+    per_token,
+    perplexity_row,
+    text_losses,
+)
 from tests.ppo.short_memory import ShortMemory
 from tests.tiny_models import PAD, tiny_model
 
@@ -18,7 +25,7 @@ COUNTS = [
     [False, True],
     [False, False, True, False],  # a completion of one token, and a turn of somebody else's
 ]
-T_975 = {1: 12.7062047, 2: 4.3026527}  # quantiles of Student's t, from a table
+T_975 = {1: 12.7062047}  # quantiles of Student's t, from a table
 
 
 def losses_by_a_loop(model, texts=TEXTS, counts=COUNTS):
@@ -77,9 +84,18 @@ def table(tokens, sft, ppo):
     return pd.DataFrame({"tokens": tokens, "sft": sft, "ppo": ppo})
 
 
-def test_the_mean_per_token_weighs_texts_by_their_tokens():
-    # R = 4 / 4; the residuals 2 - 1 and 2 - 3 are 1 and -1; sqrt(2 / 1 * (1 + 1)) / 4
-    assert per_token(np.array([2.0, 2.0]), np.array([1.0, 3.0])) == (1.0, pytest.approx(0.5, abs=1e-15))
+def test_the_mean_per_token_weighs_texts_by_their_tokens_and_its_error_leaves_each_out():
+    # R = 4 / 4; without the first text 2 / 3, without the second 2 / 1: sqrt(1 / 2 * ((1 / 3)^2 + 1^2))
+    assert per_token(np.array([2.0, 2.0]), np.array([1.0, 3.0])) == (1.0, pytest.approx(math.sqrt(5.0) / 3.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "freedom"), [([5.0] * 4, 3.0), ([1.0, 3.0], 0.2), ([1.0, 2.0], 8 / 17), ([9e9, 1], 0.2)]
+)
+def test_a_few_long_texts_leave_few_degrees_of_freedom(tokens, freedom):
+    """(1 + 4)^2 / (1 + 16) - 1 = 8 / 17; (1 + 9)^2 / (1 + 81) - 1 = 0.22 for 1 and 3."""
+    expected = 18 / 82 if tokens == [1.0, 3.0] else freedom
+    assert degrees_of_freedom(np.array(tokens)) == pytest.approx(expected)
 
 
 def test_texts_of_one_length_have_the_standard_error_of_a_mean():
@@ -90,9 +106,9 @@ def test_texts_of_one_length_have_the_standard_error_of_a_mean():
 
 
 def test_perplexity_change_and_interval_by_hand():
-    # SFT: 8 nats of 4 tokens. PPO: 10 nats; differences 2 and 0, R = 0.5, residuals 1.5 and -1.5
-    metrics = compare_perplexity(table([1, 3], [2.0, 6.0], [4.0, 6.0]))
-    half = T_975[1] * math.sqrt(2 * (1.5**2 + 1.5**2)) / 4
+    # SFT: 8 nats of 4 tokens. PPO: 10 nats; differences 2 and 0, R = 0.5, without one text 0 or 1
+    metrics = compare_perplexity(table([2, 2], [2.0, 6.0], [4.0, 6.0]))
+    half = T_975[1] * math.sqrt(1 / 2 * (0.5**2 + 0.5**2))
     assert metrics == {
         "eval/reference_perplexity": pytest.approx(math.exp(2.5), rel=1e-14),
         "eval/reference_perplexity_sft": pytest.approx(math.exp(2.0), rel=1e-14),
@@ -118,15 +134,48 @@ def test_one_text_has_no_interval_and_no_text_has_no_metrics():
     assert compare_perplexity(pd.DataFrame()) == {}
 
 
-def test_the_interval_covers_the_true_change():
-    """Texts of very different lengths whose tokens are correlated: intervals over tokens would be far too narrow."""
-    generator, true, covered = np.random.default_rng(0), 0.1, 0
-    for _ in range(1000):
-        tokens = generator.lognormal(4.0, 0.7, 30).round() + 1
-        changes = tokens * (true + 0.2 * generator.standard_normal(30))
-        metrics = compare_perplexity(table(tokens, np.zeros(30), changes))
-        covered += metrics["eval/reference_nll_change_low"] < true < metrics["eval/reference_nll_change_high"]
-    assert 0.92 < covered / 1000 < 0.97
+Texts = tuple[np.ndarray, np.ndarray]
+"""Tokens and changes of texts, in nats."""
+
+
+def texts_of(world: str, number: int, rng: np.random.Generator) -> Texts:
+    """Texts of very different lengths (lognormal, deviation 1), whose change per token is 0, equal, depends on the
+    length, or is skewed."""
+    tokens = np.maximum(2.0, rng.lognormal(4.0, 1.0, number).round())
+    per_token_N = {
+        "unchanged": lambda: 0.05 * rng.standard_normal(number),
+        "equal": lambda: np.full(number, 0.1),
+        "by length": lambda: 0.1 + 0.05 * (np.log(tokens) - 4.0) + 0.05 * rng.standard_normal(number),
+        "skewed": lambda: 0.05 * rng.lognormal(0.0, 1.0, number),
+    }[world]()
+    return tokens, tokens * per_token_N + 0.3 * np.sqrt(tokens) * rng.standard_normal(number)
+
+
+def covered(world: str, number: int, runs: int) -> int:
+    """In how many of some runs the interval has the change of all texts of this kind."""
+    tokens, changes = texts_of(world, 1_000_000, np.random.default_rng(0))
+    true = 0.0 if world == "unchanged" else changes.sum() / tokens.sum()
+    rng, found = np.random.default_rng(number), 0
+    for _ in range(runs):
+        tokens, changes = texts_of(world, number, rng)
+        metrics = compare_perplexity(table(tokens, np.zeros(number), changes))
+        found += metrics["eval/reference_nll_change_low"] <= true <= metrics["eval/reference_nll_change_high"]
+    return found
+
+
+WORLDS = ["unchanged", "equal", "by length", "skewed"]
+
+
+@pytest.mark.parametrize("number", [3, 10, 24])
+def test_unchanged_texts_are_rarely_said_to_have_changed(number):
+    assert 400 - covered("unchanged", number, 400) <= binom.ppf(0.999, 400, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3, 5, 10, 24, 100])
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_interval_has_the_true_change_as_often_as_the_page_says(world, number):
+    assert covered(world, number, 2000) >= binom.ppf(0.001, 2000, 0.92)
 
 
 def test_the_row_of_the_table_has_the_perplexities_and_standard_errors_of_the_delta_method():
@@ -135,18 +184,16 @@ def test_the_row_of_the_table_has_the_perplexities_and_standard_errors_of_the_de
     assert row["measure"] == "reference_perplexity"
     assert (row["sft"], row["ppo"]) == pytest.approx((math.exp(9 / 6), math.exp(12.5 / 6)), rel=1e-14)
 
-    def by_derivatives(function):
-        """The standard error of a function of the sums, from its numerical derivatives and the texts' covariance."""
+    def by_leaving_out(function):
+        """The jackknife's standard error of a perplexity's linear part: each text left out of the sums in turn."""
         values = losses[["tokens", "sft", "ppo"]].to_numpy(float)
-        sums = values.sum(axis=0)
-        steps = 1e-6 * np.eye(3)
-        slopes = np.array([(function(*(sums + step)) - function(*(sums - step))) / 2e-6 for step in steps])
-        return math.sqrt(slopes @ (3 * np.cov(values, rowvar=False)) @ slopes)
+        moves = np.array([function(*(values.sum(axis=0) - text)) for text in values]) - function(*values.sum(axis=0))
+        return math.sqrt(2 / 3 * np.square(moves).sum())
 
     functions = {
-        "sft_se": lambda tokens, sft, ppo: math.exp(sft / tokens),
-        "ppo_se": lambda tokens, sft, ppo: math.exp(ppo / tokens),
-        "change_se": lambda tokens, sft, ppo: math.exp(ppo / tokens) - math.exp(sft / tokens),
+        "sft_se": lambda tokens, sft, ppo: math.exp(9 / 6) * sft / tokens,
+        "ppo_se": lambda tokens, sft, ppo: math.exp(12.5 / 6) * ppo / tokens,
+        "change_se": lambda tokens, sft, ppo: (math.exp(12.5 / 6) * ppo - math.exp(9 / 6) * sft) / tokens,
     }
     for name, function in functions.items():
-        assert row[name] == pytest.approx(by_derivatives(function), rel=1e-6)
+        assert row[name] == pytest.approx(by_leaving_out(function), rel=1e-12)

@@ -140,6 +140,25 @@ def test_a_saved_model_comes_back_with_the_buffers_that_its_architecture_does_no
         assert_close(buffer, kept[name], rtol=0.0, atol=0.0)
 
 
+def test_a_sequence_that_ends_in_the_pad_token_is_scored_there_by_ours_and_before_it_by_another_classifier():
+    """As docs/algorithm.md (20) says: the policy may sample the pad token, and a response may be cut off at it."""
+    config = LlamaConfig(
+        vocab_size=25, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    config.pad_token_id, config.num_labels = PAD, 1
+    other = draw_weights(LlamaForSequenceClassification(config).double().eval(), 0.5)
+    ours = CausalLMRewardModel.from_causal_lm(tiny_model("llama").double())
+    whole, without = [4, 5, 6, PAD], [4, 5, 6]
+    for model, is_same in ((other, True), (ours, False)):
+        with torch.no_grad():
+            alone = [
+                model(torch.tensor([ids]), torch.ones(1, len(ids)).long()).logits[0, 0] for ids in (whole, without)
+            ]
+            scores = sequence_scores(model, [whole, without], PAD)
+        assert_close(scores, torch.stack(alone))
+        assert (abs(float(scores[0] - scores[1])) < 1e-9) is is_same
+
+
 def test_an_architecture_without_a_pad_id_in_its_configuration_scores(tmp_path):
     config = CodeGenConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
     assert not hasattr(config, "pad_token_id")

@@ -77,15 +77,28 @@ def per_token(losses_N: NDArray[np.float64], tokens_N: NDArray[np.float64]) -> t
     """Return the mean per token R = Σ losses / Σ tokens over N texts, and its standard error.
 
     Tokens of one text are correlated, so texts are the observations, and R is a ratio of two means over texts. Its
-    standard error is √(N / (N − 1) · Σ (losses_i − R · tokens_i)²) / Σ tokens (Cochran 1977, Sampling Techniques,
-    section 2.11), and NaN for one text. For texts of one length it is the standard error of a mean.
+    standard error is the jackknife's, which leaves out each text in turn: √((N − 1) / N · Σ (R_i − R)²) with
+    R_i − R = (R · tokens_i − losses_i) / Σ_{j≠i} tokens_j (Cochran 1977, Sampling Techniques, section 6.17), and NaN
+    for one text. A long text pulls R towards itself, which hides its own deviation; leaving it out does not. For texts
+    of one length it is the standard error of a mean.
     """
     number, tokens = len(tokens_N), float(tokens_N.sum())
     mean = float(losses_N.sum() / tokens)
     if number < 2:
         return mean, math.nan
-    squares = float(np.square(losses_N - mean * tokens_N).sum())
-    return mean, math.sqrt(number / (number - 1) * squares) / tokens
+    moves_N = (mean * tokens_N - losses_N) / (tokens - tokens_N)
+    return mean, math.sqrt((number - 1) / number * float(np.square(moves_N).sum()))
+
+
+def degrees_of_freedom(tokens_N: NDArray[np.float64]) -> float:
+    """Return the degrees of freedom of `per_token`'s standard error: (Σ tokens²)² / Σ tokens⁴ − 1, at least 0.2.
+
+    The error is a sum over texts, and a text's part grows with its square of tokens: a few long texts decide it, as few
+    texts would (Satterthwaite 1946, Biometrics Bulletin 2, 110-114). Texts of one length have N − 1. The bound keeps
+    Student's quantile finite where one text has almost all tokens.
+    """
+    squares_N = np.square(tokens_N / tokens_N.max())
+    return max(0.2, float(squares_N.sum() ** 2 / np.square(squares_N).sum()) - 1.0)
 
 
 def compare_perplexity(losses: pd.DataFrame) -> dict[str, float]:
@@ -93,7 +106,7 @@ def compare_perplexity(losses: pd.DataFrame) -> dict[str, float]:
 
     The perplexity is exp(mean negative log-likelihood per token). `eval/reference_nll_change` is PPO's mean negative
     log-likelihood per token minus SFT's on the same texts: the logarithm of the ratio of the two perplexities. Its 95 %
-    interval is `per_token` of the differences ± Student's t with N − 1 degrees of freedom times the standard error; one
+    interval is `per_token` of the differences ± Student's t with `degrees_of_freedom` times the standard error; one
     text has no interval.
     """
     if losses.empty:
@@ -106,7 +119,7 @@ def compare_perplexity(losses: pd.DataFrame) -> dict[str, float]:
         "eval/reference_nll_change": change,
     }
     if len(losses) > 1:
-        half = float(stdtrit(len(losses) - 1, 0.5 + CONFIDENCE / 2.0)) * error
+        half = float(stdtrit(degrees_of_freedom(tokens_N), 0.5 + CONFIDENCE / 2.0)) * error
         metrics |= {"eval/reference_nll_change_low": change - half, "eval/reference_nll_change_high": change + half}
     return metrics
 

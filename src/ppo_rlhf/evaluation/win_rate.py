@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from scipy.special import bdtr, ndtri
 
 CONFIDENCE = 0.95
-_Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
+NORMAL_QUANTILE = float(ndtri(0.5 + CONFIDENCE / 2.0))
+_Z2 = NORMAL_QUANTILE**2
 
 
 class WinRate(NamedTuple):
