@@ -103,10 +103,10 @@ def test_the_next_run_starts_from_its_values(make_run: Any, tmp_path: Path, kind
 
 def test_what_the_reward_model_says_of_itself_is_not_said_of_a_critic_that_started_from_it(make_run: Any):
     classifier = CausalLMRewardModel.from_causal_lm(build_model()).to_classifier(0, 2)
-    classifier.config.held_out_accuracy = 0.75
+    classifier.config.held_out_accuracy, classifier.config.held_out_interval = 0.75, [0.7, 0.8]
     state = make_run(reward_model=with_mean(classifier), value_model="reward_init").state
     config = exported_critic(state.learner, state.sampler.tokenizer).model.config
-    told = {"score_mean", "held_out_accuracy", "problem_type"}
+    told = {"score_mean", "held_out_accuracy", "held_out_interval", "problem_type"}
     assert told <= classifier.config.to_dict().keys()
     assert not told & config.to_dict().keys()
 

@@ -141,9 +141,9 @@ def test_the_verdict_counts_the_measures_that_were_made():
     judged = ["audit/judge_agreement", "audit/judge_fall", "audit/judge_gain"]
     assert verdict([], []) == "fit for PPO by 11 of 11 measures"
     assert verdict([], [*judged]) == "fit for PPO by 8 of 11 measures"  # preferences were asked
-    assert verdict(["A reason."], [*judged, "audit/pair_accuracy"]) == "not fit for PPO"
-    alone = verdict([], [*judged, "audit/pair_accuracy"])
-    assert alone == f"no problem found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
+    assert verdict(["A reason."], [*judged, "audit/pair_accuracy_high"]) == "not fit for PPO"
+    alone = verdict([], [*judged, "audit/pair_accuracy_high"])
+    assert alone == f"no problem found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy_high"
 
 
 def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +194,8 @@ def test_pairs_are_ordered_by_the_reward_with_their_columns_and_longer_ones_left
         return torch.tensor([float(wanted in text.split() and ids[-1] == END) for text, wanted, ids in rows])
 
     scorer = RewardScorer([("wanted", 1.0, scoring)])
-    assert reward_audit.score_pairs(scorer, held_out) == {"audit/pair_accuracy": 1.0}
+    assert reward_audit.score_pairs(scorer, held_out) == {"audit/pair_accuracy": 1.0, "audit/pair_accuracy_high": 1.0}
     held_out["wanted"] = "z"
-    assert reward_audit.score_pairs(scorer, held_out) == {"audit/pair_accuracy": 0.5}
+    found = reward_audit.score_pairs(scorer, held_out)
+    high = 0.5 + 1.959964 * (0.25 / 9.841459) ** 0.5  # by hand: Agresti and Coull's of three of six
+    assert found == {"audit/pair_accuracy": 0.5, "audit/pair_accuracy_high": pytest.approx(high, abs=1e-6)}

@@ -214,7 +214,8 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
 @pytest.mark.parametrize(
     ("summary", "table", "accuracy", "texts"),
     [
-        ({}, {}, 0.74, []),
+        ({}, {}, (0.74, 0.7, 0.78), []),
+        ({}, {}, (0.62, 0.31, 0.86), []),  # eight pairs do not tell
         (
             {"verdict": Verdict.NO_CLEAR_DIFFERENCE},
             {},
@@ -228,11 +229,10 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
             ["won 2 held-out prompts and lost 0"],
         ),
         ({"verdict": Verdict.REWARD_FELL}, {}, None, ["The reward fell"]),
-        (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
+        (LOST | {"exploits": True}, {}, None, ["exploits its reward"]),
         (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO loses to SFT"]),  # the means do not decide
-        ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
-        ({"exploits_since_best": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
-        (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["exploits its reward"]),
+        ({"exploits": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
+        ({"untested_p": 0.25}, {}, None, ["by chance with probability 0.25"]),
         ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["iteration 30, because the policy exploited"]),
         ({"stopped_after": 30, "exported_iteration": 20}, {}, None, ["the one of iteration 20, its best evaluation"]),
         (
@@ -248,11 +248,11 @@ BLIND = {"eval/judge_gap": -0.25, "eval/judge_gap_p": 0.004, "eval/judge_gap_pro
             ["0.25 lower than SFT's (40 prompts; by chance with probability 0.004)"],
         ),  # beside a win, too
         (BLIND | {"eval/judge_gap_p": 0.02}, {}, None, []),
-        ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["trained on 12 of the 1,512"]),
+        ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["trained on 12 of the evaluation prompts"]),
         ({"update_halvings": 3}, {}, None, ["training: updates computed 1/8 of their responses at a time."]),
         ({"rollout_halvings": 1, "update_halvings": 2}, {}, None, ["rollouts computed 1/2 and updates computed 1/4"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
-        ({}, {}, 0.55, ["right on only 55.0%"]),
+        ({}, {}, (0.55, 0.5, 0.6), ["right on only 55.0% of its held-out pairs (95% interval 50.0% to 60.0%)"]),
         ({}, {"distinct_2": (0.5, 0.46)}, None, []),
         ({}, {"distinct_2": (0.5, 0.32)}, None, ["distinct word pairs is 36% lower, which is bad"]),
         (changed_perplexity(math.log(1.5), 0.39, 0.42), {}, None, ["texts is 50% higher, which is bad"]),
@@ -265,6 +265,24 @@ def test_each_problem_of_the_result_draws_one_remark(summary, table, accuracy, t
     found = remarks(GOOD | summary, before_after(**table), accuracy)
     assert len(found) == len(texts)
     assert all(text in remark or re.search(text, remark) for text, remark in zip(texts, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("unchosen", "verdict", "said"),
+    [
+        (
+            40,
+            Verdict.BETTER,
+            "on 40 held-out prompts, where noise favoured it: verdict, win rate and table are of the 40",
+        ),
+        (8, Verdict.TOO_FEW_PROMPTS, "The 8 others are too few for a verdict, which needs 10"),
+    ],
+)
+def test_what_a_chosen_policy_is_judged_on_is_said(unchosen: int, verdict: Verdict, said: str):
+    stop = {"stopped_after": 30, "exported_iteration": 20, "choice_prompts": 40, "unchosen_prompts": unchosen}
+    first, second = remarks(GOOD | stop | {"verdict": verdict}, before_after())
+    assert "the one of iteration 20, its best evaluation" in first
+    assert said in second
 
 
 def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
@@ -513,7 +531,7 @@ def test_settings_say_how_rewards_are_combined():
 
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):
     config = LlamaConfig(num_hidden_layers=1)
-    config.held_out_accuracy = 0.61
+    config.held_out_accuracy, config.held_out_interval = 0.61, [0.58, 0.64]
     config.save_pretrained(tmp_path)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     reward = RewardConfig(components=[RewardComponentConfig(type="model")])

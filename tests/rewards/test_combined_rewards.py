@@ -236,7 +236,7 @@ def reward_model(folder: Path, seed: int, accuracy: float | None = None, context
     model = CausalLMRewardModel.from_causal_lm(tiny_model(max_position_embeddings=context))
     torch.nn.init.normal_(model.score.weight)
     if accuracy is not None:
-        model.config.held_out_accuracy = accuracy
+        model.config.held_out_accuracy, model.config.held_out_interval = accuracy, [accuracy - 0.1, accuracy + 0.1]
     return save(folder, model)
 
 
@@ -259,7 +259,7 @@ def test_each_component_is_scored_by_the_model_of_its_path(two: list[str]):
     assert not torch.equal(scores.components["rm_a"], scores.components["rm_b"])
     assert scorer.model is models_of(scorer)[0]  # the critic starts from the first
     assert len(models_of(scorer)) == 3  # the path that two components name is loaded once
-    assert reward_model_accuracy(PretrainedHandle(two[1]), config) == 0.6
+    assert reward_model_accuracy(PretrainedHandle(two[1]), config) == (0.6, 0.5, 0.7)
     with pytest.raises(ModelError, match=f"the reward model {two[1]}'s context is 16"):
         check_scorable(scorer, [10], 8, [2])
 

@@ -4,9 +4,11 @@ import logging
 import random
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binom
 from transformers import pipeline
 
 from ppo_rlhf.core.errors import TrainingError
@@ -16,7 +18,10 @@ from ppo_rlhf.rewards.rendering import conversation_ids
 from ppo_rlhf.supervised import reward_training
 from ppo_rlhf.supervised.preferences import tokenise_preferences
 from ppo_rlhf.supervised.reward_training import (
+    RELIABLE_ACCURACY,
     RewardModellingConfig,
+    _check_accuracy,
+    accuracy_interval,
     normalise_scores,
     pair_accuracy,
     split_pairs,
@@ -128,6 +133,7 @@ def test_the_card_says_data_accuracy_with_its_interval_and_training(two_epochs):
     half = (z2 * centre * (1 - centre) / (number + z2)) ** 0.5
     low, high = max(0.0, centre - half), min(1.0, centre + half)
     interval = f"{share:.1%} of {number} held-out pairs are in the right order (95 % interval {low:.1%} to {high:.1%})"
+    assert trained.model.config.held_out_interval == pytest.approx([low, high])
     for words in (
         "- Data: 96 pairs of `preferences`",
         interval,
@@ -209,6 +215,36 @@ def test_a_low_accuracy_is_warned_of_and_pairs_longer_than_the_context_are_left_
         train_reward_model(policies["llama"], coin, config(num_train_epochs=1, minimum_accuracy=0.0))
     assert "1 of 128 pairs are longer than 32 tokens" in caplog.text
     assert "Below 65 %" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "number", "level", "said"),
+    [
+        (0.5, 8, logging.INFO, "puts 50.0% (95 % interval 21.5% to 78.5%) in the right order: too few pairs to tell"),
+        (0.875, 8, logging.INFO, "too few pairs to tell whether that is above 65 %"),
+        (
+            0.6,
+            1000,
+            logging.WARNING,
+            "of 1000 held-out pairs the reward model puts 60.0% (95 % interval 56.9% to 63.0%)",
+        ),
+        (0.75, 1000, None, ""),
+    ],
+)
+def test_a_reward_model_is_called_unreliable_only_for_certain(accuracy, number, level, said, caplog):
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        _check_accuracy(accuracy_interval(accuracy, number), number, 0.5)
+    assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
+    assert said in caplog.text
+
+
+def test_few_held_out_pairs_rarely_warn_of_a_reliable_reward_model(caplog):
+    """Of models that are right on 65 % of all pairs, half were warned of; of 8 pairs 3 decide between 50 and 87.5 %."""
+    rng, warned = np.random.default_rng(0), 0
+    for number in (8, 24, 100, 400):
+        for right in rng.binomial(number, 0.65, 500):
+            warned += accuracy_interval(right / number, number).high < RELIABLE_ACCURACY
+    assert warned <= binom.ppf(0.999, 2000, 0.03)
 
 
 def test_all_pairs_of_a_prompt_go_to_one_side():

@@ -32,7 +32,7 @@ def to_token_classifier(backbone: PreTrainedModel, value_head: nn.Linear) -> Pre
     # An empty name_or_path, because the saved configuration would contain the path of a folder of this machine
     config.num_labels, config.name_or_path = 1, ""
     # Values of the reward model's configuration, if the critic started from a reward model
-    for of_a_reward_model in (SCORE_MEAN, "held_out_accuracy", "trained_from", "problem_type"):
+    for of_a_reward_model in (SCORE_MEAN, "held_out_accuracy", "held_out_interval", "trained_from", "problem_type"):
         vars(config).pop(of_a_reward_model, None)
     ids = probe_ids(backbone, 4)[None].to(backbone.device)
     try:

@@ -11,7 +11,6 @@ import pandas as pd
 
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
-from ppo_rlhf.evaluation.since_best import CHANCE
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
 from ppo_rlhf.evaluation.win_rate import sign_test
 from ppo_rlhf.people.win_rate import OVER_PEOPLE, PREFIX
@@ -199,17 +198,19 @@ def say_stop(summary: Mapping[str, Any]) -> str:
 
 
 def remarks(
-    summary: Mapping[str, Any], before_after: pd.DataFrame, reward_model_accuracy: float | None = None
+    summary: Mapping[str, Any],
+    before_after: pd.DataFrame,
+    reward_model_accuracy: tuple[float, float, float] | None = None,
 ) -> list[str]:
     """Return one sentence for each problem in the result of a run.
 
     `summary` and `before_after` come from the node `compare_policies`. If the run trained a reward model,
-    `reward_model_accuracy` is its accuracy on held-out pairs. The tuning advice (docs/tuning.md), not the remarks,
-    judges KL, clipping, the critic and lengths, and says which setting to change.
+    `reward_model_accuracy` is its accuracy on held-out pairs with the ends of its interval. The tuning advice
+    (docs/tuning.md), not the remarks, judges KL, clipping, the critic and lengths, and says which setting to change.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     verdict = read_verdict(summary["verdict"])
-    exploits = summary.get("exploits_reward") and verdict not in (Verdict.BETTER, Verdict.REWARD_ROSE)
+    unchosen = summary.get("unchosen_prompts")
     problems = []
     if (exported := summary.get("exported_iteration")) is not None:
         policy = f"of iteration {exported}, its best evaluation"
@@ -220,27 +221,26 @@ def remarks(
             "the judge's score had fallen since its best evaluation, and the reward had not. The policy of this report "
             f"is the one {policy}."
         )
+    if unchosen is not None:
+        problems.append(_say_choice(summary["choice_prompts"], unchosen))
     if verdict == Verdict.NO_CLEAR_DIFFERENCE and exported != 0:
         problems.append(
             "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
             "prompts (prompts.held_out_share, prompts.max_held_out) make the interval narrower."
         )
-    elif verdict == Verdict.TOO_FEW_PROMPTS:
+    elif verdict == Verdict.TOO_FEW_PROMPTS and (unchosen is None or unchosen >= MIN_PROMPTS):
         problems.append(
             f"PPO won {summary['wins']} held-out prompts and lost {summary['losses']}. Equal policies would differ by "
             f"that much with probability {sign_test(summary['wins'], summary['losses']):.2g}, and with fewer than "
             f"{MIN_PROMPTS} prompts no winner is named. More held-out prompts (prompts.held_out_share, "
             "evaluation_prompts_path) can tell the two policies apart."
         )
-    elif verdict in (Verdict.WORSE, Verdict.REWARD_FELL) and not exploits:
+    elif verdict in (Verdict.WORSE, Verdict.REWARD_FELL) and not summary.get("exploits"):
         problems.append(f"{say_verdict(verdict)}. Look at the KL curve and the samples first.")
-    if exploits:
+    if summary.get("exploits"):
         problems.append(
-            "The reward rose and the judge's score fell, both significantly: the policy exploits its reward."
-        )
-    elif summary.get("exploits_since_best"):
-        problems.append(
-            "The judge's score fell significantly since its best evaluation: the policy exploits its reward."
+            "The judge's score fell significantly since its best evaluation, and the reward did not: the policy "
+            "exploits its reward."
         )
     elif summary.get("eval/judge_gap_p", 1.0) < CERTAIN and summary["eval/judge_gap"] < 0.0:
         problems.append(
@@ -248,7 +248,7 @@ def remarks(
             f"({summary['eval/judge_gap_prompts']} prompts; by chance with probability "
             f"{summary['eval/judge_gap_p']:.2g}): the reward pays PPO for something that the judge does not."
         )
-    elif f"eval/{JUDGE_COLUMN}" in summary and (least := summary.get("since_best_p_min", 0.0)) >= CHANCE / 2.0:
+    elif (least := summary.get("untested_p")) is not None:
         problems.append(
             "The evaluations during training had too few prompts to show whether the judge's score fell since its best "
             f"evaluation: even a fall on every prompt would happen by chance with probability {least:.2g}. Each "
@@ -261,9 +261,7 @@ def remarks(
             "begin so (docs/memory.md)."
         )
     if trained := summary.get("trained_prompts"):
-        problems.append(
-            f"PPO trained on {trained:,} of the {summary['prompts']:,} evaluation prompts: they are not held-out."
-        )
+        problems.append(f"PPO trained on {trained:,} of the evaluation prompts: they are not held-out.")
     if verdict == Verdict.REWARD_ROSE:
         problems.append(
             "The reward that PPO was trained on also decides the win rate, so the win rate cannot show that PPO "
@@ -274,10 +272,11 @@ def remarks(
     grammatical = means.get("grammatical_rate")
     if grammatical is not None and grammatical["ppo"] < 0.95 * grammatical["sft"]:
         problems.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
-    if reward_model_accuracy is not None and reward_model_accuracy < RELIABLE_ACCURACY:
+    if reward_model_accuracy is not None and reward_model_accuracy[2] < RELIABLE_ACCURACY:
+        share, low, high = map(write_share, reward_model_accuracy)
         problems.append(
-            f"The reward model is right on only {write_share(reward_model_accuracy)} of its held-out pairs, so PPO can "
-            "raise the reward without writing better text."
+            f"The reward model is right on only {share} of its held-out pairs (95% interval {low} to {high}), so PPO "
+            "can raise the reward without writing better text."
         )
     return problems
 
@@ -296,6 +295,17 @@ def _costs(summary: Mapping[str, Any], distinct: Mapping[str, float] | None) -> 
             "each other more than SFT's."
         )
     return costs
+
+
+def _say_choice(choice: int, unchosen: int) -> str:
+    """Return what a policy that was chosen by its scores on some prompts is compared on."""
+    chosen = f"The policy was chosen by its scores on {choice:,} held-out prompts, where noise favoured it"
+    if unchosen >= MIN_PROMPTS:
+        return f"{chosen}: verdict, win rate and table are of the {unchosen:,} others."
+    return (
+        f"{chosen}. The {unchosen:,} others are too few for a verdict, which needs {MIN_PROMPTS}: win rate and table "
+        "are of all prompts, and too favourable."
+    )
 
 
 def result_section(headline: str, before_after: pd.DataFrame, notes: Sequence[str]) -> str:

@@ -286,12 +286,14 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
 
 
-def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the reward model's accuracy on held-out pairs, of several the lowest; None if no accuracy is known.
+def reward_model_accuracy(
+    reward_model: PretrainedHandle | None, reward: RewardConfig
+) -> tuple[float, float, float] | None:
+    """Return the reward model's accuracy on held-out pairs and the ends of its 95 % interval, of several the lowest.
 
     Reward training writes the accuracy into the model's config.json, so the accuracy always belongs to the loaded
-    reward model.
+    reward model. The result is None if no accuracy is known.
     """
-    handles = handles_of(reward, reward_model).values()
-    accuracies = [getattr(handle.config(), "held_out_accuracy", None) for handle in handles]
-    return min((float(accuracy) for accuracy in accuracies if accuracy is not None), default=None)
+    configs = [handle.config() for handle in handles_of(reward, reward_model).values()]
+    known = [(c.held_out_accuracy, *c.held_out_interval) for c in configs if hasattr(c, "held_out_interval")]
+    return min(known, default=None)

@@ -16,7 +16,7 @@ from ppo_rlhf.checkpoints.model_card import OWN_FORM, place, render_reward_card
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.evaluation.win_rate import win_rate
+from ppo_rlhf.evaluation.win_rate import WinRate, win_rate
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -33,8 +33,8 @@ TRAINED_FROM = "trained_from"
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""A run and its report warn if the reward model's held-out accuracy is below `RELIABLE_ACCURACY`, because PPO would
-mostly learn the reward model's errors."""
+"""A run and its report warn if the reward model's held-out accuracy is below `RELIABLE_ACCURACY` for certain, by the
+upper end of its 95 % interval, because PPO would mostly learn the reward model's errors."""
 
 
 @parameter_group("reward_modelling")
@@ -121,7 +121,8 @@ def train_reward_model(
     chosen, rejected = (_token_lists(trained, name) for name in ("chosen_ids", "rejected_ids"))
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate=evaluate, watch=watch)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
-    _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
+    rate = accuracy_interval(accuracy, len(held_out))
+    _check_accuracy(rate, len(held_out), config.minimum_accuracy)
     if config.normalise:
         normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
     saved, own_form = cast(PreTrainedModel, nn.Module.to(model, "cpu")), None
@@ -135,9 +136,9 @@ def train_reward_model(
             error,
         )
     # Reports read the reward model's held-out accuracy from its configuration, and checks read what it came from
-    saved.config.held_out_accuracy = accuracy
+    saved.config.held_out_accuracy, saved.config.held_out_interval = accuracy, [rate.low, rate.high]
     setattr(saved.config, TRAINED_FROM, sft_policy.fingerprint())
-    facts = _facts(config, len(trained), accuracy, len(held_out))
+    facts = _facts(config, len(trained), rate, len(held_out))
     has_template = tokenizer.chat_template is not None
     card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
     # Pad on the right, because some classifiers, such as GPT-2's, count positions wrongly with left padding
@@ -172,10 +173,19 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
     return float(((chosen > rejected).double() + 0.5 * (chosen == rejected).double()).mean())
 
 
-def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out: int) -> dict[str, str]:
+def accuracy_interval(accuracy: float, pairs: int) -> WinRate:
+    """Return the accuracy on some pairs with its 95 % interval, which takes the pairs as independent."""
+    right, ties = divmod(round(2 * accuracy * pairs), 2)
+    return win_rate(np.array([[1.0]] * right + [[0.5]] * ties + [[0.0]] * (pairs - right - ties)))
+
+
+def say_accuracy(rate: WinRate) -> str:
+    """Return an accuracy with its interval in words."""
+    return f"{rate.rate:.1%} (95 % interval {rate.low:.1%} to {rate.high:.1%})"
+
+
+def _facts(config: RewardModellingConfig, pairs: int, rate: WinRate, held_out: int) -> dict[str, str]:
     """Return the model card's entries for data, training and accuracy; the accuracy has a confidence interval."""
-    right, ties = divmod(round(2 * accuracy * held_out), 2)
-    rate = win_rate(np.array([[1.0]] * right + [[0.5]] * ties + [[0.0]] * (held_out - right - ties)))
     source = f"sampled from the model it started from, labelled by `{config.labeller}`"
     if config.preferences_path is not None or config.labeller is None:
         source = f"of `{place(config.preferences_path or 'preferences')}`"
@@ -230,16 +240,17 @@ def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
     return preferences[fits]
 
 
-def _check_accuracy(accuracy: float, pairs: int, minimum: float) -> None:
-    text = f"the reward model puts {accuracy:.1%} of {pairs} held-out pairs in the right order"
-    if accuracy < minimum:
+def _check_accuracy(rate: WinRate, pairs: int, minimum: float) -> None:
+    text = f"of {pairs} held-out pairs the reward model puts {say_accuracy(rate)} in the right order"
+    if rate.rate < minimum:
         raise TrainingError(
             f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, change learning_rate or "
             "raise num_train_epochs."
         )
-    if accuracy < RELIABLE_ACCURACY:
+    reliable = f"{100 * RELIABLE_ACCURACY:.0f} %"
+    if rate.high < RELIABLE_ACCURACY:
         logger.warning(
-            "%s. Below %.0f %% PPO tends to learn the reward model's errors: give more pairs or epochs.",
-            text,
-            100 * RELIABLE_ACCURACY,
+            "%s. Below %s PPO tends to learn the reward model's errors: give more pairs or epochs.", text, reliable
         )
+    elif rate.low < RELIABLE_ACCURACY:
+        logger.info("%s: too few pairs to tell whether that is above %s.", text, reliable)

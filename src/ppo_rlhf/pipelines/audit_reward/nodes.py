@@ -104,7 +104,9 @@ def order_held_out_pairs(
     """
     if raw_preferences is None:
         accuracy = reward_model_accuracy(reward_model, reward)
-        return {"audit/pair_accuracy": accuracy} if accuracy is not None and len(reward.components) == 1 else {}
+        if accuracy is None or len(reward.components) > 1:
+            return {}
+        return {"audit/pair_accuracy": accuracy[0], "audit/pair_accuracy_high": accuracy[2]}
     contexts = [context_length(model.config) for model in models_of(reward_scorer)]
     limit = min((context for context in contexts if context is not None), default=None)
     table = reward_audit.held_out_pairs(frame_of(raw_preferences), sft_policy.tokenizer(), reward_modelling, limit)

@@ -23,6 +23,7 @@ from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
     RELIABLE_ACCURACY,
     RewardModellingConfig,
+    accuracy_interval,
     pair_accuracy,
     short_enough,
     split_pairs,
@@ -70,11 +71,12 @@ RULES = (
         0.55,
         "The reward and the judge often disagree on which of two responses is better",
     ),
+    # The whole interval must be below the limit: a few pairs say little
     _limit(
-        "audit/pair_accuracy",
+        "audit/pair_accuracy_high",
         "at least",
         RELIABLE_ACCURACY,
-        "The reward orders only {value:.0%} of held-out pairs",
+        "The reward orders at most {value:.0%} of preferences right, by its held-out pairs",
     ),
     _limit("audit/length_correlation", "at most", 0.6, "The reward rises with length: PPO would write long responses"),
     _limit(
@@ -86,7 +88,7 @@ RULES = (
     _limit("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
 )
 """All rules of the reward audit. Gains are in standard deviations of the score among the responses to one prompt."""
-OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}
+OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy_high"}
 """Metrics that compare the reward with a judge or with preferences."""
 
 
@@ -174,7 +176,10 @@ def held_out_pairs(
 
 
 def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
-    """Return `audit/pair_accuracy`: the share of pairs whose chosen response has the higher reward; ties count half."""
+    """Return `audit/pair_accuracy`: the share of pairs whose chosen response has the higher reward; ties count half.
+
+    `audit/pair_accuracy_high` is the upper end of its 95 % interval.
+    """
     columns = {str(name): table[name].tolist() for name in table if name not in (*pairs.COLUMNS, *_CHATS)}
 
     def score(side: str) -> Tensor:
@@ -195,7 +200,8 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
             )
         ).total
 
-    return {"audit/pair_accuracy": pair_accuracy(score("chosen"), score("rejected"))}
+    rate = accuracy_interval(pair_accuracy(score("chosen"), score("rejected")), len(table))
+    return {"audit/pair_accuracy": rate.rate, "audit/pair_accuracy_high": rate.high}
 
 
 def audit_reward(

@@ -11,6 +11,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.data.tables import frame_of
+from ppo_rlhf.evaluation.win_rate import WinRate
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.people.answers import AGREEMENT
@@ -84,6 +85,7 @@ def train_reward_model(
     reward_model, history = reward_training.train_reward_model(
         sft_policy, preferences, reward_modelling, partial(watching, "Reward model")
     )
-    accuracy = reward_model.model.config.held_out_accuracy
-    log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracy)
+    config = reward_model.model.config
+    accuracy = reward_training.say_accuracy(WinRate(config.held_out_accuracy, *config.held_out_interval))
+    log.info("Reward model: %s of the held-out pairs are in the right order.", accuracy)
     return reward_model, history
